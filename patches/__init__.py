@@ -1,0 +1,34 @@
+"""Runtime patches of pinned dependencies, one file each.
+
+`apply()` must run in every process before the patched packages are imported. It only registers import hooks, so it is
+cheap, and each patch decides when its dependency is imported whether it is needed. In Ray workers it is run by
+`runtime_env={"worker_process_setup_hook": "openrlhf_ext.patches.apply"}`.
+"""
+
+from __future__ import annotations
+
+from openrlhf_ext.patches import flash_attn_shim, megatron_cpu, megatron_distributed_optimizer
+from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
+
+PATCHES: tuple[Patch, ...] = (
+    flash_attn_shim.PATCH,
+    megatron_cpu.PATCH,
+    megatron_distributed_optimizer.PATCH,
+)
+
+__all__ = ["PATCHES", "Patch", "PatchRefused", "PatchStatus", "apply", "status"]
+
+
+def apply() -> None:
+    """Register every patch in this process. Idempotent.
+
+    Raises:
+        PatchRefused: megatron was imported before, on a machine without CUDA.
+    """
+    for patch in PATCHES:
+        patch.install()
+
+
+def status() -> list[PatchStatus]:
+    """What each patch does in the present environment. Imports torch to look for a CUDA device."""
+    return [patch.status() for patch in PATCHES]

@@ -1,0 +1,87 @@
+"""One import hook for all patches: act around the import of a module, or load a package with another loader."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
+
+Wrapper = Callable[[ModuleType], AbstractContextManager[None]]
+LoaderFactory = Callable[[str, str], SourceFileLoader]
+
+
+class PatchFinder:
+    """Meta path finder that finds nothing itself: it changes how some modules, found by others, are loaded."""
+
+    def __init__(self) -> None:
+        self._wrappers: dict[str, Wrapper] = {}
+        self._loaders: dict[str, LoaderFactory] = {}
+
+    def run_around(self, module_name: str, wrapper: Wrapper) -> None:
+        """Run the body of `module_name` inside `wrapper(module)`, a context manager, when it is imported."""
+        self._wrappers[module_name] = wrapper
+        self._attach()
+
+    def load_with(self, package: str, loader: LoaderFactory) -> None:
+        """Load the source modules of `package`, itself included, with `loader(module_name, path)`."""
+        self._loaders[package] = loader
+        self._attach()
+
+    def has_wrapper(self, module_name: str) -> bool:
+        """Whether `run_around` was called for this module."""
+        return module_name in self._wrappers
+
+    def has_loader(self, package: str) -> bool:
+        """Whether `load_with` was called for this package."""
+        return package in self._loaders
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        wrapper, loader = self._wrappers.get(fullname), self._loader_of(fullname)
+        if wrapper is None and loader is None:
+            return None
+        spec = self._ask_others(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        if loader is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = loader(spec.loader.name, spec.loader.path)
+        if wrapper is not None:
+            _wrap_execution(spec, wrapper)
+        return spec
+
+    def _attach(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def _loader_of(self, fullname: str) -> LoaderFactory | None:
+        for package, loader in self._loaders.items():
+            if fullname == package or fullname.startswith(f"{package}."):
+                return loader
+        return None
+
+    def _ask_others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        # Not only PathFinder: editable installs have finders of their own.
+        for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            find_spec = getattr(other, "find_spec", None)
+            spec = find_spec(fullname, path, target) if find_spec else None
+            if spec is not None:
+                return spec
+        return None
+
+
+def _wrap_execution(spec: ModuleSpec, wrapper: Wrapper) -> None:
+    # Set on the loader instance, made for this one import: its class, and with it inspect.getsource and
+    # pkgutil.get_data, stay as they are.
+    execute = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        with wrapper(module):
+            execute(module)
+
+    spec.loader.exec_module = exec_module
+
+
+patch_finder = PatchFinder()

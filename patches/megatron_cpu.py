@@ -1,0 +1,239 @@
+"""Lets megatron-core run on the CPU (gloo) where no CUDA device is present.
+
+Dependency: megatron-core 0.16.1; also mbridge 0.15.1, which the tests use as a cross-check.
+
+Wrong there: CUDA is hard-wired. The places that run in training, checkpointing and resharding with TP, PP, DP, CP and
+SP (found by tracing):
+  torch.cuda.current_device()  tensor_parallel/layers.py:552, mappings.py:141,181, utils.py:631,
+                               pipeline_parallel/p2p_communication.py:190-202,313,321, param_and_grad_buffer.py:800,806,
+                               rotary_pos_embedding.py:162, distrib_optimizer.py:1077, state_dict_saver.py:252
+  device="cuda"                pipeline_parallel/schedules.py:596,983,2138, optimizer/optimizer.py:481,485,907,
+                               optimizer/clip_grads.py:103,174, utils.py:1207, transformer/utils.py:35
+  tensor.cuda()                language_module.py:244, rope_utils.py:62, distrib_optimizer.py:1089
+  torch.cuda.synchronize()     p2p_communication.py:242, filesystem_async.py:230
+  pin_memory=True              rope_utils.py:63
+  "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:167, distrib_optimizer.py:361,420,582
+  CUDA random states           tensor_parallel/random.py:44,73,235-240,422
+  torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
+
+Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
+random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
+not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch. With a
+CUDA device present the modules are loaded as they are.
+
+Remove when: megatron-core takes the device from one place.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import logging
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from openrlhf_ext.patches.base import Patch, PatchRefused
+from openrlhf_ext.patches.environment import has_cuda
+from openrlhf_ext.patches.import_hooks import patch_finder
+
+VERSIONS = ("0.16.1",)
+MBRIDGE_VERSIONS = ("0.15.1",)
+
+_ON_CPU = {
+    # torch.cuda.<name>(...) -> what stands in its place
+    "current_device": 'torch.device("cpu")',
+    "synchronize": "None",
+}
+_GENERATOR_FUNCTIONS = ("get_rng_state", "set_rng_state", "manual_seed")  # exist as torch.<name> for the CPU
+_TENSOR_TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+_CUDA_DEVICES = ("cuda", "cuda:0")
+
+
+def _install() -> None:
+    if patch_finder.has_loader("megatron.core"):
+        return
+    if "megatron.core" in sys.modules and not has_cuda():
+        raise PatchRefused(
+            "megatron.core was imported before openrlhf_ext.patches.apply(): its modules are already bound to CUDA. "
+            "Call openrlhf_ext.patches.apply() before the first import of megatron in every process."
+        )
+    for package in _PATCHED_PACKAGES:
+        patch_finder.load_with(package, _CpuLoader)
+
+
+def _need() -> tuple[bool, str]:
+    if has_cuda():
+        return False, "a CUDA device is present"
+    return True, "no CUDA device is present, Megatron's device expressions are rewritten for the CPU"
+
+
+PATCH = Patch(
+    name="megatron_cpu",
+    dependency="megatron-core",
+    versions=VERSIONS,
+    problem=(
+        'CUDA is hard-wired: torch.cuda.current_device(), device="cuda", .cuda(), CUDA random states and type names; '
+        "for instance pipeline_parallel/schedules.py:596, tensor_parallel/random.py:44, optimizer/clip_grads.py:103"
+    ),
+    change="compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches jit fusion off",
+    removal="megatron-core takes the device from one place",
+    install=_install,
+    need=_need,
+)
+
+_MBRIDGE = Patch(
+    name="megatron_cpu",
+    dependency="mbridge",
+    versions=MBRIDGE_VERSIONS,
+    problem="mbridge/core/bridge.py:321 and core/util.py:151,323 name CUDA devices",
+    change=PATCH.change,
+    removal=PATCH.removal,
+    install=_install,
+    need=_need,
+)
+_PATCHED_PACKAGES = {"megatron.core": PATCH, "mbridge": _MBRIDGE}
+
+
+class _CpuLoader(SourceFileLoader):
+    """Loads a module as it is where CUDA is present, and rewritten for the CPU elsewhere."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        if _cuda_present():
+            SourceFileLoader(self.name, self.path).exec_module(module)
+            return
+        _PATCHED_PACKAGES[_package_of(self.name)].require_known_version()
+        super().exec_module(module)
+        after_import = _AFTER_IMPORT.get(self.name)
+        if after_import is not None:
+            after_import(module)
+
+    def source_to_code(self, data: bytes | str, path: str, *, _optimize: int = -1) -> CodeType:
+        return compile(rewrite_for_cpu(data, path), path, "exec", dont_inherit=True, optimize=_optimize)
+
+    # importlib validates, reads and (atomically) writes bytecode through the two methods below. Redirecting its path
+    # keeps rewritten bytecode apart from the ordinary one, which other programs of this environment use.
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(self._redirected(path))
+
+    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+        super().set_data(self._redirected(path), data, _mode=_mode)
+
+    def _redirected(self, path: str) -> str:
+        if not path.endswith(".pyc"):
+            return path
+        _, _, tag_and_suffix = Path(path).name.partition(".")  # "random.cpython-311.pyc" -> "cpython-311.pyc"
+        return str(bytecode_folder() / f"{self.name}.{tag_and_suffix}")
+
+
+def _package_of(module_name: str) -> str:
+    return "mbridge" if module_name.partition(".")[0] == "mbridge" else "megatron.core"
+
+
+@functools.cache
+def _cuda_present() -> bool:
+    return has_cuda()
+
+
+@functools.cache
+def bytecode_folder() -> Path:
+    """Where rewritten bytecode is kept: in the environment, and apart for each version of this file.
+
+    If the environment is read-only nothing is cached, and each process spends about a second on compiling.
+    """
+    fingerprint = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return Path(sys.prefix) / ".openrlhf_ext" / f"megatron_cpu-{fingerprint}"
+
+
+def rewrite_for_cpu(source: bytes | str, path: str = "<megatron>") -> ast.Module:
+    """Parse `source` and replace the expressions that name CUDA by such that name the CPU; line numbers are kept."""
+    return ast.fix_missing_locations(_CudaToCpu().visit(ast.parse(source, path)))
+
+
+class _CudaToCpu(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = _torch_cuda_name(node.func)
+        if name in _ON_CPU:
+            return _expression(_ON_CPU[name], at=node)
+        if name in _GENERATOR_FUNCTIONS:
+            node.func = _expression(f"torch.{name}", at=node.func)
+        elif _is_torch_device(node) and _is_constant(node.args[0], _CUDA_DEVICES):
+            node.args = [ast.copy_location(ast.Constant("cpu"), node.args[0])]
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            to_cpu = ast.Attribute(value=node.func.value, attr="cpu", ctx=ast.Load())
+            return ast.copy_location(ast.Call(func=to_cpu, args=[], keywords=[]), node)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        self.generic_visit(node)
+        if node.arg == "device" and _is_constant(node.value, _CUDA_DEVICES):
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        elif node.arg == "pin_memory" and _is_constant(node.value, (True,)):
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if _is_constant(node, tuple(_TENSOR_TYPES)):
+            return ast.copy_location(ast.Constant(_TENSOR_TYPES[node.value]), node)
+        return node
+
+
+def _torch_cuda_name(node: ast.AST) -> str | None:
+    """`<name>` if the expression is `torch.cuda.<name>`, else None."""
+    match node:
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch"), attr="cuda"), attr=name):
+            return name
+    return None
+
+
+def _is_torch_device(node: ast.Call) -> bool:
+    """Whether the call is `torch.device(<something>, ...)`."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="device"), args=[_, *_]):
+            return True
+    return False
+
+
+def _is_constant(node: ast.AST, values: tuple[object, ...]) -> bool:
+    return isinstance(node, ast.Constant) and node.value in values
+
+
+def _expression(source: str, at: ast.AST) -> ast.expr:
+    expression = ast.parse(source, mode="eval").body
+    for node in ast.walk(expression):
+        ast.copy_location(node, at)
+    return expression
+
+
+def _use_cpu_generator(module: ModuleType) -> None:
+    """tensor_parallel.random: its named random states are states of torch's CPU generator."""
+    import torch
+
+    def get_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    module._get_cuda_rng_state = get_state
+    module._set_cuda_rng_state = set_state
+    logging.getLogger(module.__name__).addFilter(_is_not_cpu_state_warning)
+
+
+def _is_not_cpu_state_warning(record: logging.LogRecord) -> bool:
+    # fork() warns when the CPU's state changes inside a fork of the GPU's. Here the two are one.
+    return record.msg != "CPU RNG state changed within GPU RNG context"
+
+
+def _switch_off_jit_fusion(module: ModuleType) -> None:
+    module.disable_jit_fuser()
+
+
+_AFTER_IMPORT = {
+    "megatron.core.tensor_parallel.random": _use_cpu_generator,
+    "megatron.core.jit": _switch_off_jit_fusion,
+}

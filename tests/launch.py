@@ -1,0 +1,72 @@
+"""Runs a function on several real processes with a gloo rendezvous; many cases per launch, because start-up dominates."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_WORKER = """
+import faulthandler, importlib, pickle, sys
+faulthandler.enable()
+module, function, payload, out = sys.argv[1:]
+sys.path.insert(0, {root!r})
+from openrlhf_ext import patches
+patches.apply()
+result = getattr(importlib.import_module(module), function)(**pickle.load(open(payload, "rb")))
+pickle.dump(result, open(out, "wb"))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launch(module: str, function: str, world_size: int, timeout_s: float = 240, **kwargs: Any) -> list[Any]:
+    """Calls ``module.function(**kwargs)`` on ``world_size`` ranks and returns every rank's result.
+
+    Raises:
+        AssertionError: a rank failed or the deadline passed; the message holds the ranks' stderr.
+    """
+    root = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        payload = Path(folder) / "payload"
+        payload.write_bytes(pickle.dumps(kwargs))
+        port = free_port()
+        ranks = []
+        for rank in range(world_size):
+            env = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            }  # fmt: skip
+            command = [sys.executable, "-c", _WORKER.format(root=str(root)), module, function, str(payload)]
+            stderr = open(f"{folder}/stderr{rank}", "w+")  # noqa: SIM115
+            process = subprocess.Popen([*command, f"{folder}/out{rank}"], env=env, stdout=stderr, stderr=stderr)
+            ranks.append((process, stderr))
+        _join(ranks, timeout_s)
+        return [pickle.loads(Path(f"{folder}/out{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _join(ranks: list, timeout_s: float) -> None:
+    problems = []
+    for rank, (process, _) in enumerate(ranks):
+        try:
+            if process.wait(timeout=timeout_s if not problems else 20):
+                problems.append(f"rank {rank}: exit code {process.returncode}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            problems.append(f"rank {rank}: not finished after {timeout_s} s")
+    texts = []
+    for rank, (_, stderr) in enumerate(ranks):
+        stderr.seek(0)
+        texts.append(f"--- rank {rank}\n{stderr.read()[-6000:]}")
+        stderr.close()
+    assert not problems, "\n".join(problems + texts)

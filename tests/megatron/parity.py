@@ -1,0 +1,75 @@
+"""What the ranks of the parity test run: one policy per layout, compared with plain transformers by the parent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+
+
+@dataclass
+class WeightedLogprob:
+    """A stand-in for an algorithm: loss = -sum(weights * logprobs), whose gradients are easy to get elsewhere."""
+
+    weights_BT: torch.Tensor
+
+    def select(self, rows) -> WeightedLogprob:
+        return WeightedLogprob(self.weights_BT[rows])
+
+    def to(self, device) -> WeightedLogprob:
+        return WeightedLogprob(self.weights_BT.to(device))
+
+    def loss(self, logprobs_BT, shaped):
+        @dataclass
+        class Loss:
+            value: torch.Tensor
+            metrics: dict
+
+        return Loss(-(logprobs_BT * shaped.weights_BT).sum(), {"tokens": (shaped.weights_BT != 0).sum()})
+
+
+def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
+    layout = ParallelLayout(
+        world_size, case.get("tp", 1), case.get("pp", 1), sequence_parallel=case.get("sp", False)
+    )
+    return PolicySettings(
+        case["model"], layout, param_dtype=case.get("dtype", "fp32"), temperature=case.get("temperature", 1.0),
+        micro_batch_size=case.get("micro_batch_size", 2), forward_micro_batch_size=3,
+        recompute=case.get("recompute", "none"),
+        optimizer=OptimizerSettings(
+            lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant", distributed=case.get("distributed_optimizer", False), **optimizer
+        ),
+    )  # fmt: skip
+
+
+def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor) -> list[dict]:
+    """For each case: log-probs, entropies, all gradients and weights after steps, as rank 0 (and its peers) see them."""
+    results = []
+    for case in cases:
+        world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
+        policy_settings = settings(case, world_size)
+        initialize_distributed(policy_settings.layout, 60, 1234)
+        results.append(run_case(MegatronPolicy(policy_settings), batch, weights_BT, case))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_BT: torch.Tensor, case: dict) -> dict:
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rows = balance_rows(batch.lengths_B, replicas)[replica]
+    mine, shaped = batch.select(rows), WeightedLogprob(weights_BT[rows])
+    out = policy.logprobs(mine)
+    result = {"rows": rows, "logprobs": out.logprobs_BT, "entropies": out.entropies_BT}
+    if not case.get("distributed_optimizer", False):
+        result["metrics"] = policy.accumulate_gradients(mine, shaped, shaped)
+        result["grads"] = {n: t.clone() for n, t in policy.export(lambda p: p.main_grad)}
+    result["steps"] = [policy.train_step(mine, shaped, shaped) for _ in range(case.get("steps", 2))]
+    result["weights"] = {n: t.clone() for n, t in policy.export()}
+    return result

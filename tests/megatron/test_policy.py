@@ -1,0 +1,117 @@
+"""The Megatron policy equals plain transformers on one process, in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openrlhf_ext.megatron.batch import sequence_batch
+from tests.launch import launch
+from tests.models import make_tiny_model
+
+TEMPERATURE = 0.8
+
+
+def make_batch(vocab: int):
+    """Seven ragged sequences, among them a one-token response and an interrupted one."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [(4, 9), (3, 1), (6, 14), (2, 5), (9, 3), (5, 7), (4, 4)]
+    sequences, masks = [], []
+    for prompt, response in lengths:
+        sequences.append(torch.randint(2, vocab, (prompt + response,), generator=generator))
+        mask = torch.zeros(prompt + response - 1, dtype=torch.long)
+        mask[prompt - 1 :] = 1
+        masks.append(mask)
+    masks[2][9:11] = 0  # a turn of the environment inside the response
+    batch = sequence_batch(sequences, masks)
+    weights_BT = torch.randn(batch.mask_BT.shape, generator=generator) * batch.mask_BT
+    return batch, weights_BT
+
+
+def reference(model, batch, weights_BT, steps: int = 2) -> dict:
+    """Log-probs, entropies, gradients and two AdamW steps of plain transformers, one sequence at a time."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)  # large eps: Adam would amplify the rounding of tiny gradients
+    result: dict = {"losses": [], "grad_norms": []}
+    for step in range(steps):
+        optimizer.zero_grad()
+        logprobs, entropies = torch.zeros(batch.mask_BT.shape), torch.zeros(batch.mask_BT.shape)
+        for row in range(len(batch)):
+            tokens = batch.tokens_BS[row, : batch.lengths_B[row]]
+            log_p = (model(tokens[None]).logits[0].float() / TEMPERATURE).log_softmax(-1)
+            positions = batch.predict_BT[row][batch.mask_BT[row]]
+            logprobs[row, : len(positions)] = log_p[positions, tokens[positions + 1]]
+            entropies[row, : len(positions)] = -(log_p.exp() * log_p).sum(-1)[positions]
+        loss = -(logprobs * weights_BT).sum()
+        loss.backward()
+        if step == 0:
+            result |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
+            result["grads"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+        result["losses"].append(loss.item())
+        result["grad_norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    result["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return result
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Name -> (path, reference); vocabulary 61 and 59 are divisible neither by 2 nor by 4."""
+    made = {}
+    for name, family, tied, more in [
+        ("qwen2", "qwen2", False, {}), ("qwen2-tied", "qwen2", True, {}), ("qwen3", "qwen3", False, {}),
+        ("llama-tied", "llama", True, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+    ]:  # fmt: skip
+        path = tmp_path_factory.mktemp(name)
+        model = make_tiny_model(path, family, tied=tied, **more)
+        batch, weights_BT = make_batch(61)
+        made[name] = (str(path), reference(model, batch, weights_BT))
+    return made
+
+
+def cases(checkpoints, world_size, layouts):
+    return [
+        {"name": name, "model": checkpoints[name][0], "world_size": world_size, "temperature": TEMPERATURE, **layout}
+        for name, layout in layouts
+    ]
+
+
+LAYOUTS = {
+    1: [("qwen2", {}), ("llama-tied", {"micro_batch_size": 7}), ("qwen3", {"recompute": "full"})],
+    2: [
+        ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "sp": True}), ("qwen3", {"tp": 2}), ("llama-tied", {"tp": 2}),
+        ("qwen2", {"pp": 2}), ("qwen2-tied", {"pp": 2}), ("qwen2", {}), ("qwen2-tied", {"distributed_optimizer": True}),
+    ],
+    4: [
+        ("qwen2", {"tp": 2, "pp": 2}), ("qwen2-tied", {"tp": 2, "pp": 2, "sp": True}), ("qwen3", {"tp": 2, "pp": 2, "sp": True}),
+        ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "distributed_optimizer": True}),
+        ("qwen2-tied", {"pp": 2, "distributed_optimizer": True}),
+    ],
+}  # fmt: skip
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_equals_transformers(checkpoints, world_size):
+    batch, weights_BT = make_batch(61)
+    todo = cases(checkpoints, world_size, LAYOUTS[world_size])
+    ranks = launch("tests.megatron.parity", "run_cases", world_size, cases=todo, batch=batch, weights_BT=weights_BT)
+    for i, case in enumerate(todo):
+        expected = checkpoints[case["name"]][1]
+        for rank in ranks:
+            got = rank[i]
+            assert torch.allclose(got["logprobs"], expected["logprobs"][got["rows"]], atol=2e-5, rtol=1e-5), case
+            assert torch.allclose(got["entropies"], expected["entropies"][got["rows"]], atol=2e-5, rtol=1e-5), case
+            assert got["steps"] == ranks[0][i]["steps"], f"metrics differ between ranks: {case}"
+            for step, metrics in enumerate(got["steps"]):
+                assert metrics["loss/policy"] == pytest.approx(expected["losses"][step], rel=1e-5, abs=1e-4), case
+                assert metrics["grad_norm"] == pytest.approx(expected["grad_norms"][step], rel=2e-5), case
+        first = ranks[0][i]
+        assert set(first["weights"]) == set(expected["weights"])
+        for name, grad in first.get("grads", {}).items():
+            assert relative(grad, expected["grads"][name]) < 1e-5, (case, name)
+        for name, weight in first["weights"].items():
+            assert torch.allclose(weight, expected["weights"][name], atol=2e-5), (case, name)

@@ -1,0 +1,42 @@
+"""Tiny Hugging Face checkpoints that tests make for themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def make_tiny_model(
+    path: Path, family: str = "qwen2", *, tied: bool = False, vocab: int = 61, layers: int = 4, heads: int = 4, seed: int = 0, **more
+) -> PreTrainedModel:
+    """A random fp32 checkpoint with norms and biases off their trivial values, saved to ``path``."""
+    torch.manual_seed(seed)
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=vocab, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        tie_word_embeddings=tied, initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=None, **more,
+    )  # fmt: skip
+    model = model_class(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return model
