@@ -29,7 +29,7 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def launch(module: str, function: str, world_size: int, timeout_s: float = 240, **kwargs: Any) -> list[Any]:
+def launch(module: str, function: str, world_size: int, timeout_s: float = 240, /, **kwargs: Any) -> list[Any]:
     """Calls ``module.function(**kwargs)`` on ``world_size`` ranks and returns every rank's result.
 
     Raises:

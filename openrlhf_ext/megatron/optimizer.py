@@ -44,7 +44,6 @@ def build_optimizer(models: list[torch.nn.Module], settings: OptimizerSettings, 
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
@@ -58,14 +57,15 @@ def build_optimizer(models: list[torch.nn.Module], settings: OptimizerSettings, 
 
 
 def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay to ``min_lr_ratio``. The k-th update (k >= 1) uses the rate of step k, never zero."""
+    """Linear warm-up, then decay (to ``min_lr_ratio`` only with cosine_with_min_lr). The k-th update (k >= 1) uses the rate of step k, never zero."""
+    floor = settings.lr * settings.min_lr_ratio if settings.lr_scheduler == "cosine_with_min_lr" else 0.0
     style = LR_DECAY_STYLES[settings.lr_scheduler]
     warmup = 0 if settings.lr_scheduler == "constant" else math.ceil(settings.lr_warmup_ratio * settings.max_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
+        min_lr=floor,
         lr_warmup_steps=warmup,
         lr_decay_steps=max(settings.max_steps, warmup + 1),
         lr_decay_style=style,

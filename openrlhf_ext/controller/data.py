@@ -1,0 +1,62 @@
+"""Prompt datasets: OpenRLHF's, with prompts that do not fit counted and skipped or refused."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from openrlhf_ext.compat import PromptDataset, blending_datasets
+
+logger = logging.getLogger(__name__)
+
+
+class OverlongPromptError(ValueError):
+    """Prompts are longer than the room left by the response, and ``data.overlong_prompts`` is ``error``."""
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """A dataset of prompts that fit, and how many were skipped."""
+
+    dataset: PromptDataset
+    skipped_overlong: int
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def load_prompts(
+    paths: str, split: str, strategy: Any, tokenizer: Any, *, probabilities: str | None, max_prompt_tokens: int,
+    overlong: Literal["skip", "error"],
+) -> PromptData:  # fmt: skip
+    """Reads prompts and labels as OpenRLHF does and removes prompts of more than ``max_prompt_tokens`` tokens.
+
+    Raises:
+        OverlongPromptError: there are such prompts and ``overlong`` is 'error'.
+        ValueError: nothing is left.
+    """
+    args = strategy.args
+    records = blending_datasets(
+        paths, probabilities, strategy, args.train.seed, max_count=args.data.max_samples, dataset_split=split
+    )
+    records = records.select(range(min(args.data.max_samples, len(records))))
+    dataset = PromptDataset(records, tokenizer, strategy, input_template=args.data.input_template)
+    lengths = [len(ids) for ids in tokenizer(dataset.prompts, add_special_tokens=False)["input_ids"]]
+    keep = [i for i, n in enumerate(lengths) if n <= max_prompt_tokens]
+    skipped = len(lengths) - len(keep)
+    if skipped and overlong == "error":
+        worst = max(range(len(lengths)), key=lengths.__getitem__)
+        raise OverlongPromptError(
+            f"{skipped} of {len(lengths)} prompts of {paths} are longer than data.max_len - rollout.max_new_tokens = "
+            f"{max_prompt_tokens} tokens; the longest has {lengths[worst]}: {dataset.prompts[worst][:200]!r}. "
+            "Raise --data.max_len, lower --rollout.max_new_tokens, or set --data.overlong_prompts skip."
+        )
+    if not keep:
+        raise ValueError(f"no prompt of {paths} fits data.max_len - rollout.max_new_tokens = {max_prompt_tokens} tokens")
+    if skipped:
+        logger.warning("%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens)
+    for name in ("prompts", "labels", "images", "datasources"):
+        values = getattr(dataset, name)
+        setattr(dataset, name, [values[i] for i in keep])
+    return PromptData(dataset, skipped)

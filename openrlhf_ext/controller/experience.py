@@ -1,0 +1,146 @@
+"""From graded rollouts to training shards: old log-probs and entropies, shaping of whole groups, mini-batches.
+
+Shape suffixes: B = completions, T = response tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import RolloutBatch
+from openrlhf_ext.compat import Experience, RemoteExperienceMaker
+from openrlhf_ext.controller.shards import TrainingShard, mini_batch_shards
+from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows, sequence_batch
+from openrlhf_ext.megatron.policy import LogprobEntropy
+
+
+class ShapingExperienceMaker(RemoteExperienceMaker):
+    """Makes one ``TrainingShard`` per data-parallel rank; groups are shaped here, whole, and never on a shard."""
+
+    def __init__(self, *args: Any, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int) -> None:
+        super().__init__(*args)
+        self.algorithm = algorithm
+        self.group_size = group_size
+        self.mini_batch_size = mini_batch_size
+        self.data_parallel_size = data_parallel_size
+        self.metrics: dict[str, float] = {}
+
+    @torch.no_grad()
+    def make_experience_batch(self, rollout_samples: list[Experience]) -> list[TrainingShard]:
+        """Every data-parallel rank's shard of this rollout batch; ``metrics`` then describes the batch."""
+        samples = in_group_order(rollout_samples, self.group_size)
+        batch = sequence_batch([s.sequences[0] for s in samples], [s.action_mask[0] for s in samples])
+        started = time.perf_counter()
+        old = self._old_logprobs(batch)
+        scored = time.perf_counter()
+        rollout = rollout_batch(samples, batch, old, self.group_size)
+        shaped = self.algorithm.shape(rollout)
+        shards = self._shards(samples, batch, shaped)
+        self.metrics = batch_metrics(samples, rollout) | {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
+        self.metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
+        return shards
+
+    def _old_logprobs(self, batch: SequenceBatch) -> LogprobEntropy:
+        """(B, T) log-probs and entropies under the policy that is about to be trained."""
+        parts = balance_rows(batch.lengths_B, self.data_parallel_size)
+        refs = self.actor_model_group.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
+        results = self._flatten_results(refs, self.actor_model_group.duplicate_actors)
+        merged = LogprobEntropy(*(torch.zeros(batch.mask_BT.shape) for _ in range(2)))
+        for rows, result in zip(parts, results, strict=True):
+            for whole, part in zip(merged, result or (), strict=False):
+                whole[rows] = part
+        return merged
+
+    def _shards(self, samples: list[Experience], batch: SequenceBatch, shaped: Any) -> list[TrainingShard]:
+        ranks = mini_batch_shards(batch, shaped, self.group_size, self.mini_batch_size, self.data_parallel_size)
+        rewards = torch.cat([s.rewards for s in samples]).float()
+        lengths, truncated = (torch.cat([getattr(s, k) for s in samples]) for k in ("response_length", "truncated"))
+        shards = []
+        for mini_batches in ranks:
+            rows = [row for mini in mini_batches for row in mini.rows]
+            shards.append(
+                TrainingShard(
+                    sequences=batch.tokens_BS[rows[:1]],  # OpenRLHF's trainer shows the first; the rows are in mini_batches
+                    response_length=lengths[rows],
+                    truncated=truncated[rows],
+                    info={"reward": rewards[rows]},
+                    mini_batches=mini_batches,
+                )
+            )
+        return shards
+
+
+def in_group_order(samples: list[Experience], group_size: int) -> list[Experience]:
+    """Groups sorted by prompt, so that the batch does not depend on the order in which engines finished.
+
+    Raises:
+        ValueError: completions of one prompt do not stand together in blocks of ``group_size``.
+    """
+    if len(samples) % group_size:
+        raise ValueError(f"{len(samples)} completions are not whole groups of rollout.n_samples_per_prompt = {group_size}")
+    groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
+    for group in groups:
+        if len(prompts := {s.prompts[0] for s in group}) != 1:
+            raise ValueError(f"a group of completions mixes {len(prompts)} prompts: {sorted(prompts)}")
+    return [sample for group in sorted(groups, key=lambda g: g[0].prompts[0]) for sample in group]
+
+
+def rollout_batch(samples: list[Experience], batch: SequenceBatch, old: LogprobEntropy, group_size: int) -> RolloutBatch:
+    """The algorithms' view of the batch."""
+    return RolloutBatch(
+        tokens=batch.targets_BT,
+        mask=batch.mask_BT,
+        rewards=torch.cat([s.rewards for s in samples]).double(),
+        group_ids=torch.arange(len(samples)) // group_size,
+        old_logprobs=old.logprobs_BT,
+        entropies=old.entropies_BT,
+        rollout_logprobs=_rollout_logprobs(samples, batch),
+        truncated=torch.cat([s.truncated for s in samples]).bool(),
+        group_size=group_size,
+    )
+
+
+def _rollout_logprobs(samples: list[Experience], batch: SequenceBatch) -> Tensor | None:
+    """(B, T) log-probs that the engines reported, aligned with the response tokens."""
+    if any(s.rollout_log_probs is None for s in samples):
+        return None
+    result_BT = torch.zeros(batch.mask_BT.shape)
+    for row, sample in enumerate(samples):
+        positions = batch.predict_BT[row][batch.mask_BT[row]]
+        result_BT[row, : len(positions)] = sample.rollout_log_probs[0][positions].float()
+    return result_BT
+
+
+def batch_metrics(samples: list[Experience], rollout: RolloutBatch) -> dict[str, float]:
+    """Means over the rollout batch, under the names of docs/metrics.md."""
+    rewards, tokens = rollout.rewards.float(), rollout.mask.sum()
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(correction=0),
+        "accuracy/mean": torch.cat([s.scores for s in samples]).float().mean(),
+        "entropy/mean": (rollout.entropies * rollout.mask).sum() / tokens,
+        "response/length_mean": tokens / len(samples),
+        "response/truncated_rate": rollout.truncated.float().mean(),
+        "tokens/generated": tokens,
+    }
+    if rollout.rollout_logprobs is not None:
+        difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.mask].float()
+        # k3 estimator of KL(rollout || policy): E_rollout[r - 1 - log r], r = policy / rollout
+        metrics["kl/rollout"] = ((-difference).exp() - 1 + difference).mean()
+        metrics["kl/rollout_max_abs"] = difference.abs().max()
+    return {name: float(value) for name, value in metrics.items()} | reward_logs(samples)
+
+
+_NOT_REWARD_LOGS = {"reward", "score", "response_clip_ratio", "reward_failed"}
+
+
+def reward_logs(samples: list[Experience]) -> dict[str, float]:
+    """Mean of every number the reward function returned in ``extra_logs``, and how many samples were not graded."""
+    info = [{name: float(value) for name, value in sample.info.items()} for sample in samples]
+    names = sorted(set(info[0]) - _NOT_REWARD_LOGS)
+    logs = {f"reward_log/{name}": sum(i[name] for i in info) / len(info) for name in names}
+    return logs | {"reward/failures": sum(i.get("reward_failed", 0.0) for i in info)}

@@ -1,0 +1,268 @@
+"""The composition root of a training run: which class runs where, from top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from openrlhf_ext.controller.deadline import Deadline
+from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.megatron.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Any) -> int:
+    """Trains until the prompts are used up; returns the exit code (0, 1 = failed, 130 = interrupted)."""
+    engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
+    session = RaySession(
+        policy_ranks=config.world_size, engines=engines, env=worker_env(config), verbose=config.logger.verbose
+    )
+    try:
+        with session:
+            try:
+                train(config, session)
+            except Exception as error:
+                logger.debug("the run failed", exc_info=True)
+                logger.error("the run failed:\n%s", session.describe_failure(error))
+                return 1
+    except KeyboardInterrupt:
+        logger.error("interrupted; every process of the run has ended, and nothing half-written was left")
+        return 130
+    return 0
+
+
+def train(config: Any, session: RaySession) -> None:
+    """Builds every part, trains, and writes the final checkpoint."""
+    # the engines and the policy ranks start while this process imports OpenRLHF and reads the data
+    start = Deadline()
+    with start.limit(config.vllm.start_timeout_s, "starting the rollout engines and the policy ranks", "vllm.start_timeout_s"):
+        from openrlhf_ext import compat
+
+        if not config.logger.verbose:
+            compat.quiet_upstream_logs()
+        engines = start_engines(config)
+        policy = start_policy(config)
+        strategy = compat.get_strategy(config.upstream_args())
+        tokenizer = compat.get_tokenizer(
+            config.actor.model_name_or_path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
+        )
+        prompts, held_out = load_data(config, strategy, tokenizer)
+        steps = training_steps(config, len(prompts))
+        start.doing = "building the policy and connecting it to the engines"
+        initialize_everything(config, session, policy, engines, steps)
+
+    from openrlhf_ext.controller.experience import ShapingExperienceMaker
+    from openrlhf_ext.controller.records import StepRecorder
+    from openrlhf_ext.controller.trainer import PolicyTrainer, TrainerLimits
+
+    recorder = StepRecorder(
+        Path(config.logger.metrics_path), Path(config.logger.figure_path), steps, prompts.skipped_overlong,
+        title=f"{config.algo.advantage.estimator}, {Path(config.actor.model_name_or_path).name}",
+    )  # fmt: skip
+    trainer = PolicyTrainer(
+        strategy=strategy,
+        tokenizer=tokenizer,
+        policy_group=policy,
+        engines=engines,
+        prompts_dataloader=dataloader(strategy, prompts, shuffle=True, workers=config.data.dataloader_num_workers),
+        eval_dataloader=dataloader(strategy, held_out, shuffle=False, workers=0) if held_out else None,
+        generate_kwargs={
+            "max_len": config.data.max_len,
+            "max_new_tokens": config.rollout.max_new_tokens,
+            "temperature": config.rollout.temperature,
+            "top_p": config.rollout.top_p,
+        },
+        make_experience_maker=partial(
+            ShapingExperienceMaker,
+            algorithm=algorithm_settings(config).build(),
+            group_size=config.rollout.n_samples_per_prompt,
+            mini_batch_size=config.train.batch_size,
+            data_parallel_size=config.data_parallel_size,
+        ),
+        recorder=recorder,
+        limits=TrainerLimits(config.train.step_timeout_s, config.rollout.timeout_s, config.rollout.max_filter_batches),
+    )
+    session.remember_children()
+    trainer.evaluate_if_configured(0)
+    trainer.fit()
+    recorder.close()
+    logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
+    ray.get(policy.async_run_method("save_model", config.ckpt.output_dir), timeout=config.train.step_timeout_s)
+
+
+# ---- processes --------------------------------------------------------------------------------------------------
+
+
+def worker_env(config: Any) -> dict[str, str]:
+    """Environment of every Ray worker."""
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "0" if config.logger.verbose else "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
+        "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    }
+    if Path(config.actor.model_name_or_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def _threads_per_process(config: Any) -> int:
+    processes = max(config.world_size, config.vllm.num_engines * config.vllm.tensor_parallel_size)
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def start_engines(config: Any) -> list:
+    """The vLLM actors; they start in the background."""
+    from openrlhf_ext.rollout import create_rollout_engines
+
+    agent = config.train.agent_func_path
+    return create_rollout_engines(
+        num_engines=config.vllm.num_engines,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        model_path=config.actor.model_name_or_path,
+        seed=config.train.seed,
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout_dtype],
+        max_model_len=config.data.max_len,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enforce_eager=config.vllm.enforce_eager,
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        kv_cache_mib=config.vllm.kv_cache_mib,
+        logprobs_mode="processed_logprobs",
+        executor_factory=None if agent else executor_factory(config),
+        agent_func_path=agent,
+        seed_requests=config.train.full_determinism_enable,
+        request_timeout_s=config.rollout.timeout_s,
+    )
+
+
+def executor_factory(config: Any):
+    """Single-turn rollouts graded in killable worker processes."""
+    from openrlhf_ext.rewards import RewardSettings, make_executor
+
+    return make_executor(
+        RewardSettings(
+            remote_url=config.reward.remote_url,
+            num_workers=config.reward.num_workers,
+            timeout_s=config.reward.timeout_s,
+            max_failures=config.reward.max_failures,
+            failure_value=config.reward.failure_value,
+        )
+    )
+
+
+def start_policy(config: Any):
+    """The group of policy ranks: contiguous blocks of tp * cp * pp ranks are one data-parallel rank."""
+    from openrlhf_ext.compat import RayActorGroup
+    from openrlhf_ext.controller.policy_actor import PolicyActor
+
+    return RayActorGroup(
+        config.actor.num_nodes,
+        config.actor.num_gpus_per_node,
+        ray.remote(num_gpus=1)(PolicyActor),
+        num_gpus_per_actor=1,
+        duplicate_actors=config.model_parallel_size,
+    )
+
+
+def initialize_everything(config: Any, session: RaySession, policy: Any, engines: list, steps: int) -> None:
+    """Waits for the engines, loads the policy on every rank, connects both, proves that they agree."""
+    from openrlhf_ext.rollout import wait_until_ready
+
+    wait_until_ready(engines, config.vllm.start_timeout_s)
+    for i, info in enumerate(ray.get([engine.process_info.remote() for engine in engines])):
+        session.remember(f"rollout engine {i}", info["pid"])
+    infos = ray.get(
+        policy.async_init_model_from_pretrained(
+            policy_settings(config, steps), algorithm_settings(config), sync_settings(config), config.train.max_epochs, engines
+        )
+    )
+    for info in infos:
+        session.remember(f"policy rank {info['rank']}", info["pid"])
+    gauge = ray.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
+    logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
+
+
+# ---- settings ---------------------------------------------------------------------------------------------------
+
+
+def policy_settings(config: Any, steps: int):
+    """What every policy rank gets."""
+    from openrlhf_ext.megatron.optimizer import OptimizerSettings
+    from openrlhf_ext.megatron.policy import PolicySettings
+
+    actor, megatron = config.actor, config.megatron
+    updates = steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size)
+    return PolicySettings(
+        model_path=actor.model_name_or_path,
+        layout=ParallelLayout(
+            config.world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
+            megatron.context_parallel_size, megatron.sequence_parallel_enable,
+        ),
+        param_dtype=megatron.param_dtype,
+        temperature=config.rollout.temperature,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_micro_batch_size=config.rollout.micro_batch_size,
+        recompute=megatron.recompute,
+        seed=config.train.seed,
+        collective_timeout_s=megatron.collective_timeout_s,
+        optimizer=OptimizerSettings(
+            lr=actor.adam.lr, betas=tuple(actor.adam.betas), eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
+            max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
+            min_lr_ratio=actor.min_lr_ratio, max_steps=max(1, updates), distributed=megatron.distributed_optimizer_enable,
+        ),
+    )  # fmt: skip
+
+
+def algorithm_settings(config: Any):
+    """Name and options of the estimator."""
+    from openrlhf_ext.controller.policy_actor import AlgorithmSettings
+
+    return AlgorithmSettings(*config.algorithm_options())
+
+
+def sync_settings(config: Any):
+    """How weights travel."""
+    import torch
+
+    from openrlhf_ext.controller.policy_actor import SyncSettings
+
+    transport = config.vllm.sync_backend
+    if transport == "auto":
+        transport = "nccl" if torch.cuda.is_available() else "gloo"
+    return SyncSettings(
+        transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
+        config.probe_tolerance, config.weight_sync.probe_length,
+    )  # fmt: skip
+
+
+# ---- data -------------------------------------------------------------------------------------------------------
+
+
+def load_data(config: Any, strategy: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Training prompts and, if configured, held-out prompts that fit."""
+    from openrlhf_ext.controller.data import load_prompts
+
+    limits = {"max_prompt_tokens": config.data.max_len - (config.rollout.max_new_tokens or 1), "overlong": config.data.overlong_prompts}
+    prompts = load_prompts(
+        config.data.prompt_dataset, config.data.prompt_split, strategy, tokenizer, probabilities=config.data.prompt_probs, **limits
+    )
+    if config.eval.dataset is None:
+        return prompts, None
+    return prompts, load_prompts(config.eval.dataset, config.eval.split, strategy, tokenizer, probabilities=None, **limits)
+
+
+def dataloader(strategy: Any, data: Any, *, shuffle: bool, workers: int) -> Any:
+    """OpenRLHF's resumable loader, one prompt at a time."""
+    return strategy.setup_dataloader(data.dataset, 1, True, shuffle, data.dataset.collate_fn, num_workers=workers)
+
+
+def training_steps(config: Any, prompts: int) -> int:
+    """Rollout batches of the whole run (fewer prompts make the last batch of an episode smaller)."""
+    return math.ceil(prompts / config.rollout.batch_size) * config.train.num_episodes

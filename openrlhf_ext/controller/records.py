@@ -1,0 +1,87 @@
+"""What a run writes down while it goes: metrics.jsonl, one line of progress per step, the figure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.reporting import MetricsWriter, ProgressLine, is_documented, write_figure
+
+logger = logging.getLogger(__name__)
+
+_FIGURE_EVERY_S = 10.0
+
+
+class StepRecorder:
+    """Turns what a step returned into one documented record and hands it to every sink.
+
+    Args:
+        metrics_path, figure_path: files; the figure is redrawn by a background thread at most every ten seconds.
+        total_steps: expected number of steps, for the progress line.
+        skipped_overlong: prompts that were left out before the run.
+    """
+
+    def __init__(self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = "") -> None:
+        self.metrics_path, self.figure_path, self.title = metrics_path, figure_path, title
+        self.writer = MetricsWriter(metrics_path)
+        self.progress = ProgressLine(total_steps)
+        self.skipped_overlong = skipped_overlong
+        self._drawing: threading.Thread | None = None
+        self._drawn_at = 0.0
+
+    def step(self, step: int, logs: dict[str, Any], engines: Iterable[Mapping[str, float]], **more: float) -> dict[str, Any]:
+        """Writes the record of one step and returns it with the sample that OpenRLHF's loggers show."""
+        record = step_record(logs, list(engines)) | {"prompts/skipped_overlong": self.skipped_overlong, **more}
+        self.writer.write(step, record)
+        self.progress.show(step, record)
+        self.draw()
+        return {**record, "generated_samples": logs.get("generated_samples")}
+
+    def evaluation(self, step: int, logs: dict[str, float]) -> None:
+        """Writes the record of an evaluation made after ``step`` steps."""
+        self.writer.write(step, logs)
+        logger.info("step %d: held-out accuracy %.3f over %d samples", step, logs["eval/accuracy"], logs["eval/samples"])
+
+    def draw(self, wait: bool = False) -> None:
+        """Redraws the figure, in the background unless ``wait``."""
+        if wait:
+            if self._drawing is not None:
+                self._drawing.join(timeout=60)
+            write_figure(self.metrics_path, self.figure_path, self.title)
+            return
+        busy = self._drawing is not None and self._drawing.is_alive()
+        if busy or time.monotonic() - self._drawn_at < _FIGURE_EVERY_S:
+            return
+        self._drawn_at = time.monotonic()
+        arguments = (self.metrics_path, self.figure_path, self.title)
+        self._drawing = threading.Thread(target=write_figure, args=arguments, name="figure", daemon=True)
+        self._drawing.start()
+
+    def close(self) -> None:
+        """Draws the last figure and closes the file."""
+        self.draw(wait=True)
+        self.writer.close()
+
+
+# names that the algorithms' losses and OpenRLHF's trainer use -> documented names
+_RENAMED = {"clip_fraction": "loss/clip_fraction"}
+
+
+def step_record(logs: Mapping[str, Any], engines: list[Mapping[str, float]]) -> dict[str, float]:
+    """One step under the names of docs/metrics.md; other numbers go under ``algorithm/``."""
+    record: dict[str, float] = {}
+    for name, value in logs.items():
+        if name.startswith("timing/") or name in ("generated_samples", "dynamic_filtering_pass_rate"):
+            continue
+        name = _RENAMED.get(name, name)
+        record[name if is_documented(name) else f"algorithm/{name}"] = value
+    grade = max((e.get("exposed_grading_seconds", 0.0) for e in engines), default=0.0)
+    record["time/generate"] = max(0.0, record.get("time/generate", 0.0) - grade)
+    record["time/grade"] = grade
+    record["time/step"] = sum(logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast"))
+    record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]
+    return record

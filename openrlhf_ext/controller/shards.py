@@ -1,0 +1,49 @@
+"""What the controller sends to the policy ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.compat import Experience
+from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
+
+
+@dataclass
+class MiniBatchShard:
+    """One data-parallel rank's ``rows`` of the rollout batch in one optimizer step.
+
+    ``shaped`` carries the whole step's denominators.
+    """
+
+    rows: list[int]
+    batch: SequenceBatch
+    shaped: ShapedBatch
+
+
+@dataclass
+class TrainingShard(Experience):
+    """One data-parallel rank's share of a rollout batch, in the shape OpenRLHF's trainer hands on to its actors."""
+
+    mini_batches: list[MiniBatchShard] = field(default_factory=list)
+
+
+def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[list[int]]:
+    """Row indices of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be smaller."""
+    per_step = max(1, mini_batch_size // group_size) * group_size
+    for start in range(0, samples, per_step):
+        yield list(range(start, min(start + per_step, samples)))
+
+
+def mini_batch_shards(
+    batch: SequenceBatch, shaped: ShapedBatch, group_size: int, mini_batch_size: int, data_parallel_size: int
+) -> list[list[MiniBatchShard]]:
+    """For each data-parallel rank, its shard of every optimizer step."""
+    ranks: list[list[MiniBatchShard]] = [[] for _ in range(data_parallel_size)]
+    for rows in group_chunks(len(batch), group_size, mini_batch_size):
+        step_batch, step_shaped = batch.select(rows), shaped.mini_batch(rows)
+        for rank, part in enumerate(balance_rows(step_batch.lengths_B, data_parallel_size)):
+            shard = MiniBatchShard([rows[i] for i in part], step_batch.select(part), step_shaped.select(part))
+            ranks[rank].append(shard)
+    return ranks
