@@ -93,7 +93,7 @@ def _missing(function: str) -> Callable[..., NoReturn]:
     def raise_missing(*_args: object, **_kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"{function} was called, but flash-attn is not installed: OpenRLHF's own sequence packing and ring "
-            "attention need it. Install flash-attn on a CUDA machine, or leave both off (the Megatron policy uses neither)."
+            "attention need it. Install it on a CUDA machine, or leave both off (a Megatron policy needs neither)."
         )
 
     raise_missing.__name__ = raise_missing.__qualname__ = function.rpartition(".")[2]

@@ -101,10 +101,9 @@ class _CpuLoader(SourceFileLoader):
     """Loads a module as it is where CUDA is present, and rewritten for the CPU elsewhere."""
 
     def exec_module(self, module: ModuleType) -> None:
-        if _cuda_present():
+        if not _runs_on_cpu(_package_of(self.name)):
             SourceFileLoader(self.name, self.path).exec_module(module)
             return
-        _PATCHED_PACKAGES[_package_of(self.name)].require_known_version()
         super().exec_module(module)
         after_import = _AFTER_IMPORT.get(self.name)
         if after_import is not None:
@@ -134,8 +133,12 @@ def _package_of(module_name: str) -> str:
 
 
 @functools.cache
-def _cuda_present() -> bool:
-    return has_cuda()
+def _runs_on_cpu(package: str) -> bool:
+    """Whether to rewrite the package; decided once, at its first import."""
+    if has_cuda():
+        return False
+    _PATCHED_PACKAGES[package].require_known_version()
+    return True
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 
@@ -10,6 +11,9 @@ def main(argv: list[str] | None = None) -> int:
     """Checks the configuration, then runs it. Exit code 2: the configuration is wrong; 1: the run failed; 130: Ctrl-C."""
     from openrlhf_ext.config import ConfigError, load_config
 
+    # read when tqdm and Ray are first imported, so set before
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
@@ -29,13 +33,13 @@ def main(argv: list[str] | None = None) -> int:
 def check_algorithm(config) -> None:
     """The algorithm's own options, which only ``openrlhf_ext.algorithms`` knows."""
     from openrlhf_ext.algorithms import get_algorithm
-    from openrlhf_ext.config import ConfigError
+    from openrlhf_ext.config import ConfigError, Violation
 
     name, options, correction = config.algorithm_options()
     try:
         get_algorithm(name, correction=correction, **options)
     except ValueError as error:
-        raise ConfigError([f"--algo.{name}.*: {error}"]) from error
+        raise ConfigError([Violation((f"algo.{name}",), f"algo.{name}: {error}")]) from error
 
 
 def dry_run(config) -> int:

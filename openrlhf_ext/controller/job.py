@@ -47,7 +47,7 @@ def train(config: Any, session: RaySession) -> None:
 
         if not config.logger.verbose:
             compat.quiet_upstream_logs()
-        engines = start_engines(config)
+        engines = start_engines(config, session.use_gpu)
         policy = start_policy(config)
         strategy = compat.get_strategy(config.upstream_args())
         tokenizer = compat.get_tokenizer(
@@ -118,7 +118,7 @@ def _threads_per_process(config: Any) -> int:
     return max(1, (os.cpu_count() or 1) // processes)
 
 
-def start_engines(config: Any) -> list:
+def start_engines(config: Any, use_gpu: bool) -> list:
     """The vLLM actors; they start in the background."""
     from openrlhf_ext.rollout import create_rollout_engines
 
@@ -131,14 +131,15 @@ def start_engines(config: Any) -> list:
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout_dtype],
         max_model_len=config.data.max_len,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enforce_eager=config.vllm.enforce_eager,
+        enforce_eager=config.vllm.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        kv_cache_mib=config.vllm.kv_cache_mib,
+        kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
         logprobs_mode="processed_logprobs",
         executor_factory=None if agent else executor_factory(config),
         agent_func_path=agent,
         seed_requests=config.train.full_determinism_enable,
         request_timeout_s=config.rollout.timeout_s,
+        use_gpu=use_gpu,
     )
 
 
@@ -229,13 +230,10 @@ def algorithm_settings(config: Any):
 
 def sync_settings(config: Any):
     """How weights travel."""
-    import torch
-
     from openrlhf_ext.controller.policy_actor import SyncSettings
 
-    transport = config.vllm.sync_backend
-    if transport == "auto":
-        transport = "nccl" if torch.cuda.is_available() else "gloo"
+    # through host memory, which works on every device; faster transports come behind the same interface
+    transport = "gloo" if config.vllm.sync_backend == "auto" else config.vllm.sync_backend
     return SyncSettings(
         transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
         config.probe_tolerance, config.weight_sync.probe_length,

@@ -23,7 +23,7 @@ from openrlhf_ext.controller.shards import TrainingShard
 from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.policy import LogprobEntropy, MegatronPolicy, PolicySettings, initialize_distributed
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
-from openrlhf_ext.rollout.weight_sync import TensorSpec, make_sender, plan_buckets
+from openrlhf_ext.rollout.weight_sync import BucketPlan, TensorSpec, make_sender
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class PolicyActor(BaseModelActor):
     def _connect(self):
         specs = [TensorSpec(name, shape, dtype) for name, shape, dtype in self.policy.hf_specs()]
         sender = make_sender(
-            self.sync.transport, plan_buckets(specs, self.sync.bucket_bytes), self.engines,
+            self.sync.transport, BucketPlan.build(specs, self.sync.bucket_bytes), self.engines,
             self.sync.engine_tensor_parallel_size, self.sync.timeout_s,
         )  # fmt: skip
         sender.connect()

@@ -79,8 +79,8 @@ def step_record(logs: Mapping[str, Any], engines: list[Mapping[str, float]]) -> 
             continue
         name = _RENAMED.get(name, name)
         record[name if is_documented(name) else f"algorithm/{name}"] = value
-    grade = max((e.get("exposed_grading_seconds", 0.0) for e in engines), default=0.0)
-    record["time/generate"] = max(0.0, record.get("time/generate", 0.0) - grade)
+    grade = max((e["exposed_grading_s"] for e in engines), default=0.0)
+    record["time/generate"] = max(0.0, logs["timing/generation"] - grade)
     record["time/grade"] = grade
     record["time/step"] = sum(logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast"))
     record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]

@@ -31,10 +31,14 @@ class RaySession:
         self.pids: dict[str, int] = {}
         self._children: dict[int, psutil.Process] = {}
         self._sigterm = None
+        self.use_gpu = False
 
     def __enter__(self) -> RaySession:
         self._sigterm = signal.signal(signal.SIGTERM, _terminate)
-        ray.init(**self._arguments())
+        arguments = self._arguments()
+        ray.init(**arguments)
+        # a local Ray on a machine without GPUs only counts "GPUs": see _arguments
+        self.use_gpu = "num_gpus" not in arguments and ray.cluster_resources().get("GPU", 0) > 0
         self.remember_children()
         return self
 

@@ -21,7 +21,7 @@ from openrlhf_ext.controller.records import StepRecorder
 logger = logging.getLogger(__name__)
 
 # what OpenRLHF's trainer calls a phase -> what our records call it
-_PHASES = {"timing/generation": "time/generate", "timing/ppo_train": "time/train", "timing/broadcast": "time/sync"}
+_PHASES = {"timing/ppo_train": "time/train", "timing/broadcast": "time/sync"}
 
 
 class FilterExhaustedError(RuntimeError):
@@ -102,7 +102,7 @@ class PolicyTrainer(PPOTrainer):
         with self.deadline.limit(self.limits.step_timeout_s, f"training step {global_step + 1}", "train.step_timeout_s"):
             status, step = super().train_step(rollout_samples, global_step)
         kept = {k: v for k, v in status.items() if not k.startswith(("timing/", "rollout/"))}
-        phases = {ours: status[upstream] for upstream, ours in _PHASES.items() if upstream in status}
+        phases = {ours: status[upstream] for upstream, ours in _PHASES.items()}
         # fit() sums the keys that begin with timing/: they stay
         timing = {k: v for k, v in status.items() if k.startswith("timing/")}
         return {**kept, **self.experience_maker.metrics, **self._sync_metrics, **phases, **timing}, step

@@ -34,6 +34,11 @@ class OptimizerSettings:
     max_steps: int = 1
     distributed: bool = True
 
+    @property
+    def min_lr(self) -> float:
+        """Final rate of the schedule; only cosine_with_min_lr does not end at zero."""
+        return self.lr * self.min_lr_ratio if self.lr_scheduler == "cosine_with_min_lr" else 0.0
+
     def __post_init__(self) -> None:
         if self.lr_scheduler not in LR_DECAY_STYLES:
             raise ValueError(f"lr_scheduler must be one of {sorted(LR_DECAY_STYLES)}, got {self.lr_scheduler!r}")
@@ -44,6 +49,7 @@ def build_optimizer(models: list[torch.nn.Module], settings: OptimizerSettings, 
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
+        min_lr=settings.min_lr,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
@@ -58,14 +64,13 @@ def build_optimizer(models: list[torch.nn.Module], settings: OptimizerSettings, 
 
 def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
     """Linear warm-up, then decay (to ``min_lr_ratio`` only with cosine_with_min_lr). The k-th update (k >= 1) uses the rate of step k, never zero."""
-    floor = settings.lr * settings.min_lr_ratio if settings.lr_scheduler == "cosine_with_min_lr" else 0.0
     style = LR_DECAY_STYLES[settings.lr_scheduler]
     warmup = 0 if settings.lr_scheduler == "constant" else math.ceil(settings.lr_warmup_ratio * settings.max_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=floor,
+        min_lr=settings.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=max(settings.max_steps, warmup + 1),
         lr_decay_style=style,

@@ -1,0 +1,336 @@
+"""`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose the negative one.
+
+M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772 (specification 3.7).
+
+Conflict masks compare token ids of a group at equal positions, counted from the first token (forward) and from the
+last (backward). Positions are scanned in widening windows, and a group leaves the scan as soon as no run of its
+completions can grow any further, so that the usual short spans cost little.
+
+Shape suffixes: B = completions, T = positions, Q = groups, R = signed rows in the scan, W = positions of a window,
+g = groups in the scan, S = slots of a group, c = cells (one group at one position).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import losses
+from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, broadcast, divide_by_std
+from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms.groups import Groups, Partition, sequence_moments, usable_rows
+from openrlhf_ext.algorithms.metrics import completion_sums
+from openrlhf_ext.algorithms.options import LN2, GtpoConflictOptions
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+FIRST_WINDOW = 16
+WINDOW_ELEMENTS = 1 << 20
+LEADER_ROUNDS = 4
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which tokens of a window are in conflict
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor, positive_gS: Tensor) -> Tensor:
+    """Tokens that both a positive and a negative completion of the group have at that position.
+
+    Rounds of "who else has the cell's smallest unsettled id" settle cells with few distinct ids; what is left after
+    a fixed number of rounds is settled by sorting. Work per token does not grow with the group but for the log of
+    the sort.
+
+    Args:
+        tokens_gSW: integer ids. valid_gSW: the slot holds a token there. positive_gS: sign of the completion.
+    Returns:
+        (g, S, W) bool.
+    """
+    positive_gS1 = positive_gS[:, :, None]
+    largest = torch.iinfo(tokens_gSW.dtype).max
+    found_gSW = torch.zeros_like(valid_gSW)
+    open_gSW = valid_gSW
+    for _ in range(LEADER_ROUNDS):
+        has_positive_gW, has_negative_gW = _signs_present(open_gSW, positive_gS1)
+        # A cell with one sign left holds no further conflict.
+        mixed_gW = has_positive_gW & has_negative_gW
+        if not bool(mixed_gW.any()):
+            return found_gSW
+        open_gSW = open_gSW & mixed_gW[:, None]
+        leader_gW = torch.where(open_gSW, tokens_gSW, largest).amin(dim=1)
+        same_gSW = open_gSW & (tokens_gSW == leader_gW[:, None])
+        has_positive_gW, has_negative_gW = _signs_present(same_gSW, positive_gS1)
+        found_gSW = found_gSW | (same_gSW & (has_positive_gW & has_negative_gW)[:, None])
+        open_gSW = open_gSW & ~same_gSW
+    group_c, position_c = open_gSW.any(dim=1).nonzero(as_tuple=True)
+    settled_cS = _conflicts_by_sorting(
+        tokens_gSW[group_c, :, position_c], open_gSW[group_c, :, position_c], positive_gS[group_c]
+    )
+    found_gSW[group_c, :, position_c] |= settled_cS
+    return found_gSW
+
+
+def _signs_present(flags_gSW: Tensor, positive_gS1: Tensor) -> tuple[Tensor, Tensor]:
+    return (flags_gSW & positive_gS1).any(dim=1), (flags_gSW & ~positive_gS1).any(dim=1)
+
+
+def _conflicts_by_sorting(tokens_cS: Tensor, open_cS: Tensor, positive_cS: Tensor) -> Tensor:
+    """(c, S) conflicts per cell: sorted by (id, sign), a conflicting id is a run whose sign changes inside."""
+    rank_cS = torch.where(open_cS, tokens_cS.long() * 2 + (~positive_cS).long(), torch.iinfo(torch.int64).max)
+    rank_cS, slot_cS = rank_cS.sort(dim=1)
+    changes = (rank_cS[:, 1:] == rank_cS[:, :-1] + 1) & (rank_cS[:, :-1] % 2 == 0)
+    new_id = (rank_cS[:, 1:] // 2) != (rank_cS[:, :-1] // 2)
+    run_cS = torch.nn.functional.pad(new_id.long().cumsum(dim=1), (1, 0))
+    conflict_run_cS = torch.zeros_like(rank_cS).scatter_add_(1, run_cS[:, 1:], changes.long())
+    sorted_cS = conflict_run_cS.gather(1, run_cS) > 0
+    return torch.zeros_like(open_cS).scatter_(1, slot_cS, sorted_cS) & open_cS
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Runs of conflicts
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Scan:
+    """Signed completions whose run may still grow, and their place in a padded (group, slot) table.
+
+    Attributes:
+        row_R: batch row. length_R: tokens. positive_R: sign. group_R, slot_R: place in the table.
+        alive_R: the run may still grow. started_R: the run has begun.
+    """
+
+    row_R: Tensor
+    length_R: Tensor
+    positive_R: Tensor
+    group_R: Tensor
+    slot_R: Tensor
+    alive_R: Tensor
+    started_R: Tensor
+
+    @classmethod
+    def of(cls, groups: Groups, sign_B: Tensor, anchored: bool) -> _Scan:
+        """Completions with a sign, of groups that have both signs, ordered by group."""
+        both_Q = groups.any(sign_B > 0) & groups.any(sign_B < 0)
+        order_B = groups.natural_order()
+        row_R = order_B[((sign_B != 0) & both_Q[groups.index_B])[order_B]]
+        group_R, slot_R = _places(groups.index_B[row_R])
+        return cls(
+            row_R=row_R,
+            length_R=groups.lengths_B[row_R],
+            positive_R=sign_B[row_R] > 0,
+            group_R=group_R,
+            slot_R=slot_R,
+            alive_R=torch.ones_like(row_R, dtype=torch.bool),
+            started_R=torch.full_like(row_R, anchored, dtype=torch.bool),
+        )
+
+    def narrowed(self, position: int) -> _Scan:
+        """Only groups in which some run may still grow, and only rows with a token at `position` or later."""
+        live_g = torch.zeros(len(self.group_R), dtype=torch.bool, device=self.row_R.device)
+        live_g[self.group_R[self.alive_R]] = True
+        keep_R = live_g[self.group_R] & (self.length_R > position)
+        if bool(keep_R.all()):
+            return self
+        kept = {f.name: getattr(self, f.name)[keep_R] for f in dataclasses.fields(self)}
+        kept["group_R"], kept["slot_R"] = _places(kept["group_R"])
+        return _Scan(**kept)
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        return int(self.group_R[-1]) + 1, int(self.slot_R.max()) + 1
+
+
+def _places(group_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumber sorted group indices to 0.. and number the rows of each group."""
+    _, dense_R, counts = group_R.unique_consecutive(return_inverse=True, return_counts=True)
+    first = counts.cumsum(0) - counts
+    return dense_R, torch.arange(len(group_R), device=group_R.device) - first[dense_R]
+
+
+def conflict_runs(
+    tokens_BT: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start"
+) -> Tensor:
+    """Mask of the run of consecutive conflicts of each completion.
+
+    Args:
+        tokens_BT: ids.
+        groups: grouping and lengths.
+        sign_B: sign of the advantage; 0 takes no part.
+        backward: scan from each completion's last token.
+        anchor: "start": the run begins at the first scanned token; "first": first run met anywhere.
+    Returns:
+        (B, T) bool.
+    """
+    mask_BT = torch.zeros(tokens_BT.shape, dtype=torch.bool, device=tokens_BT.device)
+    scan = _Scan.of(groups, sign_B, anchored=anchor == "start")
+    position, width = 0, FIRST_WINDOW
+    while bool(scan.alive_R.any()):
+        scan = scan.narrowed(position)
+        if len(scan.row_R) == 0:
+            break
+        rows, slots = scan.table_shape
+        width = max(1, min(width, WINDOW_ELEMENTS // (rows * slots)))
+        _extend_runs(mask_BT, tokens_BT, scan, position, width, backward)
+        position, width = position + width, 2 * width
+    return mask_BT
+
+
+def _extend_runs(
+    mask_BT: Tensor, tokens_BT: Tensor, scan: _Scan, position: int, width: int, backward: bool
+) -> None:
+    """Scan one window: mark the tokens of growing runs in `mask_BT` and update the scan's state."""
+    offset_W = torch.arange(position, position + width, device=tokens_BT.device)
+    valid_RW = offset_W < scan.length_R[:, None]
+    column_RW = scan.length_R[:, None] - 1 - offset_W if backward else offset_W.expand_as(valid_RW)
+    flat_RW = scan.row_R[:, None] * tokens_BT.shape[1] + torch.where(valid_RW, column_RW, 0)
+    token_RW = tokens_BT.reshape(-1).gather(0, flat_RW.reshape(-1)).view_as(flat_RW)
+    conflict_RW = _conflicts_in_window(token_RW, valid_RW, scan)
+
+    begun_RW = scan.started_R[:, None] | (conflict_RW.cumsum(dim=1) > 0)
+    broken_RW = (begun_RW & ~conflict_RW).cumsum(dim=1) > 0
+    run_RW = conflict_RW & ~broken_RW & scan.alive_R[:, None]
+    mask_BT.view(-1)[flat_RW[run_RW]] = True
+    scan.started_R = begun_RW[:, -1]
+    scan.alive_R = scan.alive_R & ~broken_RW[:, -1] & (scan.length_R > position + width)
+
+
+def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor, scan: _Scan) -> Tensor:
+    """(R, W) conflicts, by way of the padded (group, slot) table."""
+    table = (*scan.table_shape, token_RW.shape[1])
+    place = (scan.group_R, scan.slot_R)
+    token_gSW = token_RW.new_zeros(table)
+    valid_gSW = valid_RW.new_zeros(table)
+    positive_gS = valid_RW.new_zeros(table[:2])
+    token_gSW[place], valid_gSW[place], positive_gS[place] = token_RW, valid_RW, scan.positive_R
+    return conflicting_tokens(token_gSW, valid_gSW, positive_gS)[place]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The algorithm
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def conflict_weights(
+    forward_BT: Tensor, backward_BT: Tensor, sign_B: Tensor, w_pos: float, overlap: str, dtype: torch.dtype
+) -> Tensor:
+    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones, else 1."""
+    weight_B = torch.where(sign_B > 0, w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)[:, None]
+    one = torch.ones((), dtype=dtype, device=sign_B.device)
+    if overlap == "or":
+        return torch.where(forward_BT | backward_BT, weight_B, one)
+    return torch.where(forward_BT, weight_B, one) * torch.where(backward_BT, weight_B, one)
+
+
+@register_algorithm("gtpo_conflict", GtpoConflictOptions)
+class GtpoConflict(TokenAlgorithm):
+    """GTPO, Group-relative Trajectory-based Policy Optimization (Simoni et al.).
+
+    `J = 1/(G prompts) sum_i 1/T_i sum_t lambda_it w_it delta_i (A_i - gamma <H>_i)` (eq. 9-11, 30).
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+
+    def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
+        """Classes by the sign of A; no group is dropped or zeroed."""
+        sign_B = self._advantages(batch, groups).sign()
+        no_one_B = torch.zeros_like(sign_B, dtype=torch.bool)
+        return Partition(
+            success_B=sign_B > 0,
+            failure_B=sign_B < 0,
+            degenerate_Q=~groups.any(sign_B != 0),
+            kept_B=~no_one_B,
+            zeroed_B=no_one_B,
+            active_B=usable_rows(batch, self.options.mask_truncated),
+        )
+
+    def _advantages(self, batch: RolloutBatch, groups: Groups) -> Tensor:
+        """(B,) float64 A_i; values within `sign_tol` of 0 are 0."""
+        everyone_B = torch.ones_like(groups.index_B, dtype=torch.bool)
+        moments = sequence_moments(batch.rewards, everyone_B, groups.index_B, len(groups))
+        centred_B = batch.rewards - moments.mean[groups.index_B]
+        if self.options.normalize_std:
+            std_B = moments.std(self.options.ddof_seq)[groups.index_B]
+            centred_B = divide_by_std(centred_B, std_B, self.options.adv_eps, everyone_B, batch.group_ids)
+        return torch.where(centred_B.abs() <= self.options.sign_tol, 0.0, centred_B)
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        batch, groups, options = inputs.batch, inputs.groups, self.options
+        a_B = self._advantages(batch, groups)
+        sign_B = a_B.sign()
+        forward_BT = conflict_runs(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
+        backward_BT = conflict_runs(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
+        h_bar_B = completion_sums(batch.entropies, batch.mask) / groups.lengths_B
+        delta_B = self._delta(a_B, h_bar_B)
+        tilde_B = delta_B * (a_B - options.gamma * h_bar_B)
+        if options.zero_adv == "skip":
+            tilde_B = torch.where(a_B == 0, 0.0, tilde_B)
+        lambda_BT = None
+        if options.use_conflict:
+            lambda_BT = conflict_weights(
+                forward_BT, backward_BT, sign_B, options.w_pos, options.overlap, batch.float_dtype
+            )
+        return {
+            "advantages": broadcast(tilde_B, batch.mask, batch.float_dtype),
+            "seq_advantages": tilde_B,
+            "token_weights": lambda_BT,
+            "exposed": {
+                "A": a_B,
+                "delta": delta_B,
+                "H_bar": h_bar_B,
+                "forward_mask": forward_BT,
+                "backward_mask": backward_BT,
+                "divisor": self._divisor(forward_BT, backward_BT),
+            },
+            "metrics": _conflict_metrics(groups, forward_BT, backward_BT, delta_B),
+        }
+
+    def _delta(self, a_B: Tensor, h_bar_B: Tensor) -> Tensor:
+        """(B,) float64 entropy filter of eq. 10: 0 removes a completion."""
+        options = self.options
+        active = options.filter != "off" and (options.h_ini is None or options.h_ini < LN2)
+        if not active:
+            return torch.ones_like(a_B)
+        removed_B = h_bar_B > options.entropy_threshold
+        if options.filter == "only_neg":
+            removed_B = removed_B & (a_B < 0)
+        return (~removed_B).to(a_B.dtype)
+
+    def _divisor(self, forward_BT: Tensor, backward_BT: Tensor) -> Tensor:
+        """(B,) float64 factor that divides a completion's loss (`conflict_divisor`)."""
+        longest_B = torch.maximum(forward_BT.sum(dim=1), backward_BT.sum(dim=1)).clamp(min=1).to(torch.float64)
+        return longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
+
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        loss_mask_BT = self.loss_mask(shaped)
+        _, index_B = shaped.group_ids.unique(return_inverse=True)
+        denominator_B = shaped.lengths * shaped.exposed["divisor"]
+        if self.options.group_reduce == "mean":
+            denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped.kept, index_B)
+        return dataclasses.replace(
+            shaped,
+            loss_mask=loss_mask_BT,
+            weights=losses.reciprocal(denominator_B, shaped.active),
+            denominators={"tokens": loss_mask_BT.sum().to(torch.float64)},
+            complete=True,
+        )
+
+    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+        return {
+            "A_tilde": lambda shaped: shaped.seq_advantages,
+            "lambda": lambda shaped: (
+                torch.ones_like(shaped.advantages) if shaped.token_weights is None else shaped.token_weights
+            ),
+        }
+
+
+def _conflict_metrics(groups: Groups, forward_BT: Tensor, backward_BT: Tensor, delta_B: Tensor) -> dict[str, Tensor]:
+    tokens = groups.lengths_B.sum().clamp(min=1).to(torch.float64)
+    return {
+        "conflict_forward": forward_BT.sum() / tokens,
+        "conflict_backward": backward_BT.sum() / tokens,
+        "filtered_completions": (1.0 - delta_B).sum() / max(1, len(delta_B)),
+    }

@@ -1,0 +1,108 @@
+"""PPO with a critic: generalised advantage estimation, value loss, and the `gae` algorithm.
+
+J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv 1506.02438, and
+"Proximal Policy Optimization Algorithms", arXiv 1707.06347.
+
+Shape suffixes: B = completions, T = positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm
+from openrlhf_ext.algorithms.batch import RolloutBatch
+from openrlhf_ext.algorithms.groups import Groups, Partition
+from openrlhf_ext.algorithms.kl import masked_kl
+from openrlhf_ext.algorithms.options import GaeOptions
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+
+def token_rewards(rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None = None) -> Tensor:
+    """(B, T) terminal reward on each completion's last token, minus a per-token penalty."""
+    last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    rewards_BT = torch.zeros(mask_BT.shape, dtype=rewards_B.dtype, device=mask_BT.device)
+    rewards_BT.scatter_(1, last_B1, rewards_B[:, None])
+    return rewards_BT if penalty_BT is None else rewards_BT - torch.where(mask_BT, penalty_BT, 0.0)
+
+
+def gae(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages `sum_l (gamma lambda)^l delta_{t+l}` and returns `A + V`, both (B, T) and 0 in padding.
+
+    `delta_t = r_t + gamma V_{t+1} - V_t`, with V = 0 after the last token. No gradient flows.
+    """
+    values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
+    rewards_BT = torch.where(mask_BT, rewards_BT.detach(), 0.0)
+    advantages_BT = torch.zeros_like(values_BT)
+    following_B = torch.zeros_like(values_BT[:, 0]) if values_BT.shape[1] else None
+    next_value_B = following_B
+    for t in range(values_BT.shape[1] - 1, -1, -1):
+        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
+        following_B = delta_B + gamma * lambd * following_B
+        advantages_BT[:, t] = following_B
+        next_value_B = values_BT[:, t]
+    return advantages_BT, advantages_BT + values_BT
+
+
+def value_loss(
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, *, clip: float | None, tokens: Tensor
+) -> Tensor:
+    """`1/2` mean of the (clipped) squared error over `tokens` tokens of the whole mini-batch: shares add up.
+
+    With `clip`, the larger of the errors of V and of V clipped to `old +- clip`, as in PPO.
+    """
+    error_BT = (values_BT - returns_BT) ** 2
+    if clip is not None:
+        near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+        error_BT = torch.maximum(error_BT, (near_BT - returns_BT) ** 2)
+    return 0.5 * torch.where(mask_BT, error_BT, 0.0).sum() / tokens.to(error_BT.dtype)
+
+
+@register_algorithm("gae", GaeOptions)
+class Gae(TokenAlgorithm):
+    """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the critic's loss."""
+
+    needs: ClassVar[tuple[str, ...]] = ("values",)
+    loss_inputs: ClassVar[tuple[str, ...]] = ("returns", "values")
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
+
+    def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
+        """Completions need no partner here; classes serve the metrics only."""
+        success_B = batch.rewards > 0.5
+        everyone_B = torch.ones_like(success_B)
+        return Partition(
+            success_B=success_B,
+            failure_B=~success_B,
+            degenerate_Q=torch.zeros_like(groups.sizes_Q, dtype=torch.bool),
+            kept_B=everyone_B,
+            zeroed_B=~everyone_B,
+            active_B=everyone_B,
+        )
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        batch, options = inputs.batch, self.options
+        penalty_BT = None
+        if self.kl is not None and self.kl.place == "reward":
+            penalty_BT = self.kl.coef * masked_kl(
+                self.kl.estimator, batch.old_logprobs, batch.ref_logprobs, batch.mask
+            )
+        rewards_BT = token_rewards(batch.rewards.to(batch.float_dtype), batch.mask, penalty_BT)
+        advantages_BT, returns_BT = gae(
+            rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd
+        )
+        if options.whiten:
+            advantages_BT = self._whiten(advantages_BT, batch.mask)
+        return {"advantages": advantages_BT, "exposed": {"returns": returns_BT, "values": batch.values}}
+
+    def _whiten(self, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Standardised over all tokens, population std, statistics in float64."""
+        tokens = mask_BT.sum().clamp(min=1).to(torch.float64)
+        mean = advantages_BT.sum(dtype=torch.float64) / tokens
+        centred_BT = torch.where(mask_BT, advantages_BT - mean.to(advantages_BT.dtype), 0.0)
+        std = ((centred_BT * centred_BT).sum(dtype=torch.float64) / tokens).sqrt()
+        return centred_BT / (std + self.options.adv_eps).to(advantages_BT.dtype)

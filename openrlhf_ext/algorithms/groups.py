@@ -1,0 +1,175 @@
+"""Groups of completions: who belongs together, who succeeded, which groups carry no signal.
+
+Everything is a segment operation over `index_B`, so groups may have any size and their rows any order. Statistics are
+float64 (specification section 9).
+
+Shape suffixes: B = completions, Q = groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.batch import RolloutBatch, check_group_sizes, completion_lengths
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The grouping of a batch.
+
+    Attributes:
+        ids_Q: group ids, ascending.
+        index_B: position of each row's group in `ids_Q`.
+        sizes_Q: completions per group.
+        lengths_B: tokens per completion.
+    """
+
+    ids_Q: Tensor
+    index_B: Tensor
+    sizes_Q: Tensor
+    lengths_B: Tensor
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> Groups:
+        """Group a batch; ValueError for an empty completion, a mask with holes or an incomplete group."""
+        ids_Q, index_B, sizes_Q = batch.group_ids.unique(return_inverse=True, return_counts=True)
+        check_group_sizes(ids_Q, sizes_Q, batch.group_size)
+        return cls(ids_Q, index_B, sizes_Q, completion_lengths(batch.mask))
+
+    def __len__(self) -> int:
+        return len(self.ids_Q)
+
+    @property
+    def sizes_B(self) -> Tensor:
+        """Size of each row's group."""
+        return self.sizes_Q[self.index_B]
+
+    def sum(self, values_B: Tensor) -> Tensor:
+        """(Q,) sums in float64."""
+        return segment_sum(values_B, self.index_B, len(self))
+
+    def count(self, flags_B: Tensor) -> Tensor:
+        """(Q,) int64 number of True rows per group."""
+        return torch.zeros_like(self.sizes_Q).index_add_(0, self.index_B, flags_B.to(self.sizes_Q.dtype))
+
+    def any(self, flags_B: Tensor) -> Tensor:
+        """(Q,) bool: some row of the group is True."""
+        return self.count(flags_B) > 0
+
+    def minimum(self, values_B: Tensor) -> Tensor:
+        """(Q,) smallest value per group."""
+        return segment_reduce(values_B, self.index_B, len(self), "amin")
+
+    def maximum(self, values_B: Tensor) -> Tensor:
+        """(Q,) largest value per group."""
+        return segment_reduce(values_B, self.index_B, len(self), "amax")
+
+    def natural_order(self) -> Tensor:
+        """(B,) rows sorted by group, rows of a group in batch order."""
+        return torch.argsort(self.index_B, stable=True)
+
+
+def segment_sum(values_B: Tensor, index_B: Tensor, segments: int) -> Tensor:
+    """Float64 sums of the rows of each segment."""
+    total = torch.zeros(segments, *values_B.shape[1:], dtype=torch.float64, device=values_B.device)
+    return total.index_add_(0, index_B, values_B.to(torch.float64))
+
+
+def segment_reduce(values_B: Tensor, index_B: Tensor, segments: int, reduce: str) -> Tensor:
+    """(segments,) reduction; every segment has a row."""
+    out = torch.zeros(segments, dtype=values_B.dtype, device=values_B.device)
+    return out.scatter_reduce_(0, index_B, values_B, reduce, include_self=False)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and sum of squared deviations of one or more pools, float64, with their sizes."""
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+
+    def std(self, ddof: int) -> Tensor:
+        """sqrt(m2 / (count - ddof)), 0 where that count is not positive."""
+        degrees = self.count - ddof
+        return torch.where(degrees > 0, self.m2 / degrees.clamp(min=1), 0.0).sqrt()
+
+
+def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
+    """Merge per-row moments into pools (exact: within-row plus between-row squares). Empty pools are 0."""
+    count = segment_sum(rows.count, index_B, pools)
+    # Deviations from one member are exact zeros for equal means, which keeps a constant pool's std at exactly 0.
+    present = rows.count > 0
+    pivot = torch.zeros(pools, dtype=torch.float64, device=index_B.device)
+    pivot = pivot.scatter_reduce_(0, index_B[present], rows.mean[present], "amin", include_self=False)
+    shift = segment_sum(rows.count * (rows.mean - pivot[index_B]), index_B, pools) / count.clamp(min=1)
+    mean = pivot + shift
+    between = rows.count * (rows.mean - pivot[index_B] - shift[index_B]) ** 2
+    return Moments(count, mean, segment_sum(rows.m2 + between, index_B, pools))
+
+
+def sequence_moments(values_B: Tensor, member_B: Tensor, index_B: Tensor, pools: int) -> Moments:
+    """Moments of one value per completion over the member rows of each pool."""
+    values = torch.where(member_B, values_B, 0.0)
+    return pool_moments(Moments(member_B.to(torch.float64), values, torch.zeros_like(values)), index_B, pools)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Success classes and degenerate groups of a batch (specification 2.1 - 2.3).
+
+    Attributes:
+        success_B: P, successful completions. failure_B: N. Truncated-masked completions are in neither.
+        degenerate_Q: groups without a signal.
+        kept_B: the row's group was not dropped.
+        zeroed_B: the row's group stays with zero advantages.
+        active_B: the row carries loss.
+    """
+
+    success_B: Tensor
+    failure_B: Tensor
+    degenerate_Q: Tensor
+    kept_B: Tensor
+    zeroed_B: Tensor
+    active_B: Tensor
+
+
+def partition(
+    batch: RolloutBatch,
+    groups: Groups,
+    *,
+    success_threshold: float,
+    mask_truncated: bool,
+    degenerate: str,
+    degenerate_by: str,
+) -> Partition:
+    """Classify completions and groups. `degenerate` is tested on all completions, truncated ones included."""
+    correct_B = batch.rewards > success_threshold
+    usable_B = usable_rows(batch, mask_truncated)
+    if degenerate_by == "class":
+        correct_Q = groups.count(correct_B)
+        degenerate_Q = (correct_Q == 0) | (correct_Q == groups.sizes_Q)
+    else:
+        degenerate_Q = groups.maximum(batch.rewards) == groups.minimum(batch.rewards)
+    hit_B = degenerate_Q[groups.index_B]
+    kept_B = ~hit_B if degenerate == "drop" else torch.ones_like(hit_B)
+    return Partition(
+        success_B=correct_B & usable_B,
+        failure_B=~correct_B & usable_B,
+        degenerate_Q=degenerate_Q,
+        kept_B=kept_B,
+        zeroed_B=hit_B if degenerate == "zero" else torch.zeros_like(hit_B),
+        active_B=kept_B & usable_B,
+    )
+
+
+def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
+    """(B,) False for completions masked as truncated; ValueError if masking is asked for and nothing says which."""
+    if not mask_truncated:
+        return torch.ones(len(batch.rewards), dtype=torch.bool, device=batch.rewards.device)
+    if batch.truncated is None:
+        raise ValueError("mask_truncated = true needs RolloutBatch.truncated; set it from the sampler's finish reason")
+    return ~batch.truncated

@@ -1,0 +1,76 @@
+"""KL to a reference policy: the estimators k1, k2, k3 and where they act.
+
+`kl_coef` of an algorithm is the k3 penalty in the loss (specification 2.8). The `kl=` mapping of `get_algorithm`
+chooses another estimator, or puts the penalty into the reward.
+
+Shape suffixes: B = completions, T = positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.options import Options, option, parse_options
+
+
+def kl_k1(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """`new - ref`: unbiased for KL(new || ref) on tokens sampled from the new policy; may be negative."""
+    return new_logprobs - ref_logprobs
+
+
+def kl_k2(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """`(new - ref)^2 / 2`: biased, low variance; its gradient is that of the KL."""
+    return 0.5 * (new_logprobs - ref_logprobs) ** 2
+
+
+def kl_k3(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """`e^x - x - 1` with `x = ref - new`: unbiased and never negative (specification 2.8)."""
+    x = ref_logprobs - new_logprobs
+    return torch.expm1(x) - x
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLPenalty(Options):
+    """Parsed `kl=` mapping."""
+
+    coef: float = option("float", None, "coefficient", check=lambda c: c >= 0, rule="at least 0")
+    estimator: str = option("choice", "k3", "estimator of the KL", choices=tuple(KL_ESTIMATORS))
+    place: str = option(
+        "choice", "loss", "subtracted from each token's objective, or its sum from the reward",
+        choices=("loss", "reward"),
+    )
+
+
+def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KLPenalty | None:
+    """The penalty of the `kl=` mapping, or of `kl_coef`; None when the coefficient is 0.
+
+    Raises:
+        ValueError: an illegal mapping, or both forms at once.
+    """
+    if values is None:
+        return KLPenalty(coef=kl_coef) if kl_coef > 0 else None
+    if kl_coef > 0:
+        raise ValueError(f"{owner}: kl_coef = {kl_coef} and kl = {dict(values)} both set a KL penalty; give one of them")
+    penalty = parse_options(KLPenalty, values, owner="kl")
+    if penalty.coef is None:
+        raise ValueError("kl: coef is required")
+    return penalty if penalty.coef > 0 else None
+
+
+def masked_kl(estimator: str, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B, T) estimate per token, 0 outside the mask."""
+    policy_BT = torch.where(mask_BT, policy_BT, 0.0)
+    return KL_ESTIMATORS[estimator](policy_BT, torch.where(mask_BT, ref_BT, 0.0))
+
+
+def sequence_kl(estimator: str, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) float64 sum over a completion's tokens: what KL-in-reward subtracts, times its coefficient."""
+    return masked_kl(estimator, policy_BT, ref_BT, mask_BT).sum(dim=1, dtype=torch.float64)

@@ -1,0 +1,70 @@
+"""Numbers that describe a rollout batch: entropy by class, where the advantage mass lies, degenerate groups.
+
+Shape suffixes: B = completions, T = positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.batch import ShapedBatch
+
+if TYPE_CHECKING:
+    from openrlhf_ext.algorithms.base import Inputs
+
+SAMPLE = 1 << 18
+"""Tokens the quantile metrics look at: all of them in a small batch, evenly spaced ones in a large batch."""
+
+QUANTILES = 5
+
+
+def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
+    """0-d float64 metrics every algorithm reports; empty for an empty batch."""
+    if len(shaped) == 0:
+        return {}
+    part, groups = inputs.part, inputs.groups
+    metrics = {
+        "groups": torch.tensor(float(len(groups)), dtype=torch.float64, device=shaped.rows.device),
+        "degenerate_groups": part.degenerate_Q.to(torch.float64).mean(),
+        "kept_completions": part.kept_B.to(torch.float64).mean(),
+        "active_completions": part.active_B.to(torch.float64).mean(),
+        "success_rate": part.success_B.to(torch.float64).mean(),
+        "penalised_reward": shaped.rewards.mean(),
+    }
+    if inputs.batch.entropies is not None:
+        metrics.update(_entropy_by_class(inputs))
+        metrics.update(_mass_by_entropy_quantile(inputs, shaped))
+    return metrics
+
+
+def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
+    """Mean token entropy of successful and failed completions, over their tokens; 0 for an empty class."""
+    total_B = completion_sums(inputs.batch.entropies, inputs.batch.mask)
+    lengths_B = inputs.groups.lengths_B.to(torch.float64)
+    metrics = {}
+    for name, flags_B in (("correct", inputs.part.success_B), ("wrong", inputs.part.failure_B)):
+        tokens = torch.where(flags_B, lengths_B, 0.0).sum()
+        metrics[f"entropy_{name}"] = torch.where(flags_B, total_B, 0.0).sum() / tokens.clamp(min=1.0)
+    return metrics
+
+
+def completion_sums(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) float64 sum over each completion's tokens."""
+    return torch.where(mask_BT, values_BT, 0.0).sum(dim=1, dtype=torch.float64)
+
+
+def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
+    """Share of sum |A| on the tokens of each fifth of the entropy distribution, lowest first."""
+    flat_mask = shaped.mask.flatten()
+    stride = max(1, flat_mask.numel() // SAMPLE)
+    chosen = flat_mask[::stride]
+    entropy = inputs.batch.entropies.flatten()[::stride][chosen]
+    mass = shaped.advantages.flatten()[::stride][chosen].abs().to(torch.float64)
+    order = entropy.argsort(stable=True)
+    fifth = (torch.arange(len(order), device=order.device) * QUANTILES) // max(1, len(order))
+    by_fifth = torch.zeros(QUANTILES, dtype=torch.float64, device=order.device).index_add_(0, fifth, mass[order])
+    shares = by_fifth / by_fifth.sum().clamp(min=1e-300)
+    return {f"advantage_mass_q{i + 1}": shares[i] for i in range(QUANTILES)}

@@ -1,0 +1,92 @@
+"""`mixed_policy_dapo`: an experimental reconstruction from an abstract, not the published formulas (specification 3.12).
+
+H. Tan and Y. Li, "Improving DAPO from a Mixed-Policy Perspective", arXiv 2507.12931, known from its abstract only.
+
+Shape suffixes: B = completions, T = positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import losses
+from openrlhf_ext.algorithms.base import Inputs, at_least_one, promote
+from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch, check_finite
+from openrlhf_ext.algorithms.options import MixedPolicyOptions
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+logger = logging.getLogger(__name__)
+
+
+@register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
+class MixedPolicyDapo(GroupRelative):
+    """EXPERIMENTAL RECONSTRUCTION: DAPO with ratios to a guiding policy on its completions (a), and optionally a
+    loss over groups without any success, guided by that policy (b).
+    """
+
+    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
+
+    def __init__(self, options: MixedPolicyOptions, **parts: Any) -> None:
+        super().__init__(options, **parts)
+        logger.warning(
+            "mixed_policy_dapo is an experimental reconstruction from the abstract of arXiv 2507.12931; "
+            "it does not reproduce the published method"
+        )
+
+    def inputs(self, batch: RolloutBatch) -> Inputs:
+        guided = batch.from_guide is not None and bool(batch.from_guide.any())
+        if (guided or self.options.zero_batch) and batch.guide_logprobs is None:
+            raise ValueError("mixed_policy_dapo with from_guide completions or zero_batch needs guide_logprobs")
+        inputs = super().inputs(batch)
+        if inputs.batch.guide_logprobs is not None:
+            check_finite("guide_logprobs", inputs.batch.guide_logprobs, inputs.batch.mask)
+        return inputs
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        batch, groups = inputs.batch, inputs.groups
+        fields = super().advantages(inputs)
+        if batch.from_guide is not None and batch.guide_logprobs is not None:
+            fields["old_logprobs"] = torch.where(batch.from_guide[:, None], batch.guide_logprobs, batch.old_logprobs)
+        if self.options.zero_batch:
+            fields["guide_logprobs"] = batch.guide_logprobs
+            fields["exposed"] = {"zero_group": ~groups.any(inputs.part.success_B)[groups.index_B]}
+        return fields
+
+    def corrected_rows(self, inputs: Inputs) -> Tensor:
+        """Completions of the guide were not sampled by the policy: no importance correction for them."""
+        everyone_B = super().corrected_rows(inputs)
+        return everyone_B if inputs.batch.from_guide is None else everyone_B & ~inputs.batch.from_guide
+
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        shaped = super().loss_level(shaped)
+        if not self.options.zero_batch:
+            return shaped
+        tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
+        return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
+
+    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+        loss = super().loss(new_logprobs, shaped)
+        if not self.options.zero_batch:
+            return loss
+        extra = self._zero_batch_loss(new_logprobs, shaped)
+        metrics = {**loss.metrics, "zero_batch_loss": extra.detach()}
+        return Loss(loss.value + extra, metrics, loss.details)
+
+    def _zero_batch_loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
+        """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
+        tokens_BT = shaped.mask & shaped.exposed["zero_group"][:, None]
+        check_finite("new_logprobs", new_logprobs, tokens_BT)
+        log_ratio_BT = torch.where(tokens_BT, promote(new_logprobs) - shaped.guide_logprobs, 0.0)
+        minus_one = torch.full((), -1.0, dtype=log_ratio_BT.dtype, device=log_ratio_BT.device)
+        objective_BT, _ = losses.clipped_surrogate(
+            log_ratio_BT.exp(), minus_one, self.options.clip_low, self.options.clip_high
+        )
+        total = torch.where(tokens_BT, objective_BT, 0.0).sum()
+        factor = self.options.zero_weight / at_least_one(shaped.denominators["zero_tokens"])
+        return -total * factor.to(total.dtype)

@@ -1,0 +1,80 @@
+"""Algorithms by name. A user's own module registers one with `register_algorithm`; nothing here needs to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from openrlhf_ext.algorithms.base import Algorithm
+from openrlhf_ext.algorithms.importance import parse_correction
+from openrlhf_ext.algorithms.kl import parse_kl
+from openrlhf_ext.algorithms.options import OptionInfo, nearest, option_infos, parse_options
+
+_ALGORITHMS: dict[str, type[Algorithm]] = {}
+A = TypeVar("A", bound=type[Algorithm])
+
+
+def register_algorithm(name: str, options: type) -> Callable[[A], A]:
+    """Class decorator: make an algorithm known under `name`, configured by the dataclass `options`.
+
+    Raises:
+        ValueError: the name is taken by another class.
+    """
+
+    def register(cls: A) -> A:
+        known = _ALGORITHMS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"algorithm {name!r} is already registered by {known.__module__}.{known.__qualname__}")
+        cls.name = name
+        cls.Options = options
+        _ALGORITHMS[name] = cls
+        return cls
+
+    return register
+
+
+def algorithm_names() -> list[str]:
+    """Names of all registered algorithms, sorted."""
+    return sorted(_ALGORITHMS)
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class registered under `name`; ValueError with the nearest name otherwise."""
+    if name not in _ALGORITHMS:
+        hint = "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict" if name.lower() == "gtpo" else ""
+        hint = hint or nearest(name, _ALGORITHMS)
+        raise ValueError(f"unknown algorithm {name!r}{hint}. Algorithms: {', '.join(algorithm_names())}")
+    return _ALGORITHMS[name]
+
+
+def describe_options(name: str) -> list[OptionInfo]:
+    """The options of an algorithm with kind, default, choices and help, sorted by name."""
+    return option_infos(algorithm_class(name).Options)
+
+
+def get_algorithm(
+    name: str,
+    *,
+    correction: Mapping[str, Any] | None = None,
+    kl: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Algorithm:
+    """Build an algorithm.
+
+    Args:
+        name: registry name, e.g. "gtpo_entropy".
+        correction: train/rollout importance correction (`level`, `mode`, `gating`, `threshold`), None for none.
+        kl: KL to the reference policy (`coef`, `estimator` k1|k2|k3, `place` loss|reward); instead of `kl_coef`,
+            which is the k3 penalty in the loss.
+        **options: keys of `describe_options(name)`. A null value takes the default, except where null has a meaning
+            of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is ignored with a warning.
+    Raises:
+        ValueError: unknown name or key (with the nearest one), illegal or missing value; all violations at once.
+    """
+    cls = algorithm_class(name)
+    own = {info.name for info in option_infos(cls.Options)}
+    foreign = {info.name for other in _ALGORITHMS.values() for info in option_infos(other.Options)} - own
+    presets = getattr(cls.Options, "preset_overrides", lambda values: {})(options)
+    parsed = parse_options(cls.Options, options, owner=name, foreign=foreign, overrides=presets)
+    penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
+    return cls(parsed, correction=parse_correction(correction), kl=penalty)

@@ -1,0 +1,224 @@
+"""Says whether this machine and environment can run openrlhf_ext: `python -m openrlhf_ext.cli.doctor [--json]`.
+
+The wanted versions are the extras in setup.py: `gpu` where a CUDA device is present, `cpu` elsewhere. Exit status 1 if
+something that is needed is missing or has another version, if a package that breaks the stack is present, or if a patch
+refuses to apply; 0 otherwise. Imports torch and no other package of the stack, so it takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext import patches
+from openrlhf_ext.patches.base import installed_version
+from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
+
+DISTRIBUTION = "openrlhf_ext"
+MINIMUM_PYTHON = (3, 10)
+GIB = 2**30
+
+# name -> why it must be absent where there is no CUDA device
+BREAKS_CPU_STACK = {
+    "torchvision": "its CUDA build breaks `from vllm import LLM`",
+    "torchaudio": "its CUDA build breaks `from vllm import LLM`",
+    "torchcodec": "it needs torchvision's libraries",
+    "transformer-engine": "it breaks the import of megatron.core",
+}
+
+
+@dataclass(frozen=True)
+class PackageCheck:
+    """A pinned package against the installed one."""
+
+    name: str
+    wanted: str
+    installed: str | None
+    ok: bool
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """A source of fused kernels, none of which is needed on a CPU."""
+
+    name: str
+    available: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings; `problems` has one sentence for each thing that keeps the stack from running."""
+
+    machine: dict[str, str]
+    extra: str
+    packages: list[PackageCheck]
+    kernels: list[KernelCheck]
+    patches: list[patches.PatchStatus]
+    problems: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    arguments = parser.parse_args(argv)
+    report = examine()
+    print(json.dumps(report.as_dict(), indent=2) if arguments.json else render(report))
+    return 1 if report.problems else 0
+
+
+def examine() -> Report:
+    """Look at the machine, the packages, the kernels and the patches."""
+    torch_present = has_module("torch")
+    cuda = torch_present and has_cuda()
+    extra = "gpu" if cuda else "cpu"
+    packages = [check_package(name, wanted) for name, wanted in pinned_packages(extra)]
+    statuses = patches.status() if torch_present else []
+    return Report(
+        machine=describe_machine(),
+        extra=extra,
+        packages=packages,
+        kernels=check_kernels(cuda),
+        patches=statuses,
+        problems=[
+            *python_problems(),
+            *package_problems(packages),
+            *([] if cuda else conflict_problems()),
+            *(status.reason for status in statuses if status.state == "refused"),
+        ],
+    )
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, str]:
+    """Python, platform, and what is free of cores, memory and disk."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "memory": f"{memory / GIB:.1f} GiB",
+        "disk": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB free at {Path.cwd()}",
+    }
+
+
+def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
+    """Name and version of each package that an extra of this distribution pins."""
+    for requirement in _own_requirements():
+        match = re.fullmatch(r"([\w.-]+)(?:\[[^]]*])?==([^;\s]+)\s*; extra == ['\"](\w+)['\"]", requirement)
+        if match and match[3] == extra:
+            yield match[1], match[2]
+
+
+def _own_requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def check_package(name: str, wanted: str) -> PackageCheck:
+    """Compare versions; the build tag of the installed one ("+cpu") does not count."""
+    installed = installed_version(name)
+    return PackageCheck(name, wanted, installed, ok=installed is not None and installed.partition("+")[0] == wanted)
+
+
+def check_kernels(cuda: bool) -> list[KernelCheck]:
+    """Which fused kernels are there, and what stands in for those that are not."""
+    return [
+        KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
+        _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
+        KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else _apex_absence()),
+        _kernel("flash-attn", has_module("flash_attn"), "flash-attn", "torch attention; import shim for openrlhf"),
+        _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
+    ]
+
+
+def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> KernelCheck:
+    return KernelCheck(name, available, installed_version(distribution) or "" if available else stand_in)
+
+
+def _apex_absence() -> str:
+    if has_module("apex"):
+        return "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
+    return "torch's optimizers"
+
+
+def python_problems() -> Iterator[str]:
+    """Python too old."""
+    if sys.version_info < MINIMUM_PYTHON:
+        yield f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {platform.python_version()}"
+
+
+def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
+    """Missing packages and other versions."""
+    if not packages:
+        yield f"{DISTRIBUTION} is not installed with its list of pinned packages: pip install --no-deps -e ."
+    for package in packages:
+        if package.installed is None:
+            yield f"{package.name} is missing, {package.wanted} is needed"
+        elif not package.ok:
+            yield f"{package.name} {package.installed} is installed, {package.wanted} is needed"
+
+
+def conflict_problems() -> Iterator[str]:
+    """Packages that break the CPU stack."""
+    for name, reason in BREAKS_CPU_STACK.items():
+        if installed_version(name) is not None:
+            yield f"{name} is installed and must be removed on a machine without CUDA: {reason}"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def render(report: Report) -> str:
+    """The report as text."""
+    sections = [
+        _section("Machine", list(report.machine.items())),
+        _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", "")] + _rows(report.packages)),
+        _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
+        _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
+        _verdict(report),
+    ]
+    return "\n\n".join(sections)
+
+
+def _rows(packages: Sequence[PackageCheck]) -> list[tuple[str, ...]]:
+    return [(p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in packages]
+
+
+def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return f"{title}\n  none examined, torch is missing"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n  ".join([title, *lines])
+
+
+def _verdict(report: Report) -> str:
+    if not report.problems:
+        return "Everything needed is there."
+    remedy = "bash examples/scripts/setup_env.sh" if report.extra == "cpu" else "pip install -e '.[gpu]'"
+    return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

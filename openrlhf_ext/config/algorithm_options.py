@@ -1,0 +1,113 @@
+"""From OpenRLHF's flags and ``algo.<estimator>`` maps to the arguments of ``get_algorithm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from openrlhf_ext.config.access import is_set
+
+if TYPE_CHECKING:
+    from openrlhf_ext.config.schema import RunConfig
+
+# OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
+# estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
+FLAG_KEYS: dict[str, tuple[str, ...]] = {
+    "actor.eps_clip": ("clip_low", "clip_high"),
+    "actor.eps_clip_low_high": ("clip_low", "clip_high"),
+    "actor.dual_clip": ("dual_clip",),
+    "actor.loss_agg_mode": ("agg",),
+    "algo.advantage.no_std_norm": ("normalize_std",),
+    "algo.kl.init_coef": ("kl_coef",),
+    "reward.overlong_buffer_len": ("length_penalty",),
+}
+
+# Options without a default in the specification; these are the published values.
+_RECOMMENDED = {
+    "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1},
+    "grpo_s": {"beta1": 1.0, "beta2": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class FlagOption:
+    """An option of the estimator that was set by one of OpenRLHF's flags."""
+
+    key: str
+    value: Any
+    flag: str
+
+
+def flag_options(config: RunConfig) -> Iterator[FlagOption]:
+    """The estimator's options that were set by OpenRLHF's flags."""
+    yield from _clip_options(config)
+    if config.actor.dual_clip is not None:
+        yield FlagOption("dual_clip", config.actor.dual_clip, "actor.dual_clip")
+    if is_set(config, "actor.loss_agg_mode"):
+        yield FlagOption("agg", config.actor.loss_agg_mode, "actor.loss_agg_mode")
+    if config.algo.advantage.no_std_norm:
+        yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
+    if config.algo.kl.use_loss and config.algo.kl.init_coef > 0:
+        yield FlagOption("kl_coef", config.algo.kl.init_coef, "algo.kl.init_coef")
+    if config.reward.overlong_buffer_len is not None:
+        yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
+
+
+def merged_algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """(estimator, its options, importance correction or None), as ``get_algorithm`` takes them.
+
+    Options of ``algo.<estimator>`` win over flags; the checks refuse a configuration in which they disagree.
+    """
+    name = config.algo.advantage.estimator
+    own = getattr(config.algo, name)
+    options = {option.key: option.value for option in flag_options(config)} | own
+    return name, _with_recommended(name, options, config.rollout.max_new_tokens), _correction(config)
+
+
+def _clip_options(config: RunConfig) -> Iterator[FlagOption]:
+    if config.actor.eps_clip_low_high is not None:
+        low, high = config.actor.eps_clip_low_high
+        flag = "actor.eps_clip_low_high"
+    elif is_set(config, "actor.eps_clip"):
+        low = high = config.actor.eps_clip
+        flag = "actor.eps_clip"
+    else:
+        return
+    yield FlagOption("clip_low", low, flag)
+    yield FlagOption("clip_high", high, flag)
+
+
+def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
+    """DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max."""
+    return {
+        "kind": "dapo",
+        "l_max": config.rollout.max_new_tokens,
+        "l_cache": int(config.reward.overlong_buffer_len),
+        "factor": config.reward.overlong_penalty_factor,
+    }
+
+
+def _with_recommended(name: str, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
+    if name in _RECOMMENDED and options.get("version", "v6") == "v6":
+        return _RECOMMENDED[name] | options
+    if name == "dr_grpo" and max_new_tokens is not None:
+        return {"l_norm": max_new_tokens} | options
+    return options
+
+
+def _correction(config: RunConfig) -> dict[str, Any] | None:
+    advantage = config.algo.advantage
+    if advantage.is_correction_level == "off":
+        return None
+    return {
+        "level": advantage.is_correction_level,
+        "mode": advantage.is_correction_mode,
+        "gating": advantage.is_correction_gating,
+        "threshold": correction_threshold(advantage.is_correction_threshold),
+    }
+
+
+def correction_threshold(threshold: tuple[float, ...]) -> list[float]:
+    """[low, high]; a single value is an upper bound."""
+    return [0.0, *threshold] if len(threshold) == 1 else list(threshold)

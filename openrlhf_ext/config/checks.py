@@ -1,0 +1,246 @@
+"""All rules applied to one configuration, and the settings that are allowed but deserve a warning.
+
+What cannot be decided here: whether the run has GPUs, how many the cluster holds, and whether an estimator knows the
+keys of its ``algo.<estimator>`` map. The first two are seen when Ray places the actors, the last when the command line
+builds the estimator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from openrlhf_ext.config import file_rules, rules
+from openrlhf_ext.config.access import is_set, value_of
+from openrlhf_ext.config.algorithm_options import flag_options
+from openrlhf_ext.config.entities.algo import ESTIMATORS
+from openrlhf_ext.config.errors import Violation
+from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
+from openrlhf_ext.config.paths import dataset_refs, is_hub_name
+
+if TYPE_CHECKING:
+    from openrlhf_ext.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a configuration breaks, and what it should be warned about."""
+
+    violations: tuple[Violation, ...]
+    warnings: tuple[str, ...]
+
+
+def check_config(config: RunConfig) -> Findings:
+    """Every rule, on a configuration whose types are right. Reads small parts of the files it names."""
+    model, model_problems = _model(config.actor.model_name_or_path)
+    violations = [*model_problems, *_arithmetic(config), *_algorithm(config), *_files(config)]
+    if model is not None:
+        violations += _model_rules(config, model)
+    return Findings(tuple(violations), tuple(_warnings(config, model)))
+
+
+def _model(path: str | None) -> tuple[ModelFacts | None, list[Violation]]:
+    option = "actor.model_name_or_path"
+    if path is None:
+        return None, [Violation((option,), f"{option} is required: the folder of a Hugging Face checkpoint")]
+    if is_hub_name(path):
+        return None, []
+    try:
+        return read_model_facts(path), []
+    except InputError as error:
+        return None, [Violation((option,), f"{option}: {error}")]
+
+
+def _model_rules(config: RunConfig, model: ModelFacts) -> Iterator[Violation]:
+    yield from rules.model_violations(
+        model=model,
+        tp=config.megatron.tensor_parallel_size,
+        pp=config.megatron.pipeline_parallel_size,
+        engine_tp=config.vllm.tensor_parallel_size,
+        max_len=config.data.max_len,
+    )
+
+
+def _arithmetic(config: RunConfig) -> Iterator[Violation]:
+    layout, rollout = config.megatron, config.rollout
+    yield from rules.layout_violations(
+        num_nodes=config.actor.num_nodes,
+        gpus_per_node=config.actor.num_gpus_per_node,
+        tp=layout.tensor_parallel_size,
+        pp=layout.pipeline_parallel_size,
+        cp=layout.context_parallel_size,
+        vp=layout.virtual_pipeline_size,
+        sequence_parallel=layout.sequence_parallel_enable,
+    )
+    yield from rules.sync_violations(backend=config.vllm.sync_backend)
+    yield from rules.group_violations(
+        estimator=config.algo.advantage.estimator, samples_per_prompt=rollout.n_samples_per_prompt
+    )
+    yield from rules.batch_violations(
+        prompts=rollout.batch_size,
+        samples_per_prompt=rollout.n_samples_per_prompt,
+        generate_prompts=rollout.vllm_generate_batch_size,
+        train_samples=config.train.batch_size,
+        train_micro=config.train.micro_batch_size,
+        rollout_micro=rollout.micro_batch_size,
+        dp=1 if config.world_size % config.model_parallel_size else config.data_parallel_size,
+    )
+    yield from rules.length_violations(
+        max_new_tokens=rollout.max_new_tokens,
+        max_len=config.data.max_len,
+        overlong_buffer=config.reward.overlong_buffer_len,
+        overlong_factor=config.reward.overlong_penalty_factor,
+        probe_length=config.weight_sync.probe_length,
+    )
+
+
+def _algorithm(config: RunConfig) -> Iterator[Violation]:
+    advantage = config.algo.advantage
+    yield from rules.correction_violations(
+        level=advantage.is_correction_level,
+        mode=advantage.is_correction_mode,
+        gating=advantage.is_correction_gating,
+        threshold=advantage.is_correction_threshold,
+    )
+    low, high = config.algo.dynamic_filtering_range
+    yield from rules.filtering_violations(enabled=config.algo.dynamic_filtering_enable, low=low, high=high)
+    yield from duplicate_violations(config)
+    yield from length_norm_violations(config)
+
+
+def _files(config: RunConfig) -> Iterator[Violation]:
+    yield from file_rules.reward_violations(
+        remote_url=config.reward.remote_url, agent_path=config.train.agent_func_path
+    )
+    yield from _data(config)
+    for option, is_folder in (
+        ("ckpt.path", True),
+        ("ckpt.output_dir", True),
+        ("logger.tensorboard_dir", True),
+        ("logger.metrics_path", False),
+        ("logger.figure_path", False),
+    ):
+        if (path := value_of(config, option)) is not None:
+            yield from file_rules.output_violations(option=option, path=path, is_folder=is_folder)
+
+
+def _data(config: RunConfig) -> Iterator[Violation]:
+    data = config.data
+    keys = file_rules.RecordKeys(data.input_key, data.label_key, data.apply_chat_template)
+    if data.prompt_dataset is None:
+        yield Violation(
+            ("data.prompt_dataset",),
+            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
+        )
+    else:
+        yield from file_rules.dataset_violations(option="data.prompt_dataset", value=data.prompt_dataset, keys=keys)
+        yield from rules.mixture_violations(datasets=data.prompt_dataset, shares=data.prompt_probs)
+        yield from file_rules.prompt_count_violations(
+            datasets=data.prompt_dataset, max_samples=data.max_samples, prompts=config.rollout.batch_size
+        )
+    if config.eval.dataset is not None:
+        yield from file_rules.dataset_violations(option="eval.dataset", value=config.eval.dataset, keys=keys)
+    elif config.eval.steps != -1:
+        yield Violation(
+            ("eval.steps", "eval.dataset"),
+            f"eval.steps has no effect without eval.dataset: got {config.eval.steps}; set the dataset too",
+        )
+    if data.input_template is not None and "{}" not in data.input_template:
+        yield Violation(
+            ("data.input_template",),
+            f"data.input_template must contain {{}}, where the prompt goes: got {data.input_template!r}",
+        )
+
+
+def duplicate_violations(config: RunConfig) -> Iterator[Violation]:
+    """No option of the estimator is set to two values by two names."""
+    name = config.algo.advantage.estimator
+    own = getattr(config.algo, name)
+    for flag in flag_options(config):
+        if flag.key in own and own[flag.key] != flag.value:
+            other = f"algo.{name}.{flag.key}"
+            yield Violation(
+                (flag.flag, other),
+                f"{flag.flag} and {other} set the same thing to two values: {flag.value!r} and {own[flag.key]!r}; keep "
+                f"one of them",
+            )
+    actor = config.actor
+    pair = actor.eps_clip_low_high
+    if is_set(config, "actor.eps_clip") and pair is not None and pair != (actor.eps_clip, actor.eps_clip):
+        yield Violation(
+            ("actor.eps_clip", "actor.eps_clip_low_high"),
+            f"actor.eps_clip and actor.eps_clip_low_high disagree: {actor.eps_clip:g} and {pair[0]:g} {pair[1]:g}; "
+            f"keep one of them",
+        )
+    if actor.gradient_checkpointing_enable and config.megatron.recompute == "none":
+        yield Violation(
+            ("actor.gradient_checkpointing_enable", "megatron.recompute"),
+            "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them",
+        )
+
+
+def length_norm_violations(config: RunConfig) -> Iterator[Violation]:
+    """Dr. GRPO divides by a constant length, which must be known."""
+    is_known = config.rollout.max_new_tokens is not None or config.algo.dr_grpo.get("l_norm") is not None
+    if config.algo.advantage.estimator == "dr_grpo" and not is_known:
+        yield Violation(
+            ("rollout.max_new_tokens", "algo.dr_grpo.l_norm"),
+            "algo.advantage.estimator dr_grpo divides by a constant length: set rollout.max_new_tokens or "
+            "algo.dr_grpo.l_norm (tokens), got null for both",
+        )
+
+
+def _warnings(config: RunConfig, model: ModelFacts | None) -> Iterator[str]:
+    yield from _input_warnings(config, model)
+    yield from _sampling_warnings(config)
+    yield from _idle_warnings(config)
+    tp, per_node = config.megatron.tensor_parallel_size, config.actor.num_gpus_per_node
+    if tp > per_node:
+        yield (
+            f"megatron.tensor_parallel_size {tp} exceeds actor.num_gpus_per_node {per_node}: every layer communicates "
+            f"between nodes; prefer megatron.pipeline_parallel_size"
+        )
+
+
+def _input_warnings(config: RunConfig, model: ModelFacts | None) -> Iterator[str]:
+    path = config.actor.model_name_or_path
+    if path is not None and is_hub_name(path):
+        yield (
+            f"actor.model_name_or_path {path} is taken for a hub name: whether the layout fits the model is not "
+            f"checked before it is downloaded"
+        )
+    if model is not None and not model.has_weights:
+        yield f"actor.model_name_or_path {path} holds no *.safetensors file: the policy cannot load its weights"
+    for option in ("data.prompt_dataset", "eval.dataset"):
+        for ref in dataset_refs(value_of(config, option) or ""):
+            if ref.path and is_hub_name(ref.path):
+                yield f"{option} {ref.path} is taken for a hub name: its keys are not checked before it is downloaded"
+    if "\\n" in (config.data.input_template or ""):
+        yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+
+
+def _sampling_warnings(config: RunConfig) -> Iterator[str]:
+    if config.rollout.top_p < 1:
+        yield (
+            f"rollout.top_p {config.rollout.top_p:g} < 1: the engines sample from a cut distribution, the policy "
+            f"trains the whole one, so ratios are biased; 1.0 is on-policy"
+        )
+
+
+def _idle_warnings(config: RunConfig) -> Iterator[str]:
+    """Settings that do nothing beside the others."""
+    estimator = config.algo.advantage.estimator
+    for name in ESTIMATORS:
+        if name != estimator and getattr(config.algo, name):
+            yield f"algo.{name}.* has no effect: algo.advantage.estimator is {estimator}"
+    if config.algo.advantage.is_correction_level == "off":
+        for leaf in ("mode", "gating", "threshold"):
+            yield from _no_effect(config, f"algo.advantage.is_correction_{leaf}", "is_correction_level is off")
+    if not config.algo.dynamic_filtering_enable:
+        yield from _no_effect(config, "algo.dynamic_filtering_range", "algo.dynamic_filtering_enable is off")
+
+
+def _no_effect(config: RunConfig, name: str, reason: str) -> Iterator[str]:
+    if value_of(config, name) != value_of(type(config)(), name):
+        yield f"{name} has no effect: {reason}"

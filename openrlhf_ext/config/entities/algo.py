@@ -1,0 +1,99 @@
+"""What the gradient is made of."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from openrlhf_ext.config.entities.base import Entity, Float, Pair, not_yet, option
+
+ESTIMATORS = (
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "gtpo_entropy",
+    "grpo_s",
+    "gtpo_conflict",
+    "entropy_advantage",
+    "high_entropy_tokens",
+    "clip_cov",
+    "kl_cov",
+    "mixed_policy_dapo",
+)
+
+# What OpenRLHF's estimators that are not here come closest to.
+UPSTREAM_ESTIMATORS = {
+    "gae": "PPO with a critic is not supported with the Megatron policy yet; grpo needs no critic",
+    "reinforce": "use grpo with algo.grpo.normalize_std false (group mean as the baseline)",
+    "rloo": "use grpo with algo.grpo.normalize_std false (group mean instead of leave-one-out)",
+    "reinforce_baseline": "use grpo (group mean as the baseline, group std instead of batch whitening)",
+    "group_norm": "use grpo (mean per sequence) or dapo (mean over all tokens, as OpenRLHF's default loss)",
+    "flash_reinforce": "use grpo with algo.grpo.normalize_std false; rollout.n_samples_per_prompt must be > 1",
+}
+
+_GAE = {"why": "no estimator here uses GAE", "instead": "leave it out"}
+_REFERENCE = {"why": "there is no reference model", "instead": "leave it out and keep algo.kl.init_coef 0"}
+
+
+class Advantage(Entity):
+    """The estimator, and the correction for engines that sample from a slightly different policy."""
+
+    is_correction_level: Literal["off", "token", "seq"] = option(
+        "off", "importance correction between policy and engine: off, per token, or per sequence"
+    )
+    is_correction_mode: Literal["mask", "clip"] = option(
+        "mask", "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)"
+    )
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
+        "ratio", "statistic the threshold is compared with: the ratio of probabilities, or a divergence per token"
+    )
+    is_correction_threshold: tuple[Float, ...] = option(
+        (0.5, 5.0),
+        "LOW HIGH bounds of the statistic, or a single HIGH (a divergence takes only HIGH)",
+        min_length=1,
+        max_length=2,
+    )
+    lambd: Float = not_yet(1, "lambda of GAE", **_GAE)
+    gamma: Float = not_yet(1, "discount factor of GAE", **_GAE)
+    estimator: Literal[ESTIMATORS] = option("grpo", "estimator of the advantages and its loss (docs/algorithms.md)")
+    no_std_norm: bool = option(
+        False, "subtract the group mean without dividing by the std; sets normalize_std false of the estimator"
+    )
+
+
+class Kl(Entity):
+    """A KL term to a reference model."""
+
+    target: Float | None = not_yet(None, "target of the adaptive KL controller, nats", **_REFERENCE)
+    horizon: int = not_yet(10000, "horizon of the adaptive KL controller, samples", **_REFERENCE)
+    init_coef: Float = not_yet(0.0, "weight of the KL term", why="there is no reference model", instead="set it to 0")
+    estimator: Literal["k1", "k2", "k3"] = not_yet("k1", "estimator of the KL", **_REFERENCE)
+    unbiased_gradient: bool = not_yet(False, "importance-correct the gradient of the KL loss", **_REFERENCE)
+    use_loss: bool = not_yet(False, "put the KL term into the loss instead of the reward", **_REFERENCE)
+
+
+def _method(name: str) -> Any:
+    return option(dict, f"options of the estimator {name} (docs/algorithms.md)", default_text="")
+
+
+class Algo(Entity):
+    """The algorithm; every estimator has an open map of its own options, checked when the estimator is built."""
+
+    advantage: Advantage = Advantage()
+    kl: Kl = Kl()
+    dynamic_filtering_enable: bool = option(
+        False, "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range"
+    )
+    dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")
+    grpo: dict[str, Any] = _method("grpo")
+    dapo: dict[str, Any] = _method("dapo")
+    dr_grpo: dict[str, Any] = _method("dr_grpo")
+    gspo: dict[str, Any] = _method("gspo")
+    gtpo_entropy: dict[str, Any] = _method("gtpo_entropy")
+    grpo_s: dict[str, Any] = _method("grpo_s")
+    gtpo_conflict: dict[str, Any] = _method("gtpo_conflict")
+    entropy_advantage: dict[str, Any] = _method("entropy_advantage")
+    high_entropy_tokens: dict[str, Any] = _method("high_entropy_tokens")
+    clip_cov: dict[str, Any] = _method("clip_cov")
+    kl_cov: dict[str, Any] = _method("kl_cov")
+    mixed_policy_dapo: dict[str, Any] = _method("mixed_policy_dapo")

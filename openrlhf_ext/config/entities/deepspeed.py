@@ -1,0 +1,105 @@
+"""DeepSpeed's options: known, so that launch scripts of OpenRLHF get an answer for each, and refused when set."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet
+
+_NO_DEEPSPEED = "DeepSpeed does not run the policy"
+_LORA = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
+
+
+class Lora(Entity):
+    """Low-rank adapters."""
+
+    rank: int = not_yet(0, "rank of the adapters; 0 = none", **_LORA)
+    alpha: int = not_yet(16, "scale of the adapters", **_LORA)
+    target_modules: str | tuple[str, ...] = not_yet(
+        "all-linear", "modules that get adapters", inert=(("all-linear",),), **_LORA
+    )
+    dropout: Float = not_yet(0, "dropout in the adapters", **_LORA)
+
+
+class DeepSpeed(Entity):
+    """Options of OpenRLHF's DeepSpeed backend."""
+
+    use_universal_ckpt: bool = no_meaning(
+        False,
+        "DeepSpeed's universal checkpoint",
+        why=_NO_DEEPSPEED,
+        instead="use ckpt.save_hf for a checkpoint that every layout can load",
+    )
+    zero_stage: int = no_meaning(
+        2,
+        "ZeRO stage",
+        why=_NO_DEEPSPEED,
+        instead="use megatron.distributed_optimizer_enable to shard optimizer states, and "
+        "megatron.tensor_parallel_size / megatron.pipeline_parallel_size to shard parameters",
+    )
+    deepcompile: bool = no_meaning(False, "DeepCompile", why=_NO_DEEPSPEED, instead="leave it out")
+    param_dtype: Literal["bf16", "fp16"] = no_meaning(
+        "bf16", "data type of the parameters", why=_NO_DEEPSPEED, instead="use megatron.param_dtype (bf16 or fp32)"
+    )
+    zpg: int = no_meaning(
+        1, "ZeRO++ partition size", why=_NO_DEEPSPEED, instead="use megatron.distributed_optimizer_enable"
+    )
+    adam_offload: bool = not_yet(
+        False,
+        "keep Adam's states in host memory",
+        why="optimizer offload is not built",
+        instead="use megatron.distributed_optimizer_enable, more ranks, or megatron.recompute full",
+    )
+    attn_implementation: str = no_meaning(
+        "flash_attention_2",
+        "attention implementation of transformers",
+        why="attention is Megatron's, chosen by device",
+        instead="leave it out",
+    )
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = no_meaning(
+        None,
+        "mixture-of-experts computation of transformers",
+        why="transformers does not run the policy and only dense models are built",
+        instead="leave it out",
+    )
+    use_liger_kernel: bool = no_meaning(
+        False,
+        "Liger kernels in transformers models",
+        why="transformers does not run the policy",
+        instead="use megatron.head for the log-probability head",
+    )
+    grad_accum_dtype: str | None = no_meaning(
+        None,
+        "data type in which gradients are accumulated",
+        why="gradients are always accumulated in fp32",
+        instead="leave it out",
+    )
+    overlap_comm: bool = no_meaning(
+        False, "overlap ZeRO's communication with compute", why=_NO_DEEPSPEED, instead="leave it out"
+    )
+    enable_sleep: bool = not_yet(
+        False,
+        "free the policy's memory while it waits",
+        why="policy and engines do not share GPUs",
+        instead="leave it out; vllm.num_engines engines get GPUs of their own",
+    )
+    tensor_parallel_size: int = no_meaning(
+        1, "tensor-parallel ranks under DeepSpeed", why=_NO_DEEPSPEED, instead="use megatron.tensor_parallel_size"
+    )
+    packing_samples: bool = no_meaning(
+        False,
+        "concatenate samples without padding",
+        why="the Megatron policy decides itself how micro-batches are laid out",
+        instead="leave it out",
+    )
+    load_in_4bit: bool = not_yet(False, "load the base model in 4 bit", **_LORA)
+    lora: Lora = Lora()
+    ring_attn_size: int = no_meaning(
+        1, "ring-attention ranks", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
+    )
+    ring_attn_head_stride: int = no_meaning(
+        1, "heads per step of ring attention", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
+    )
+    value_head_prefix: str = not_yet(
+        "score", "name of the value head", why="no estimator here has a critic", instead="leave it out"
+    )

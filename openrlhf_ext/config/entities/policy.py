@@ -1,0 +1,185 @@
+"""The models that are trained or consulted: actor, critic, reference, and the Megatron layout of the actor."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet, option
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+LrScheduler = Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"]
+
+_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use actor.adam.* with actor.optim adam"}
+_CRITIC = {"why": "no estimator here has a critic", "instead": "leave critic.* out"}
+_REFERENCE = {"why": "there is no reference model", "instead": "leave ref.* out and keep algo.kl.init_coef 0"}
+
+
+class Adam(Entity):
+    """Adam with decoupled weight decay."""
+
+    lr: Float = option(1e-6, "peak learning rate", ge=0)
+    betas: tuple[Beta, Beta] = option((0.9, 0.95), "decay rates of the first and second moment")
+    eps: Float = option(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: Float = option(0.0, "decoupled weight decay (not applied to biases and norms)", ge=0)
+
+
+class ActorMuon(Entity):
+    """Muon, which DeepSpeed offers and Megatron's optimizer does not."""
+
+    lr: Float = not_yet(0.02, "learning rate of Muon's 2D weights", **_MUON)
+    momentum: Float = not_yet(0.95, "momentum of Muon", **_MUON)
+    ns_steps: int = not_yet(5, "Newton-Schulz steps of Muon", **_MUON)
+    nesterov: bool = not_yet(True, "Nesterov momentum in Muon", **_MUON)
+    no_nesterov: bool = not_yet(False, "switch Muon's Nesterov momentum off", **_MUON)
+
+
+class Actor(Entity):
+    """The policy under training."""
+
+    num_nodes: int = option(1, "nodes the policy runs on", ge=1)
+    num_gpus_per_node: int = option(
+        8, "policy ranks per node: one per GPU, or one per process when the policy runs on CPU", ge=1
+    )
+    gradient_checkpointing_enable: bool = option(
+        False, "recompute activations in the backward pass; the same as megatron.recompute full"
+    )
+    gradient_checkpointing_reentrant: bool = no_meaning(
+        False,
+        "re-entrant form of torch's checkpointing",
+        why="Megatron brings its own recomputation",
+        instead="use megatron.recompute full",
+    )
+    eps_clip: Float = option(
+        0.2,
+        "half-width of the clip interval of the ratio; sets clip_low and clip_high of the estimator",
+        gt=0,
+        default_text="that of the estimator",
+    )
+    eps_clip_low_high: tuple[Float, Float] | None = option(
+        None,
+        "clip_low and clip_high of the estimator: the ratio is kept in [1 - low, 1 + high]",
+        default_text="those of the estimator",
+    )
+    dual_clip: Float | None = option(
+        None,
+        "bound of the surrogate for negative advantages, as a multiple of the advantage",
+        gt=1,
+        default_text="that of the estimator",
+    )
+    policy_loss_type: Literal["ppo", "gspo"] = no_meaning(
+        "ppo",
+        "ratio of the policy loss",
+        why="the estimator decides the loss here",
+        instead="use algo.advantage.estimator gspo for the sequence-level ratio",
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = option(
+        "token-mean",
+        "how token losses are averaged: over all tokens, or per sequence first; sets agg of the estimator",
+        default_text="that of the estimator",
+    )
+    aux_loss_coef: Float = not_yet(
+        0,
+        "weight of the load-balancing loss of mixture-of-experts models",
+        why="only dense models are built",
+        instead="set it to 0",
+    )
+    entropy_coef: Float | None = not_yet(
+        None,
+        "weight of an entropy bonus in the loss",
+        why="entropy never receives a gradient here, it shapes advantages (and is always logged)",
+        instead="use the estimator gtpo_entropy, grpo_s or entropy_advantage",
+        inert=(0.0,),
+    )
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
+    muon: ActorMuon = ActorMuon()
+    adam: Adam = Adam()
+    lr_scheduler: LrScheduler = option(
+        "cosine_with_min_lr",
+        "learning rate over the optimizer steps; constant has no warm-up, only cosine_with_min_lr stays above 0",
+    )
+    lr_warmup_ratio: Float = option(0.03, "share of the optimizer steps with a linear warm-up", ge=0, le=1)
+    min_lr_ratio: Float = option(0.1, "final learning rate of cosine_with_min_lr, as a share of the peak", ge=0, le=1)
+    max_norm: Float = option(1.0, "global gradient norm is clipped to this; 0 = no clipping", ge=0)
+    model_name_or_path: str | None = option(
+        None, "folder of the Hugging Face checkpoint (qwen2, qwen3, llama), or its hub name; required", path="input"
+    )
+    freeze_visual_encoder: bool = not_yet(
+        False,
+        "leave a vision encoder untrained",
+        why="only text models are built",
+        instead="leave it out",
+    )
+
+
+class CriticAdam(Entity):
+    """Adam of the critic."""
+
+    lr: Float = not_yet(9e-6, "peak learning rate of the critic", **_CRITIC)
+    betas: tuple[Beta, Beta] = not_yet((0.9, 0.95), "decay rates of the critic's moments", **_CRITIC)
+    eps: Float = not_yet(1e-8, "added to the root of the critic's second moment", **_CRITIC)
+    weight_decay: Float = not_yet(0.0, "decoupled weight decay of the critic", **_CRITIC)
+
+
+class CriticMuon(Entity):
+    """Muon of the critic."""
+
+    lr: Float = not_yet(0.02, "learning rate of the critic's 2D weights under Muon", **_CRITIC)
+    momentum: Float = not_yet(0.95, "momentum of the critic's Muon", **_CRITIC)
+    ns_steps: int = not_yet(5, "Newton-Schulz steps of the critic's Muon", **_CRITIC)
+    nesterov: bool = not_yet(True, "Nesterov momentum in the critic's Muon", **_CRITIC)
+    no_nesterov: bool = not_yet(False, "switch Nesterov momentum of the critic's Muon off", **_CRITIC)
+
+
+class Critic(Entity):
+    """The value model of PPO with GAE."""
+
+    num_nodes: int = not_yet(1, "nodes of the critic", **_CRITIC)
+    num_gpus_per_node: int = not_yet(8, "GPUs per node of the critic", **_CRITIC)
+    value_clip: Float = not_yet(0.5, "clip range of the value loss", **_CRITIC)
+    freezing_steps: int = not_yet(-1, "steps in which only the critic is trained", **_CRITIC)
+    save_value_network: bool = not_yet(False, "save the critic at the end", **_CRITIC)
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_CRITIC)
+    muon: CriticMuon = CriticMuon()
+    adam: CriticAdam = CriticAdam()
+    lr_scheduler: str = not_yet("cosine_with_min_lr", "learning-rate schedule of the critic", **_CRITIC)
+    lr_warmup_ratio: Float = not_yet(0.03, "warm-up share of the critic", **_CRITIC)
+    min_lr_ratio: Float = not_yet(0.1, "final learning rate of the critic, as a share of the peak", **_CRITIC)
+    max_norm: Float = not_yet(1.0, "gradient norm limit of the critic", **_CRITIC)
+    model_name_or_path: str | None = not_yet(None, "checkpoint of the critic", **_CRITIC)
+
+
+class Ref(Entity):
+    """The frozen reference model of a KL term."""
+
+    num_nodes: int = not_yet(1, "nodes of the reference model", **_REFERENCE)
+    num_gpus_per_node: int = not_yet(8, "GPUs per node of the reference model", **_REFERENCE)
+    offload: bool = not_yet(False, "keep the reference model in host memory between uses", **_REFERENCE)
+
+
+class Megatron(Entity):
+    """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
+
+    tensor_parallel_size: int = option(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
+    pipeline_parallel_size: int = option(1, "pipeline stages; layers are spread evenly over them", ge=1)
+    context_parallel_size: int = option(1, "ranks that share one sequence; only 1 is built", ge=1)
+    virtual_pipeline_size: int = option(1, "model chunks per pipeline stage (interleaving); only 1 is built", ge=1)
+    sequence_parallel_enable: bool = option(
+        False, "split activations between tensor-parallel regions along the sequence; needs tensor parallelism"
+    )
+    distributed_optimizer_enable: bool = option(True, "shard optimizer states over the data-parallel ranks")
+    param_dtype: Literal["bf16", "fp32"] = option(
+        "bf16", "data type of parameters and activations; optimizer states and gradients are kept in fp32"
+    )
+    head: Literal["auto", "torch", "naive"] = option(
+        "auto",
+        "how log-probability and entropy are computed from hidden states: torch = in chunks of bounded memory, "
+        "naive = from whole logits, auto = the best one for the device",
+    )
+    recompute: Literal["none", "full"] = option(
+        "none",
+        "activations recomputed in the backward pass: none, or those of every layer (less memory, about 1/3 "
+        "more compute)",
+    )
+    collective_timeout_s: Float = option(600, "longest wait in one collective call before the run fails, seconds", gt=0)

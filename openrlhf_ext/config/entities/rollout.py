@@ -1,0 +1,141 @@
+"""How answers are sampled and graded: rollouts, vLLM engines, weight sync, rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet, option
+
+_REWARD_MODEL = {
+    "why": "reward models are not run, rewards come from a function, a server or an agent",
+    "instead": "use reward.remote_url (a .py file with reward_func, or http URLs) or train.agent_func_path",
+}
+
+
+class Vllm(Entity):
+    """The rollout engines."""
+
+    num_engines: int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1)
+    tensor_parallel_size: int = option(1, "GPUs (CPU: processes) per engine", ge=1)
+    sync_backend: Literal["auto", "nccl", "gloo"] = option(
+        "auto",
+        "collective library that carries weights to the engines: gloo goes through host memory on every device, "
+        "nccl is not built yet, auto = the best one that is built for the device",
+    )
+    sync_with_ray: bool = no_meaning(
+        False,
+        "send weights through Ray's collective group",
+        why="weights travel in packed buckets over a torch process group",
+        instead="use vllm.sync_backend",
+    )
+    enable_prefix_caching: bool = option(
+        False, "reuse the KV cache of common prompt prefixes; dropped after every weight sync"
+    )
+    enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")
+    enable_sleep: bool = not_yet(
+        False,
+        "free the engines' memory while the policy trains",
+        why="policy and engines do not share GPUs",
+        instead="leave it out",
+    )
+    gpu_memory_utilization: Float = option(
+        0.95, "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)", gt=0, le=1
+    )
+    dtype: Literal["auto", "bf16", "fp32"] = option(
+        "auto", "data type of the engines' weights and activations; auto = megatron.param_dtype"
+    )
+    kv_cache_mib: int = option(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
+    start_timeout_s: Float = option(600, "longest wait for all engines to be ready, seconds", gt=0)
+
+
+class WeightSync(Entity):
+    """How the policy hands its weights to the engines after every step."""
+
+    bucket_mib: int = option(
+        512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1
+    )
+    timeout_s: Float = option(300, "longest time one weight sync may take, seconds", gt=0)
+    probe_tolerance: Float | None = option(
+        None,
+        "largest allowed difference, in nats, between the policy's and the engine's log-probs on the probe prompt",
+        gt=0,
+        default_text="1e-4 in fp32, 0.2 in bf16",
+    )
+    probe_length: int = option(32, "tokens of the fixed prompt that is compared after every sync", ge=2)
+
+
+class Reward(Entity):
+    """Where rewards come from, and what happens when grading fails."""
+
+    num_nodes: int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
+    num_gpus_per_node: int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
+    normalize_enable: bool = not_yet(False, "normalise the reward model's output", **_REWARD_MODEL)
+    clip_range: tuple[Float, Float] | None = no_meaning(
+        None,
+        "interval rewards are clipped to",
+        why="rewards enter the estimator as they are graded",
+        instead="clip inside the reward function",
+    )
+    overlong_buffer_len: Float | None = option(
+        None,
+        "length of the soft punishment zone before rollout.max_new_tokens, tokens (whole number); null = no penalty; "
+        "sets length_penalty of the estimator (DAPO eq. 13)",
+        ge=1,
+    )
+    overlong_penalty_factor: Float = option(
+        1, "penalty at rollout.max_new_tokens, in units of reward; needs reward.overlong_buffer_len", gt=0
+    )
+    stop_properly_penalty_coef: Float | None = not_yet(
+        None,
+        "scale or override of the reward of truncated responses",
+        why="the estimators have rules of their own for truncated responses",
+        instead="use mask_truncated or length_penalty of the estimator (algo.<estimator>.*)",
+    )
+    model_name_or_path: str | None = not_yet(None, "checkpoint of a reward model", **_REWARD_MODEL)
+    remote_url: str | None = option(
+        None,
+        "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), or the http(s) "
+        "URLs of reward servers, separated by commas",
+        path="input",
+    )
+    offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)
+    timeout_s: Float = option(30, "longest time one call of the reward function may take, seconds", gt=0)
+    max_failures: int = option(
+        10, "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0
+    )
+    failure_value: Float = option(0.0, "reward of a response whose grading failed")
+    num_workers: int = option(2, "grader processes per engine", ge=1)
+
+
+class Rollout(Entity):
+    """One batch of rollouts."""
+
+    max_tokens_per_gpu: int | None = not_yet(
+        None,
+        "token budget of a micro-batch when log-probs are computed",
+        why="micro-batches hold a fixed number of samples",
+        instead="use rollout.micro_batch_size",
+    )
+    batch_size: int = option(1024, "prompts per batch of rollouts", ge=1)
+    vllm_generate_batch_size: int | None = option(
+        None,
+        "prompts per call of the engines; only rollout.batch_size is built",
+        ge=1,
+        default_text="rollout.batch_size",
+    )
+    micro_batch_size: int = option(1, "samples per forward pass and rank when log-probs are computed", ge=1)
+    max_new_tokens: int | None = option(
+        None, "longest response, tokens", ge=1, default_text="what data.max_len leaves after the prompt"
+    )
+    top_p: Float = option(
+        1.0, "nucleus of sampling; below 1 the engines sample from another distribution than is trained", gt=0, le=1
+    )
+    temperature: Float = option(1.0, "temperature of sampling; log-probs and entropies use the same one", gt=0)
+    n_samples_per_prompt: int = option(1, "responses per prompt (size of a group)", ge=1)
+    timeout_s: Float = option(1800, "longest wait for one batch of rollouts, seconds", gt=0)
+    max_filter_batches: int = option(
+        10,
+        "with algo.dynamic_filtering_enable: batches' worth of prompts (multiples of rollout.batch_size) sampled for "
+        "one step before the run stops with an error",
+        ge=1,
+    )

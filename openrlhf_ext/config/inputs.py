@@ -1,0 +1,156 @@
+"""A look at the files a run reads: the model's config.json, the first dataset records, the reward function's source."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
+_JSON_HEAD_BYTES = 1 << 20
+
+
+class InputError(ValueError):
+    """A file that is absent or does not hold what it should. The message names the file."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the layout rules need of a checkpoint, from its ``config.json``."""
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    has_weights: bool
+
+
+def read_model_facts(folder: str) -> ModelFacts:
+    """Reads ``folder/config.json``.
+
+    Raises:
+        InputError: the folder or the file is absent or unreadable, the model type is not one of
+            ``SUPPORTED_MODEL_TYPES``, or a dimension is missing.
+    """
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder} does not exist (a hub name has the form org/name)")
+    try:
+        shape = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(shape, dict):
+        raise InputError(f"{path} must hold a mapping, got {type(shape).__name__}")
+    if shape.get("model_type") not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise InputError(f"model_type in {path} must be one of {supported}, got {shape.get('model_type')!r}")
+    return _model_facts(shape, path)
+
+
+def _model_facts(shape: dict[str, Any], path: Path) -> ModelFacts:
+    def size(key: str) -> int:
+        if not isinstance(shape.get(key), int) or shape[key] < 1:
+            raise InputError(f"{path} must hold a positive integer {key}, got {shape.get(key)!r}")
+        return shape[key]
+
+    return ModelFacts(
+        model_type=shape["model_type"],
+        num_layers=size("num_hidden_layers"),
+        num_heads=size("num_attention_heads"),
+        num_kv_heads=size("num_key_value_heads" if shape.get("num_key_value_heads") else "num_attention_heads"),
+        ffn_hidden_size=size("intermediate_size"),
+        vocab_size=size("vocab_size"),
+        max_positions=size("max_position_embeddings") if shape.get("max_position_embeddings") else None,
+        has_weights=any(path.parent.glob("*.safetensors")),
+    )
+
+
+def first_record(path: str) -> dict[str, Any] | None:
+    """The first record of a .jsonl, .json or .csv file; None for the binary forms, which are not opened here.
+
+    Raises:
+        InputError: the file is empty, malformed, or its first record is no mapping.
+    """
+    suffix = Path(path).suffix.lower()
+    try:
+        if suffix == ".csv":
+            record = _first_csv_record(path)
+        elif suffix in (".json", ".jsonl"):
+            record = _first_json_record(path)
+        else:
+            return None
+    except (OSError, ValueError, StopIteration) as error:
+        reason = "it is empty" if isinstance(error, StopIteration) else error
+        raise InputError(f"{path} has no readable first record: {reason}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"the first record of {path} must be a mapping, got {type(record).__name__}")
+    return record
+
+
+def count_records(path: str, limit: int) -> int | None:
+    """Records of a .jsonl file, at most ``limit``; None for other forms and for what is no file."""
+    if Path(path).suffix.lower() != ".jsonl" or not Path(path).is_file():
+        return None
+    with Path(path).open("rb") as file:
+        return sum(1 for _ in islice((line for line in file if line.strip()), limit))
+
+
+def _first_csv_record(path: str) -> dict[str, Any]:
+    with Path(path).open(encoding="utf-8", newline="") as file:
+        return next(csv.DictReader(file))
+
+
+def _first_json_record(path: str) -> Any:
+    """One record per line, or one array: the first record is decoded from the head of the file when it fits there."""
+    with Path(path).open(encoding="utf-8") as file:
+        head = file.read(_JSON_HEAD_BYTES).lstrip()
+        if not head:
+            raise StopIteration
+        start = head.removeprefix("[").lstrip()
+        try:
+            return json.JSONDecoder().raw_decode(start)[0]
+        except json.JSONDecodeError:
+            if len(head) < _JSON_HEAD_BYTES // 2:
+                raise
+            return json.JSONDecoder().raw_decode(start + file.read())[0]
+
+
+def require_definition(path: str, name: str) -> None:
+    """Sees, without running it, that the Python file ``path`` defines ``name`` at top level.
+
+    Raises:
+        InputError: the file is absent, is no valid Python, or does not define the name.
+    """
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"), filename=path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"{path} is not valid Python: {error}") from error
+    defined = set(_top_level_names(tree.body))
+    if name not in defined and "*" not in defined:
+        found = ", ".join(sorted(defined)) or "nothing"
+        raise InputError(f"{path} must define {name} at top level; it defines {found}")
+
+
+def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
+    for statement in statements:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield statement.name
+            case ast.Assign():
+                yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name for alias in statement.names)
+            case ast.If() | ast.Try():
+                yield from _top_level_names(statement.body + statement.orelse)

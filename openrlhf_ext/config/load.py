@@ -1,0 +1,181 @@
+"""From files and command-line words to a checked, frozen configuration."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from openrlhf_ext.config.access import is_set, leaf_fields, nest, value_of
+from openrlhf_ext.config.checks import Findings, check_config
+from openrlhf_ext.config.entities.algo import UPSTREAM_ESTIMATORS
+from openrlhf_ext.config.errors import ConfigError, Violation
+from openrlhf_ext.config.help import format_help
+from openrlhf_ext.config.options import Option, find_option, option_table, value_text
+from openrlhf_ext.config.paths import resolve_path
+from openrlhf_ext.config.schema import RunConfig
+from openrlhf_ext.config.sources import Setting, flattened, read_command_line, read_yaml, unknown_option
+
+
+def load_config(argv: Sequence[str]) -> RunConfig:
+    """Builds the configuration of a run from command-line words.
+
+    Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
+    resolved against the current directory. Nothing heavier than pydantic and PyYAML is imported.
+
+    Args:
+        argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--entity.name value ...``,
+            ``--help [entity]`` (prints and exits with status 0).
+
+    Returns:
+        The configuration, with ``warnings`` for settings that are allowed but deserve a look.
+
+    Raises:
+        ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
+        SystemExit: after ``--help``.
+    """
+    line = read_command_line(argv)
+    if line.help_filter is not None:
+        sys.stdout.write(format_help(line.help_filter))
+        raise SystemExit(0)
+    settings: list[Setting] = []
+    violations = list(line.violations)
+    readable = True
+    for path in line.config_files:
+        found, broken = read_yaml(path)
+        settings += found
+        violations += broken
+        readable &= all(violation.options for violation in broken)
+    return _build([*settings, *line.settings], violations, check_rules=readable)
+
+
+def build_config(values: Mapping[str, Any], *, origin: str = "code") -> RunConfig:
+    """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``.
+
+    Raises:
+        ConfigError: as :func:`load_config`.
+    """
+    return _build(
+        [setting for name, value in values.items() for setting in flattened(name, value, origin)], [], check_rules=True
+    )
+
+
+@dataclass
+class _Draft:
+    """Settings that survived so far, and what was wrong with the others."""
+
+    violations: list[Violation]
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def reject(self, violation: Violation, name: str | None = None) -> None:
+        self.violations.append(violation)
+        if name is not None:
+            self.values.pop(name, None)
+
+    @property
+    def tainted(self) -> set[str]:
+        """Options that are already complained about; no rule is checked on the defaults that stand in for them."""
+        return {option for violation in self.violations for option in violation.options}
+
+
+def _build(settings: Sequence[Setting], violations: list[Violation], *, check_rules: bool) -> RunConfig:
+    """``check_rules`` is off when a file could not be read: rules would be about defaults that nobody meant."""
+    draft = _Draft(violations)
+    _collect(draft, settings)
+    _derive(draft.values)
+    config = _typed(draft)
+    if config.actor.gradient_checkpointing_enable and not is_set(config, "megatron.recompute"):
+        draft.values["megatron.recompute"] = "full"
+        config = _typed(draft)
+    draft.violations += _unsupported(config, draft.origins)
+    findings = check_config(config) if check_rules else Findings((), ())
+    tainted = draft.tainted
+    draft.violations += [violation for violation in findings.violations if tainted.isdisjoint(violation.options)]
+    if draft.violations:
+        raise ConfigError(draft.violations)
+    config._warnings = findings.warnings
+    config._sources = draft.origins
+    return config
+
+
+def _collect(draft: _Draft, settings: Iterable[Setting]) -> None:
+    """Known settings into ``draft``. The last value wins, also over values above and below its name in open maps."""
+    for setting in settings:
+        option = find_option(setting.name)
+        if option is None or (option.arity == "open" and option.name == setting.name):
+            draft.reject(unknown_option(setting))
+            continue
+        for name in [other for other in draft.values if _overlap(other, setting.name)]:
+            del draft.values[name], draft.origins[name]
+        draft.values[setting.name] = _resolved(option, setting.value)
+        draft.origins[setting.name] = setting.origin
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def _resolved(option: Option, value: Any) -> Any:
+    if option.info.path is None or not isinstance(value, str):
+        return value
+    return resolve_path(value, option.info.path)
+
+
+def _derive(values: dict[str, Any]) -> None:
+    """Defaults that follow from other settings."""
+    output_dir = values.get("ckpt.output_dir") or resolve_path(RunConfig().ckpt.output_dir, "output")
+    values.setdefault("ckpt.output_dir", output_dir)
+    values.setdefault("ckpt.path", resolve_path(RunConfig().ckpt.path, "output"))
+    for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
+        if values.get(name) is None:
+            values[name] = os.fspath(Path(str(output_dir)) / leaf)
+
+
+def _typed(draft: _Draft) -> RunConfig:
+    """The model of the settings that have the right types; the others are reported and left at their defaults."""
+    try:
+        return RunConfig.model_validate(nest(draft.values))
+    except ValidationError as error:
+        for name, value in {_option_name(detail["loc"]): detail["input"] for detail in error.errors()}.items():
+            given = draft.values.get(name, value)
+            draft.reject(_type_violation(name, given, draft.origins.get(name, "default")), name)
+    return RunConfig.model_validate(nest(draft.values))
+
+
+def _option_name(location: Iterable[str | int]) -> str:
+    """The option an error of pydantic is about; its location goes on into tuples and unions."""
+    names = []
+    for part in location:
+        names.append(str(part))
+        if ".".join(names) in option_table():
+            break
+    return ".".join(names)
+
+
+def _type_violation(name: str, value: Any, origin: str) -> Violation:
+    option = option_table()[name]
+    message = f"{name}: expected {option.expects}, got {value_text(value)} ({origin})"
+    if hint := _value_hint(option, value):
+        message += f"; {hint}"
+    return Violation((name,), message)
+
+
+def _value_hint(option: Option, value: Any) -> str:
+    if option.name == "algo.advantage.estimator" and value in UPSTREAM_ESTIMATORS:
+        return UPSTREAM_ESTIMATORS[value]
+    close = difflib.get_close_matches(str(value), option.choices, n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _unsupported(config: RunConfig, origins: Mapping[str, str]) -> Iterable[Violation]:
+    for name, _ in leaf_fields(RunConfig):
+        option = option_table()[name]
+        if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
+            yield Violation((name,), option.unsupported.message(name, value_text(value), origins.get(name, "default")))

@@ -1,0 +1,262 @@
+"""Rules between options as pure functions: plain numbers in, violations out; nothing is read and nothing is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openrlhf_ext.config.algorithm_options import correction_threshold
+from openrlhf_ext.config.errors import Violation
+from openrlhf_ext.config.inputs import ModelFacts
+
+
+def layout_violations(
+    *, num_nodes: int, gpus_per_node: int, tp: int, pp: int, cp: int, vp: int, sequence_parallel: bool
+) -> Iterator[Violation]:
+    """The ranks can be divided into copies of the policy."""
+    world, copy = num_nodes * gpus_per_node, tp * pp * cp
+    if world % copy:
+        yield Violation(
+            (
+                "actor.num_nodes",
+                "actor.num_gpus_per_node",
+                "megatron.tensor_parallel_size",
+                "megatron.pipeline_parallel_size",
+                "megatron.context_parallel_size",
+            ),
+            f"actor.num_nodes * actor.num_gpus_per_node must be a multiple of megatron.tensor_parallel_size * "
+            f"megatron.pipeline_parallel_size * megatron.context_parallel_size: {num_nodes} * {gpus_per_node} = "
+            f"{world}, {tp} * {pp} * {cp} = {copy}; use {_multiples(world, copy)} ranks or another layout",
+        )
+    if cp != 1:
+        yield Violation(
+            ("megatron.context_parallel_size",),
+            f"megatron.context_parallel_size must be 1, context parallelism is not built yet: got {cp}; use "
+            f"megatron.tensor_parallel_size, or megatron.recompute full for long sequences",
+        )
+    if vp != 1:
+        yield Violation(
+            ("megatron.virtual_pipeline_size",),
+            f"megatron.virtual_pipeline_size must be 1, interleaved pipelines are not built yet: got {vp}",
+        )
+    if sequence_parallel and tp == 1:
+        yield Violation(
+            ("megatron.sequence_parallel_enable", "megatron.tensor_parallel_size"),
+            "megatron.sequence_parallel_enable needs megatron.tensor_parallel_size > 1: got 1; switch it off",
+        )
+
+
+def model_violations(*, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int) -> Iterator[Violation]:
+    """The model can be cut as the layout says, and takes sequences of the given length."""
+    path, tp_option = "actor.model_name_or_path", "megatron.tensor_parallel_size"
+    for count, what in (
+        (model.num_heads, "attention heads"),
+        (model.num_kv_heads, "key-value heads (query groups)"),
+        (model.ffn_hidden_size, "MLP width"),
+    ):
+        if count % tp:
+            yield Violation(
+                (path, tp_option),
+                f"{tp_option} must divide the model's {what}: got {tp}, the model of {path} has {count}; use "
+                f"{_divisors(count)}",
+            )
+    if model.num_layers % pp:
+        yield Violation(
+            (path, "megatron.pipeline_parallel_size"),
+            f"megatron.pipeline_parallel_size must divide the model's layers: got {pp}, the model of {path} has "
+            f"{model.num_layers}; use {_divisors(model.num_layers)}",
+        )
+    if model.num_heads % engine_tp:
+        yield Violation(
+            (path, "vllm.tensor_parallel_size"),
+            f"vllm.tensor_parallel_size must divide the model's attention heads: got {engine_tp}, the model of {path} "
+            f"has {model.num_heads}; use {_divisors(model.num_heads)}",
+        )
+    kv_heads = model.num_kv_heads
+    if kv_heads % engine_tp and engine_tp % kv_heads:
+        yield Violation(
+            (path, "vllm.tensor_parallel_size"),
+            f"vllm.tensor_parallel_size must divide the model's key-value heads or be a multiple of them: got "
+            f"{engine_tp}, the model of {path} has {kv_heads}; use {_divisors(kv_heads)}",
+        )
+    if model.max_positions is not None and max_len > model.max_positions:
+        yield Violation(
+            (path, "data.max_len"),
+            f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
+            f"tokens; lower data.max_len",
+        )
+
+
+def batch_violations(
+    *,
+    prompts: int,
+    samples_per_prompt: int,
+    generate_prompts: int | None,
+    train_samples: int,
+    train_micro: int,
+    rollout_micro: int,
+    dp: int,
+) -> Iterator[Violation]:
+    """A batch of rollouts is a whole number of optimizer steps, each of whole groups, each divisible over the ranks."""
+    samples = prompts * samples_per_prompt
+    total = f"rollout.batch_size * rollout.n_samples_per_prompt ({prompts} * {samples_per_prompt} = {samples})"
+    copies = f"{dp} data-parallel rank{'s' if dp > 1 else ''}"
+    if train_samples % samples_per_prompt:
+        yield Violation(
+            ("train.batch_size", "rollout.n_samples_per_prompt"),
+            f"train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, groups are never split: "
+            f"got {train_samples} and {samples_per_prompt}; use {_multiples(train_samples, samples_per_prompt)}",
+        )
+    if samples % train_samples:
+        yield Violation(
+            ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+            f"train.batch_size (samples) must divide {total}: got {train_samples}; lower train.batch_size or make "
+            f"rollout.batch_size larger",
+        )
+    if train_samples % (train_micro * dp):
+        yield Violation(
+            ("train.batch_size", "train.micro_batch_size", "actor.num_nodes", "actor.num_gpus_per_node"),
+            f"train.batch_size must be a multiple of train.micro_batch_size times the data-parallel ranks: got "
+            f"{train_samples}, {train_micro} and {copies}; use {_multiples(train_samples, train_micro * dp)}",
+        )
+    if samples % (rollout_micro * dp):
+        yield Violation(
+            (
+                "rollout.batch_size",
+                "rollout.n_samples_per_prompt",
+                "rollout.micro_batch_size",
+                "actor.num_nodes",
+                "actor.num_gpus_per_node",
+            ),
+            f"{total} must be a multiple of rollout.micro_batch_size times the data-parallel ranks: got "
+            f"{rollout_micro} and {copies}",
+        )
+    if generate_prompts not in (None, prompts):
+        yield Violation(
+            ("rollout.vllm_generate_batch_size", "rollout.batch_size"),
+            f"rollout.vllm_generate_batch_size must equal rollout.batch_size: got {generate_prompts} and {prompts}; "
+            f"leave it out",
+        )
+
+
+def sync_violations(*, backend: str) -> Iterator[Violation]:
+    """The transport of the weights is one that is built."""
+    if backend == "nccl":
+        yield Violation(
+            ("vllm.sync_backend",),
+            "vllm.sync_backend nccl is not built yet: got nccl; use auto, or gloo (through host memory)",
+        )
+
+
+def group_violations(*, estimator: str, samples_per_prompt: int) -> Iterator[Violation]:
+    """Every estimator here compares the responses to one prompt with each other."""
+    if samples_per_prompt < 2:
+        yield Violation(
+            ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
+            f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "
+            f"the responses to one prompt: got {samples_per_prompt}; 8 is a usual value",
+        )
+
+
+def length_violations(
+    *,
+    max_new_tokens: int | None,
+    max_len: int,
+    overlong_buffer: float | None,
+    overlong_factor: float,
+    probe_length: int,
+) -> Iterator[Violation]:
+    """Responses fit into sequences, and the overlong buffer into responses."""
+    if max_new_tokens is not None and max_new_tokens >= max_len:
+        yield Violation(
+            ("rollout.max_new_tokens", "data.max_len"),
+            f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {max_new_tokens} and "
+            f"{max_len} tokens",
+        )
+    if probe_length > max_len:
+        yield Violation(
+            ("weight_sync.probe_length", "data.max_len"),
+            f"weight_sync.probe_length must not exceed data.max_len: got {probe_length} and {max_len} tokens",
+        )
+    if overlong_buffer is None:
+        if overlong_factor != 1:
+            yield Violation(
+                ("reward.overlong_penalty_factor", "reward.overlong_buffer_len"),
+                f"reward.overlong_penalty_factor has no effect without reward.overlong_buffer_len: got "
+                f"{overlong_factor:g}; set the buffer too",
+            )
+        return
+    if overlong_buffer != int(overlong_buffer):
+        yield Violation(
+            ("reward.overlong_buffer_len",),
+            f"reward.overlong_buffer_len must be a whole number of tokens: got {overlong_buffer:g}",
+        )
+    if max_new_tokens is None or overlong_buffer > max_new_tokens:
+        yield Violation(
+            ("reward.overlong_buffer_len", "rollout.max_new_tokens"),
+            f"reward.overlong_buffer_len must not exceed rollout.max_new_tokens: got {overlong_buffer:g} and "
+            f"{'null' if max_new_tokens is None else max_new_tokens} tokens",
+        )
+
+
+def correction_violations(*, level: str, mode: str, gating: str, threshold: tuple[float, ...]) -> Iterator[Violation]:
+    """The importance correction is one that exists (OpenRLHF's PolicyLoss has the same rules)."""
+    prefix = "algo.advantage.is_correction_"
+    low, high = correction_threshold(threshold)
+    if low >= high or low < 0:
+        yield Violation(
+            (f"{prefix}threshold",),
+            f"{prefix}threshold must be LOW HIGH with 0 <= LOW < HIGH, or HIGH > 0 alone: got {list(threshold)}",
+        )
+    if level == "off":
+        return
+    if mode == "clip" and (level != "token" or gating != "ratio"):
+        yield Violation(
+            (f"{prefix}mode", f"{prefix}level", f"{prefix}gating"),
+            f"{prefix}mode clip needs {prefix}level token and {prefix}gating ratio: got {level} and {gating}; use "
+            f"{prefix}mode mask",
+        )
+    if gating != "ratio" and low > 0:
+        yield Violation(
+            (f"{prefix}gating", f"{prefix}threshold"),
+            f"{prefix}gating {gating} takes an upper bound only: got {list(threshold)}; give one {prefix}threshold",
+        )
+
+
+def filtering_violations(*, enabled: bool, low: float, high: float) -> Iterator[Violation]:
+    """The range of mean scores that are kept is not empty."""
+    if enabled and low >= high:
+        yield Violation(
+            ("algo.dynamic_filtering_range",),
+            f"algo.dynamic_filtering_range must be LOW HIGH with LOW < HIGH: got {low:g} {high:g}",
+        )
+
+
+def mixture_violations(*, datasets: str, shares: str | None) -> Iterator[Violation]:
+    """One share for each dataset, adding up to 1."""
+    if shares is None:
+        return
+    option = "data.prompt_probs"
+    count = len(datasets.split(","))
+    try:
+        numbers = [float(share) for share in shares.split(",")]
+    except ValueError:
+        yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
+        return
+    if len(numbers) != count or abs(sum(numbers) - 1) > 1e-6 or min(numbers) < 0:
+        yield Violation(
+            (option, "data.prompt_dataset"),
+            f"{option} must hold one share for each dataset of data.prompt_dataset and add up to 1: got {shares} for "
+            f"{count} dataset{'s' if count > 1 else ''}",
+        )
+
+
+def _multiples(value: int, factor: int) -> str:
+    """The multiples of ``factor`` around ``value``, as a remedy."""
+    below = value // factor * factor
+    return " or ".join(str(choice) for choice in (below, below + factor) if choice > 0)
+
+
+def _divisors(number: int, limit: int = 8) -> str:
+    """The smallest divisors, as a remedy."""
+    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(map(str, found[:limit]))

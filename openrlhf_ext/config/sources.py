@@ -1,0 +1,201 @@
+"""Where settings come from: YAML files and the command line, each value with its place of origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openrlhf_ext.config.errors import Violation
+from openrlhf_ext.config.options import UsageError, find_option, is_section, nearest_option, option_table
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value for one option. ``origin`` is ``file:line`` or ``command line``."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+@dataclass
+class CommandLine:
+    """What stood on the command line.
+
+    Attributes:
+        config_files: paths after ``--config``, in order.
+        settings: overrides in order.
+        help_filter: None when no help was asked for, else the entity (or part of a name) to show, "" for all.
+        violations: words that make no sense.
+    """
+
+    config_files: list[str] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    help_filter: str | None = None
+    violations: list[Violation] = field(default_factory=list)
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML with the scalars of YAML 1.2's core schema.
+
+    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text: an
+    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says.
+    """
+
+
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_SCALARS = (  # tag, form, first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    ("float", _FLOAT, [*"-+.0123456789"]),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+)
+ConfigLoader.yaml_implicit_resolvers = {}
+for _tag, _form, _first in _SCALARS:
+    ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_form})$"), _first)
+ConfigLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+
+
+def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
+    """Settings of a YAML file; nested and dotted keys may be mixed.
+
+    Returns:
+        The settings in the order of the file, and what is wrong with the file itself (absent, no YAML, a key twice).
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        loader = ConfigLoader(text)
+        root = loader.get_single_node()
+    except (OSError, UnicodeDecodeError) as error:
+        return [], [Violation((), f"--config must name a readable file: {path} ({error})")]
+    except yaml.YAMLError as error:
+        return [], [Violation((), f"--config {path} is not valid YAML: {' '.join(str(error).split())}")]
+    if root is None:
+        return [], []
+    if not isinstance(root, yaml.MappingNode):
+        return [], [Violation((), f"--config {path} must hold a mapping of options, got {root.value!r}")]
+    reader = _YamlReader(path, loader)
+    return list(reader.settings(root, "")), reader.violations
+
+
+class _YamlReader:
+    """Walks the nodes of one file, so that every value keeps its line."""
+
+    def __init__(self, path: str, loader: ConfigLoader) -> None:
+        self.path = path
+        self.loader = loader
+        self.violations: list[Violation] = []
+        self._lines: dict[str, int] = {}
+
+    def settings(self, node: yaml.Node, name: str) -> Iterator[Setting]:
+        option = option_table().get(name)
+        is_leaf = option is not None and option.arity != "open"
+        if isinstance(node, yaml.MappingNode) and not is_leaf:
+            yield from self._children(node, name)
+        elif not (self._is_null(node) and is_section(name)):  # a section with all its lines commented out
+            yield self._setting(node, name)
+
+    def _children(self, node: yaml.MappingNode, name: str) -> Iterator[Setting]:
+        for key, value in node.value:
+            yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
+
+    def _setting(self, node: yaml.Node, name: str) -> Setting:
+        line = node.start_mark.line + 1
+        if name in self._lines:
+            self.violations.append(
+                Violation(
+                    (name,), f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep one"
+                )
+            )
+        self._lines[name] = line
+        return Setting(name, self.loader.construct_object(node, deep=True), f"{self.path}:{line}")
+
+    @staticmethod
+    def _is_null(node: yaml.Node) -> bool:
+        return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Splits ``argv`` (without the program's name) into files, overrides and a request for help."""
+    line = CommandLine()
+    for word, values in _words_by_option(argv, line.violations):
+        if word in ("--help", "-h"):
+            line.help_filter = " ".join(values)
+        elif word == "--config":
+            _add_config_file(line, values)
+        else:
+            _add_setting(line, word.removeprefix("--"), values)
+    return line
+
+
+def _words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterator[tuple[str, list[str]]]:
+    """``--name`` with the words that follow it; ``--name=value`` counts as two words."""
+    groups: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            name, separator, value = word.partition("=")
+            groups.append((name, [value] if separator else []))
+        elif groups:
+            groups[-1][1].append(word)
+        else:
+            violations.append(Violation((), f"options start with --: got {word!r} at the start of the command line"))
+    yield from groups
+
+
+def _add_config_file(line: CommandLine, values: list[str]) -> None:
+    if values:
+        line.config_files.extend(values)
+    else:
+        line.violations.append(Violation((), "--config takes the path of a YAML file, got none"))
+
+
+def _add_setting(line: CommandLine, name: str, words: list[str]) -> None:
+    option = find_option(name)
+    if option is None:
+        line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
+        return
+    try:
+        value = _free_value(words) if option.arity == "open" else option.from_words(words)
+    except UsageError as error:
+        line.violations.append(Violation((name,), f"{error} ({COMMAND_LINE})"))
+        return
+    except yaml.YAMLError as error:
+        message = f"--{name}: {' '.join(words)} is not valid YAML ({' '.join(str(error).split())})"
+        line.violations.append(Violation((name,), message))
+        return
+    line.settings.extend(flattened(name, value, COMMAND_LINE))
+
+
+def _free_value(words: list[str]) -> Any:
+    """A value whose type only the estimator knows: YAML, ``true`` for a bare flag, a list for several words."""
+    values = [yaml.load(word, Loader=ConfigLoader) for word in words]  # noqa: S506 (a SafeLoader)
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
+
+
+def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
+    """The settings inside a map of options; the value itself when it is no map."""
+    if not isinstance(value, dict):
+        yield Setting(name, value, origin)
+        return
+    for key, inner in value.items():
+        yield from flattened(f"{name}.{key}", inner, origin)
+
+
+def unknown_option(setting: Setting) -> Violation:
+    """The message for a name that is no option; names the nearest one."""
+    if is_section(setting.name):
+        message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
+        return Violation((setting.name,), message)
+    nearest = nearest_option(setting.name)
+    hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
+    options = (setting.name,) if nearest is None else (setting.name, nearest)
+    return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")

@@ -1,0 +1,179 @@
+"""Sampling completions with plain transformers, for checkpoints outside a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Shape suffixes: B = sequences in a batch, P = longest prompt in it, T = prompt and completion.
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    Attributes:
+        query: prompt and completion as one text, special tokens kept (what a reward function gets).
+        text: the completion alone, special tokens kept.
+        tokens: its length, end-of-sequence token included.
+        truncated: it reached ``max_new_tokens`` without an end-of-sequence token.
+    """
+
+    query: str
+    text: str
+    tokens: int
+    truncated: bool
+
+
+def sample_completions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    n_samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 64,
+    batch_size: int = 256,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> list[list[Completion]]:
+    """Sample ``n_samples`` completions of each prompt.
+
+    The model's own sampling defaults (top-k, repetition penalty, ...) are not used: the distribution is exactly that of
+    the options, as in a rollout. The same seed, batch size and device give the same completions; the global random
+    state is left as it was.
+
+    Args:
+        model: a causal language model; moved to ``device``.
+        tokenizer: its tokenizer; no special tokens are added to the prompts.
+        prompts: texts; each at least one token long.
+        n_samples: completions per prompt.
+        temperature: of the softmax; 0 takes the most likely token.
+        top_p: nucleus size; 1 samples from the whole vocabulary.
+        max_new_tokens: longest completion, tokens.
+        batch_size: sequences generated together; prompts of similar length share a batch.
+        seed: of the sampling.
+        device: where to run.
+
+    Returns:
+        For each prompt, in the given order, its completions.
+
+    Raises:
+        ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
+    """
+    prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
+    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model, max_new_tokens))
+    config = _generation_config(model, tokenizer, temperature, top_p, max_new_tokens)
+    order = sorted((i for i in range(len(prompts)) for _ in range(n_samples)), key=lambda i: len(prompt_ids[i]))
+    completions: list[list[Completion]] = [[] for _ in prompts]
+    with _evaluating(model.to(device), config), _seeded(seed, torch.device(device)):
+        for rows in _chunks(order, batch_size):
+            generated = _generate(model, [prompt_ids[i] for i in rows], config)
+            for i, new_ids in zip(rows, generated, strict=True):
+                completions[i].append(_completion(tokenizer, prompt_ids[i], new_ids, config))
+    return completions
+
+
+def max_prompt_tokens(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+    """Longest prompt that leaves room for the completion; ``None`` where the model states no limit."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return None if positions is None else positions - max_new_tokens
+
+
+def _check_lengths(prompts: Sequence[str], prompt_ids: list[list[int]], limit: int | None) -> None:
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        if not ids or (limit is not None and len(ids) > limit):
+            raise ValueError(
+                f"a prompt must have between 1 and {limit} tokens (max_position_embeddings - max_new_tokens), this one "
+                f"has {len(ids)}: {prompt[:200]!r}"
+            )
+
+
+def _generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, top_p: float, max_new_tokens: int
+) -> GenerationConfig:
+    from transformers import GenerationConfig
+
+    eos = _eos_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        **(sampling if temperature > 0 else {"do_sample": False}),
+    )
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All end-of-sequence tokens that stop a rollout: the tokenizer's, and those of the generation config."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    several = configured if isinstance(configured, list) else [configured]
+    found = dict.fromkeys(token for token in [tokenizer.eos_token_id, *several] if token is not None)
+    if not found:
+        raise ValueError("neither the tokenizer nor the generation config names an end-of-sequence token")
+    return list(found)
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Evaluation mode, and no defaults of the model that ``generate`` would mix into ``config``."""
+    was_training, own_config = model.training, model.generation_config
+    model.eval()
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        model.generation_config = own_config
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _chunks(order: list[int], size: int) -> Iterator[list[int]]:
+    """Longest prompts first, so that the largest batch fails for memory at once rather than at the end."""
+    descending = order[::-1]
+    return (descending[start : start + size] for start in range(0, len(descending), size))
+
+
+def _generate(model: PreTrainedModel, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+    """Token ids after each prompt, padding behind the end included."""
+    longest = max(map(len, prompt_ids))
+    ids_BP = torch.full((len(prompt_ids), longest), config.pad_token_id, dtype=torch.long)
+    mask_BP = torch.zeros_like(ids_BP)
+    for row, ids in enumerate(prompt_ids):
+        ids_BP[row, longest - len(ids) :] = torch.tensor(ids)
+        mask_BP[row, longest - len(ids) :] = 1
+    device = model.device
+    ids_BT: Tensor = model.generate(
+        ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config
+    )
+    return ids_BT[:, longest:].tolist()
+
+
+def _completion(
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int], config: GenerationConfig
+) -> Completion:
+    stops = set(config.eos_token_id)
+    end = next((position + 1 for position, token in enumerate(new_ids) if token in stops), None)
+    kept = new_ids[:end]
+    return Completion(
+        query=tokenizer.decode(prompt_ids + kept, skip_special_tokens=False),
+        text=tokenizer.decode(kept, skip_special_tokens=False),
+        tokens=len(kept),
+        truncated=end is None,
+    )

@@ -1,0 +1,74 @@
+"""Final answers of mathematical completions and labels: find them, compare them.
+
+Numbers are compared exactly as fractions; other answers as normalised text. Symbolic equality is not attempted.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_HASHES = re.compile(r"####[ \t]*(.+)")
+_LONGEST_NUMBER = 1000  # characters; Python refuses to convert much longer ones
+_BOXED = "\\boxed{"
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
+_IGNORED = re.compile(r"\\(?:left|right|[,;!%])|[\s$%]")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|\Z))")
+
+
+def extract_answer(text: str) -> str | None:
+    """The final answer stated in a text, or ``None``.
+
+    Looks, in this order, for the last ``<answer>...</answer>``, the last ``\\boxed{...}`` and the last ``#### ...``.
+    """
+    if tagged := _TAG.findall(text):
+        return _nonempty(tagged[-1])
+    if (boxed := _last_boxed(text)) is not None:
+        return _nonempty(boxed)
+    if hashed := _HASHES.findall(text):
+        return _nonempty(hashed[-1])
+    return None
+
+
+def answers_equal(first: str, second: str) -> bool:
+    """Whether two answers are the same number, or the same text after :func:`normalised`."""
+    left, right = normalised(first), normalised(second)
+    if left == right:
+        return True
+    left_number, right_number = _number(left), _number(right)
+    return left_number is not None and left_number == right_number
+
+
+def normalised(answer: str) -> str:
+    """An answer without spaces, dollar and per cent signs, thousands separators, final full stop, LaTeX dressing."""
+    text = _IGNORED.sub("", _LATEX_TEXT.sub(r"\1", answer))
+    text = _LATEX_FRACTION.sub(r"\1/\2", text)
+    return _THOUSANDS.sub("", text).rstrip(".")
+
+
+def _number(text: str) -> Fraction | None:
+    if len(text) > _LONGEST_NUMBER or not _PLAIN_NUMBER.fullmatch(text):
+        return None
+    numerator, _, denominator = text.partition("/")
+    if denominator and int(denominator) == 0:
+        return None
+    return Fraction(numerator) / int(denominator or 1)
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    depth = 1
+    for position in range(start + len(_BOXED), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len(_BOXED) : position]
+    return None
+
+
+def _nonempty(text: str) -> str | None:
+    return text.strip() or None

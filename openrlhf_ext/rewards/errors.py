@@ -1,0 +1,73 @@
+"""What can go wrong while grading one completion, and what stops a run.
+
+``RewardError`` and its subclasses concern one sample: a failure policy may count and tolerate them. The other errors
+concern the grader itself and always propagate. All of them pickle, because they cross Ray actors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHOWN_CHARACTERS = 2000
+
+
+class RewardError(Exception):
+    """A completion could not be graded. Carries the sample, so that the failure can be reproduced.
+
+    Attributes:
+        message: what happened, with the option and the remedy where there is one.
+        prompt, completion: the texts that were graded, special tokens kept.
+        label: the label given to the reward function.
+    """
+
+    def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:
+        super().__init__(message, prompt, completion, label)
+        self.message = message
+        self.prompt = prompt
+        self.completion = completion
+        self.label = label
+
+    def __str__(self) -> str:
+        sample = (("prompt", self.prompt), ("completion", self.completion), ("label", self.label))
+        return "\n".join([self.message, *(f"  {name}: {_shown(value)}" for name, value in sample)])
+
+
+class RewardRaised(RewardError):
+    """The reward function raised; the message holds its traceback."""
+
+
+class RewardInvalid(RewardError):
+    """The reward function returned something that is not a finite reward in the agreed form."""
+
+
+class RewardTimeout(RewardError):
+    """The reward function passed its deadline, or the sample waited too long for a free worker."""
+
+
+class RewardWorkerDied(RewardError):
+    """The worker process ended while it graded this sample (segmentation fault, ``os._exit``, out of memory)."""
+
+
+class RewardServerError(RewardError):
+    """A reward server could not be reached or answered with an error, retries included."""
+
+
+class RewardImportError(RuntimeError):
+    """The user's reward file cannot be used: it does not import, or has no ``reward_func``."""
+
+
+class RewardPoolClosed(RuntimeError):
+    """The grader was closed while the sample waited or was being graded."""
+
+
+class RewardFailureLimit(RuntimeError):
+    """More samples failed to be graded than the run tolerates; the message holds the last failure."""
+
+
+def _shown(value: Any) -> str:
+    """``repr`` of a value, its middle left out where it is very long."""
+    text = repr(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"

@@ -1,0 +1,124 @@
+"""A graded completion, and how a reward function's answer becomes one. Imports no torch and no numpy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Keys the samples generator and the experience maker of OpenRLHF 0.11.2 write into the same dictionary.
+RESERVED_LOG_KEYS = frozenset(
+    {
+        "group_reward_std",
+        "kl",
+        "logprobs_diff",
+        "response_clip_ratio",
+        "return",
+        "reward",
+        "reward_failed",
+        "score",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The grade of one completion.
+
+    Attributes:
+        reward: what the policy is trained on; finite.
+        score: correctness, used for accuracy and dynamic filtering; the reward where the function gives none.
+        extra_logs: the function's own per-sample numbers; finite.
+        seconds: time spent in the reward function, without queueing.
+    """
+
+    reward: float
+    score: float
+    extra_logs: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class InvalidAnswer(ValueError):
+    """A reward function's answer breaks the convention; the text names the key, the rule and the value."""
+
+
+def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
+    """Turn a reward function's return value for one sample into a :class:`RewardResult`.
+
+    Args:
+        answer: ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``; ``scores`` and ``extra_logs`` are optional.
+            Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one.
+        seconds: time the function took.
+
+    Raises:
+        InvalidAnswer: missing ``rewards``, wrong type or size, NaN or infinity, reserved or non-string log key.
+    """
+    if not isinstance(answer, Mapping):
+        raise InvalidAnswer(
+            f"returned {_described(answer)}; it must return a dict with the key 'rewards' and optionally 'scores' and "
+            "'extra_logs'"
+        )
+    if "rewards" not in answer:
+        raise InvalidAnswer(f"returned a dict without the key 'rewards'; its keys are {sorted(map(str, answer))}")
+    reward = finite_number(answer["rewards"], "rewards")
+    score = answer.get("scores")
+    return RewardResult(
+        reward=reward,
+        score=reward if score is None else finite_number(score, "scores"),
+        extra_logs=_parse_extra_logs(answer.get("extra_logs")),
+        seconds=seconds,
+    )
+
+
+def finite_number(value: Any, name: str) -> float:
+    """``value`` as a finite float; see :func:`parse_answer` for the accepted forms."""
+    scalar = _only_element(value)
+    if not isinstance(scalar, numbers.Real):
+        raise InvalidAnswer(f"returned {name} = {_described(value)}; it must be one real number")
+    number = _to_float(scalar, name)
+    if not math.isfinite(number):
+        raise InvalidAnswer(f"returned {name} = {number}; it must be finite")
+    return number
+
+
+def _parse_extra_logs(logs: Any) -> dict[str, float]:
+    if logs is None:
+        return {}
+    if not isinstance(logs, Mapping):
+        raise InvalidAnswer(f"returned extra_logs = {_described(logs)}; it must be a dict of numbers")
+    if unnamed := [key for key in logs if not isinstance(key, str)]:
+        raise InvalidAnswer(f"returned extra_logs with keys that are not strings: {unnamed}")
+    if taken := sorted(RESERVED_LOG_KEYS.intersection(logs)):
+        raise InvalidAnswer(f"returned extra_logs with reserved keys {taken}; rename them")
+    return {key: finite_number(value, f"extra_logs[{key!r}]") for key, value in logs.items()}
+
+
+def _only_element(value: Any) -> Any:
+    """Unwrap a list of one element, then an array or tensor of one element; anything else is returned as it is."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if callable(getattr(value, "item", None)) and _element_count(value) == 1:
+        return value.item()
+    return value
+
+
+def _element_count(array: Any) -> int:
+    size = getattr(array, "numel", None) or getattr(array, "size", None)
+    return size() if callable(size) else size
+
+
+def _to_float(scalar: numbers.Real, name: str) -> float:
+    try:
+        return float(scalar)
+    except OverflowError as error:
+        raise InvalidAnswer(f"returned {name} = an integer too large for a float") from error
+
+
+def _described(value: Any) -> str:
+    """The value for an error message; sizes instead of contents for arrays."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and tuple(shape):
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    return f"{str(value)[:200]!r} ({type(value).__name__})"

@@ -1,0 +1,118 @@
+"""The process that imports and calls the user's reward function. It imports the user's file and nothing heavy.
+
+Protocol, pickled over one connection: the worker sends ``("ready",)`` or ``("import_error", text)``; then for each
+``(query, prompt, label)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or ``("invalid", text)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from openrlhf_ext.rewards.result import InvalidAnswer, parse_answer
+
+RewardFunction = Callable[..., Any]
+STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
+_MODULE_NAME = "reward_func"  # as OpenRLHF names the module of the user's file
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_S = 1.0
+
+
+def main(connection_fd: int, stack_fd: int, parent_pid: int, reward_path: str) -> None:
+    """Serve one pool until the connection closes.
+
+    Args:
+        connection_fd: inherited socket to the pool.
+        stack_fd: inherited file that receives the Python stack on a crash or on request.
+        parent_pid: process to die with.
+        reward_path: the user's Python file.
+    """
+    _die_with(parent_pid)
+    faulthandler.enable(file=stack_fd)
+    faulthandler.register(STACK_SIGNAL, file=stack_fd)
+    connection = Connection(connection_fd)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool is gone: so are we
+        try:
+            function = load_reward_function(reward_path)
+        except BaseException:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
+            connection.send(("import_error", _user_traceback(reward_path)))
+            return
+        connection.send(("ready",))
+        while True:
+            query, prompt, label = connection.recv()
+            connection.send(_grade(function, reward_path, query, prompt, label))
+
+
+def load_reward_function(reward_path: str) -> RewardFunction:
+    """Import the file and return its ``reward_func(queries, prompts, labels, **kwargs)``.
+
+    Raises:
+        AttributeError: the file defines no callable ``reward_func``.
+        Exception: whatever the file raises while it is imported.
+    """
+    module = _import_file(reward_path)
+    function = getattr(module, "reward_func", None)
+    if not callable(function):
+        public = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        raise AttributeError(f"{reward_path} defines no function reward_func; it defines {public}")
+    return function
+
+
+def _import_file(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle in the user's file look their module up
+    sys.path.append(str(Path(path).resolve().parent))  # last, so that a helper file cannot shadow a library
+    spec.loader.exec_module(module)
+    return module
+
+
+def _grade(function: RewardFunction, reward_path: str, query: str, prompt: str, label: Any) -> tuple[str, Any]:
+    started = time.perf_counter()
+    try:
+        answer = function([query], [prompt], [label])
+    except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
+        return "raised", _user_traceback(reward_path)
+    try:
+        return "graded", parse_answer(answer, time.perf_counter() - started)
+    except InvalidAnswer as error:
+        return "invalid", str(error)
+
+
+def _user_traceback(reward_path: str) -> str:
+    """The active exception from the first frame of the user's file on (the whole, if it never got there)."""
+    kind, error, trace = sys.exc_info()
+    frame = trace
+    while frame is not None and frame.tb_frame.f_code.co_filename != reward_path:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(kind, error, frame or trace)).rstrip()
+
+
+def _die_with(parent_pid: int) -> None:
+    """End this process when the pool's process ends, whatever the user's code is doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    threading.Thread(target=_exit_when_orphaned, args=(parent_pid,), daemon=True).start()
+
+
+def _exit_when_orphaned(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)

@@ -1,0 +1,287 @@
+"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a probe."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import vllm
+from packaging import version as packaging_version
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_ext import compat
+from openrlhf_ext.rollout import worker_extension
+from openrlhf_ext.rollout.clock import BusyClock
+from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
+from openrlhf_ext.rollout.in_process import InProcessEngine
+from openrlhf_ext.rollout.process import describe_process, own_stderr_tail
+from openrlhf_ext.rollout.seeding import RequestSeeds
+from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutEngine(compat.RolloutRayActor):
+    """One vLLM engine in a Ray actor; `ray.remote` of this class is what `create_rollout_engines` starts.
+
+    It keeps the whole remote surface of OpenRLHF's actor (`generate`, `generate_responses`, `pause_generation`, ...)
+    and its agent executors, and adds: weights by buckets with a version, refusal to sample from weights that arrived
+    incompletely, a deadline per request, seeds per request, and what the controller asks about.
+    """
+
+    async def __init__(
+        self,
+        *args: Any,
+        executor_factory: Callable[[], compat.AgentExecutorBase] | None = None,
+        agent_func_path: str | None = None,
+        remote_rm_url: str | list[str] | None = None,
+        mm_pad_token_ids: set[int] | None = None,
+        bundle_indices: list[int] | None = None,
+        num_gpus: float = 0,
+        full_determinism: bool = False,
+        in_process: bool = False,
+        seed_requests: bool = False,
+        request_seed: int = 0,
+        request_timeout_s: float = 600.0,
+        **engine_args: Any,
+    ) -> None:
+        """
+        Args:
+            executor_factory: makes the executor that turns a prompt into a graded response; picklable. At most one of
+                this, `agent_func_path` and `remote_rm_url`, which mean what they mean to OpenRLHF.
+            mm_pad_token_ids, bundle_indices, num_gpus, full_determinism: as OpenRLHF's actor.
+            in_process: run the engine on a thread of this process (needs one worker per engine and
+                VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
+            seed_requests: give every request a seed of its own, see `RequestSeeds`.
+            request_seed: base of these seeds; the same for every engine, because load decides which engine serves.
+            request_timeout_s: deadline of every request, in seconds.
+            *args, **engine_args: vLLM's engine arguments (`model`, `dtype`, `max_model_len`, ...).
+
+        Raises:
+            EngineStartError: with the error text of the process that failed.
+        """
+        self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
+        self._configure_vllm_env(packaging_version, vllm, full_determinism)
+        self.executor = _make_executor(executor_factory, agent_func_path, remote_rm_url)
+        self._needs_text = _needs_text(self.executor)
+        self.kwargs = {"worker_extension_cls": worker_extension.QUALIFIED_NAME, **engine_args}
+        self._mm_pad_token_ids = mm_pad_token_ids
+        self._seeds = RequestSeeds(request_seed) if seed_requests else None
+        self._request_timeout_s = request_timeout_s
+        self._generating = BusyClock()
+        self._responding = BusyClock()
+        self._num_tokens = 0
+        self._num_sequences = 0
+        self._last_finished = time.monotonic()
+        self._weight_version = 0
+        self._weight_error: str | None = None
+        self._updating = asyncio.Lock()
+        self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process)
+
+    # ---- generation
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, multi_modal_data: Any = None
+    ) -> vllm.RequestOutput:
+        """One request, as agent executors make it.
+
+        Raises:
+            GenerationTimeout: it did not finish within the engine's `request_timeout_s`.
+            InvalidWeights: the weights are, or became meanwhile, those of an incomplete update.
+            EngineDied: vLLM's process is gone; with the end of its log.
+        """
+        self._require_valid_weights()
+        params = self._effective_params(prompt_token_ids, sampling_params)
+        with self._generating.running():
+            output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
+        self._require_valid_weights()
+        self._last_finished = time.monotonic()
+        self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self._num_sequences += len(output.outputs)
+        return output
+
+    def _effective_params(self, prompt_token_ids: Sequence[int], asked: SamplingParams) -> SamplingParams:
+        params = asked.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.detokenize = asked.detokenize and (self._needs_text or bool(asked.stop))
+        if self._seeds is not None and params.seed is None:
+            params.seed = self._seeds.next_seed(prompt_token_ids)
+        return params
+
+    async def generate_responses(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        """N graded responses to one prompt; see OpenRLHF's actor."""
+        with self._responding.running():
+            return await super().generate_responses(*args, **kwargs)
+
+    async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
+        try:
+            return await asyncio.wait_for(generation, self._request_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise GenerationTimeout(await self._describe_stall(params)) from error
+        except EngineDeadError as error:
+            raise EngineDied(f"the vLLM engine of this actor died; the end of its log:\n{own_stderr_tail()}") from error
+
+    async def _describe_stall(self, params: SamplingParams) -> str:
+        paused = "paused" if await self.llm.is_paused() else "not paused"
+        return (
+            f"a request (max_tokens = {params.max_tokens}) did not finish within {self._request_timeout_s:g} s; "
+            f"{self._generating.count} requests were waiting, the last one finished "
+            f"{time.monotonic() - self._last_finished:.1f} s ago, generation is {paused}, the weights are of version "
+            f"{self._weight_version}. The engine hangs or is overloaded; otherwise raise request_timeout_s"
+        )
+
+    # ---- weights
+
+    async def connect_weight_sync(
+        self, plan: BucketPlan, address: str, port: int, rank_offset: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Let this engine's workers join the sender's group as ranks `rank_offset`, `rank_offset` + 1, ..."""
+        await self.llm.collective_rpc(
+            "connect_weight_receiver", args=(plan, address, port, rank_offset, world_size, timeout_s)
+        )
+
+    async def receive_weights(self, version: int) -> None:
+        """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
+
+        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values.
+
+        Raises:
+            WeightSyncError: the update did not complete; until one does, generation is refused.
+        """
+        async with self._updating:
+            self._weight_error = f"update to version {version} is not complete"
+            was_paused = await self.llm.is_paused()
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await self._load(version)
+            except Exception as error:
+                self._weight_error = f"update to version {version} failed: {error}"
+                raise
+            finally:
+                if not was_paused:
+                    await self.llm.resume_generation()
+
+    async def _load(self, version: int) -> None:
+        await self.llm.collective_rpc("replace_weights", args=(version,))
+        await self.reset_prefix_cache()
+        self._weight_version = version
+        self._weight_error = None
+        if self._seeds is not None:
+            self._seeds.start_version(version)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached keys and values, those of unfinished requests included (they are computed again)."""
+        if not await self.llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM could not reset its prefix cache: blocks are still in use")
+
+    async def weight_version(self) -> int:
+        """Version of the weights that are being sampled from; 0 for those from the disk."""
+        return self._weight_version
+
+    async def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-prob of every token but the first, at temperature 1, in order.
+
+        All but the last come from a computation of the whole prompt. vLLM does not read its prefix cache for that, so
+        the last one is computed as generation would do it: on top of whatever the cache holds.
+        """
+        self._require_valid_weights()
+        last = await self._probe(token_ids[:-1], logprobs=1, logprob_token_ids=[token_ids[-1]])
+        whole = await self._probe(token_ids, prompt_logprobs=0)
+        scored = zip(token_ids[1:-1], whole.prompt_logprobs[1:-1], strict=True)
+        return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
+
+    async def _probe(self, token_ids: Sequence[int], **params: Any) -> vllm.RequestOutput:
+        greedy = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params
+        )
+        return await self._finish(super().generate(list(token_ids), greedy), greedy)
+
+    def _require_valid_weights(self) -> None:
+        if self._weight_error is not None and not self._updating.locked():
+            raise InvalidWeights(f"this engine must not be sampled from: {self._weight_error}")
+
+    # ---- what the controller asks
+
+    async def rollout_stats(self) -> dict[str, Any]:
+        """Counts since the last call.
+
+        Returns:
+            generated_tokens, generated_sequences; generation_s: time with at least one request in progress;
+            exposed_grading_s: time in which responses were awaited and nothing was being generated; and `grading`, what
+            the executor's `grading_stats(reset=True)` says, if it has one.
+        """
+        generation_s, response_s = self._generating.take(), self._responding.take()
+        stats = {
+            "generated_tokens": self._num_tokens,
+            "generated_sequences": self._num_sequences,
+            "generation_s": generation_s,
+            "exposed_grading_s": max(0.0, response_s - generation_s),
+        }
+        self._num_tokens = self._num_sequences = 0
+        if hasattr(self.executor, "grading_stats"):
+            stats["grading"] = self.executor.grading_stats(reset=True)
+        return stats
+
+    async def ping(self) -> None:
+        """Returns once the engine has started; raises if it has died."""
+        await self.llm.is_sleeping()
+
+    async def process_info(self) -> dict[str, Any]:
+        """pid, pids of child processes, host, and log file of this actor."""
+        return describe_process()
+
+
+def _make_executor(
+    factory: Callable[[], compat.AgentExecutorBase] | None,
+    agent_func_path: str | None,
+    remote_rm_url: str | list[str] | None,
+) -> compat.AgentExecutorBase:
+    given = {"executor_factory": factory, "agent_func_path": agent_func_path, "remote_rm_url": remote_rm_url}
+    named = [name for name, value in given.items() if value]
+    if len(named) > 1:
+        raise ValueError(f"one thing can turn prompts into graded responses, got {' and '.join(named)}")
+    if factory is not None:
+        return factory()
+    if agent_func_path:
+        return _load_agent_executor(Path(agent_func_path))
+    return compat.SingleTurnAgentExecutor(remote_rm_url)
+
+
+def _needs_text(executor: compat.AgentExecutorBase) -> bool:
+    """Whether outputs must carry text; to make it costs a quarter of the speed of a tiny model on CPU.
+
+    OpenRLHF's single-turn executor decodes the tokens itself; any executor may say otherwise with `needs_text`.
+    """
+    return getattr(executor, "needs_text", not isinstance(executor, compat.SingleTurnAgentExecutor))
+
+
+def _load_agent_executor(path: Path) -> compat.AgentExecutorBase:
+    """OpenRLHF's convention: a Python file with a class `AgentExecutor`."""
+    spec = importlib.util.spec_from_file_location("agent_module", path)
+    if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    executor_class = getattr(module, "AgentExecutor", None)
+    if not (isinstance(executor_class, type) and issubclass(executor_class, compat.AgentExecutorBase)):
+        raise ValueError(f"{path} must define a class AgentExecutor, a subclass of AgentExecutorBase")
+    return executor_class()
+
+
+async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:
+    try:
+        if in_process:
+            return await InProcessEngine.start(engine_args)
+        llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
+        await llm.is_sleeping()
+        return llm
+    except Exception as error:
+        log = "" if in_process else f"\nThe end of this process's log:\n{own_stderr_tail()}"
+        raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}{log}") from error

@@ -1,0 +1,183 @@
+"""vLLM's engine on a thread of the rollout actor, instead of in a process of its own.
+
+vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds of CPU at start.
+On a machine without CUDA and with one worker per engine, that process buys nothing. This class steps vLLM's public
+synchronous `LLMEngine` and offers the part of AsyncLLM's interface that OpenRLHF's actor and ours use. An error of the
+engine then also is an error with a traceback here, not "see stack trace above" in another process's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from vllm import LLMEngine, RequestOutput, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+
+from openrlhf_ext.rollout.errors import EngineDied
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class InProcessEngine:
+    """One vLLM engine, touched by one thread only; all methods are to be called from one event loop."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._outputs: dict[str, Future[RequestOutput]] = {}
+        self._engine: LLMEngine | None = None
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
+
+    @classmethod
+    async def start(cls, engine_args: EngineArgs) -> InProcessEngine:
+        """Load the model and begin to serve. Raises what vLLM raises."""
+        self = cls()
+        self._thread.start()
+
+        def build() -> None:
+            self._engine = LLMEngine.from_engine_args(engine_args)
+
+        await self._call(build)
+        return self
+
+    @property
+    def output_processor(self) -> Any:
+        """vLLM's output processor, which counts unfinished requests."""
+        return self._engine.output_processor
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the finished output, once. A request whose consumer goes away is aborted."""
+        params = sampling_params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        finished: Future[RequestOutput] = Future()
+        finished.set_running_or_notify_cancel()
+        self._outputs[request_id] = finished
+        try:
+            await self._call(lambda: self._engine.add_request(request_id, prompt, params))
+            yield await asyncio.wrap_future(finished)
+        finally:
+            del self._outputs[request_id]
+            if not finished.done():
+                self._commands.put(_Command(lambda: self._engine.abort_request([request_id])))
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of the worker, between two steps of the engine."""
+        return await self._call(lambda: self._engine.collective_rpc(method, timeout, args, kwargs))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached keys and values; with `reset_running_requests` those of unfinished requests too."""
+        return await self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests))
+
+    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
+        """Stop stepping; requests stay where they are and new ones queue up."""
+        if mode != "keep":
+            raise ValueError(f"an in-process engine can be paused with mode='keep' only, got {mode!r}")
+
+        def pause() -> None:
+            self._paused = True
+            if clear_cache:
+                self._engine.reset_prefix_cache(reset_running_requests=True)
+
+        await self._call(pause)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+
+        def resume() -> None:
+            self._paused = False
+
+        await self._call(resume)
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` is in force."""
+        return self._paused
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or cache have been given up."""
+        return await self._call(lambda: self._engine.is_sleeping())
+
+    async def sleep(self, level: int = 1) -> None:
+        """vLLM's sleep; a no-op on CPU."""
+        await self._call(lambda: self._engine.sleep(level))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Undo `sleep`."""
+        await self._call(lambda: self._engine.wake_up(tags))
+
+    def shutdown(self) -> None:
+        """Stop the thread after the step it is in."""
+        self._commands.put(None)
+
+    async def _call(self, function: Callable[[], _T]) -> _T:
+        """Run `function` on the engine's thread, between two steps."""
+        command = _Command(function)
+        self._commands.put(command)
+        return await asyncio.wrap_future(command.result)
+
+    def _run(self) -> None:
+        try:
+            while self._serve_commands():
+                if self._has_work():
+                    self._deliver(self._engine.step())
+        except Exception:
+            self._refuse_all(EngineDied(f"the vLLM engine stopped working:\n{traceback.format_exc()}"))
+
+    def _has_work(self) -> bool:
+        return self._engine is not None and not self._paused and self._engine.has_unfinished_requests()
+
+    def _serve_commands(self) -> bool:
+        """Run what is queued; without work, wait for something. False: stop."""
+        wait = not self._has_work()
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command.run()
+            wait = False
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            finished = self._outputs.get(output.request_id)
+            if finished is not None and output.finished:
+                finished.set_result(output)
+
+    def _refuse_all(self, reason: EngineDied) -> None:
+        """The engine is lost: fail what is waiting, and everything that is still asked."""
+        logger.error("%s", reason)
+        for finished in list(self._outputs.values()):
+            if not finished.done():
+                finished.set_exception(reason)
+        while (command := self._commands.get()) is not None:
+            command.result.set_exception(reason)
+
+
+class _Command:
+    """A function for the engine's thread, and where its result goes."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.result: Future[Any] = Future()
+        self.result.set_running_or_notify_cancel()
+
+    def run(self) -> None:
+        try:
+            self.result.set_result(self._function())
+        except Exception as error:
+            self.result.set_exception(error)

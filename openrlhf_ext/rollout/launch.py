@@ -1,0 +1,234 @@
+"""Starting rollout engines as Ray actors, on GPUs or on a machine without any."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from openrlhf_ext import compat
+from openrlhf_ext.rollout.engine import RolloutEngine
+from openrlhf_ext.rollout.errors import EngineStartError
+
+_PLACEMENT_TIMEOUT_S = 60.0
+_CPU_BATCHED_TOKENS = 4096
+_CPU_SEQUENCES = 256
+
+
+def create_rollout_engines(
+    *,
+    num_engines: int,
+    tensor_parallel_size: int,
+    model_path: str,
+    seed: int,
+    dtype: str,
+    max_model_len: int,
+    enable_prefix_caching: bool,
+    enforce_eager: bool,
+    gpu_memory_utilization: float,
+    kv_cache_mib: int | None,
+    logprobs_mode: str = "processed_logprobs",
+    executor_factory: Callable[[], compat.AgentExecutorBase] | None = None,
+    agent_func_path: str | None = None,
+    remote_rm_url: str | list[str] | None = None,
+    seed_requests: bool = False,
+    request_timeout_s: float = 600.0,
+    enable_sleep: bool = False,
+    full_determinism: bool = False,
+    trust_remote_code: bool = False,
+    use_gpu: bool | None = None,
+    shared_placement_group: PlacementGroup | None = None,
+    cpus_per_engine: float = 1.0,
+    cpu_threads: int = 1,
+) -> list[Any]:
+    """Start engines and return their handles at once; `wait_until_ready` waits for them.
+
+    Args:
+        num_engines: engines, each a vLLM instance with a whole copy of the model.
+        tensor_parallel_size: workers per engine.
+        model_path: Hugging Face checkpoint (directory or hub name).
+        seed: engine i samples with seed + i; also the base of `seed_requests`.
+        dtype: "float32", "bfloat16" or "float16".
+        max_model_len: prompt plus response, in tokens.
+        enable_prefix_caching: reuse keys and values of common prompt prefixes.
+        enforce_eager: no CUDA graphs.
+        gpu_memory_utilization: share of each GPU for vLLM; without effect on CPU.
+        kv_cache_mib: KV cache per worker in MiB; needed on CPU, on a GPU None leaves it to `gpu_memory_utilization`.
+        logprobs_mode: "processed_logprobs" returns log-probs of the distribution that was sampled from.
+        executor_factory, agent_func_path, remote_rm_url, seed_requests, request_timeout_s: see `RolloutEngine`.
+        enable_sleep: GPUs only: let the engines give up their memory while training.
+        full_determinism: as OpenRLHF's `--train.full_determinism_enable`.
+        trust_remote_code: run Python code found in the checkpoint.
+        use_gpu: None: whether the Ray cluster has any.
+        shared_placement_group: colocated mode: the policy's bundles, of which engines take a fifth of each GPU.
+        cpus_per_engine: Ray CPUs per engine where there is no GPU.
+        cpu_threads: OpenMP threads per worker where there is no GPU.
+
+    Raises:
+        ValueError: an option does not fit the machine.
+        EngineStartError: the cluster cannot hold the engines.
+    """
+    use_gpu = _cluster_total("GPU") > 0 if use_gpu is None else use_gpu
+    engine_args = {
+        "model": model_path,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "enable_prefix_caching": enable_prefix_caching,
+        "enforce_eager": enforce_eager,
+        "logprobs_mode": logprobs_mode,
+        "max_logprobs": 1,
+        "tensor_parallel_size": tensor_parallel_size,
+        "trust_remote_code": trust_remote_code,
+        "disable_log_stats": True,
+        "executor_factory": executor_factory,
+        "agent_func_path": agent_func_path,
+        "remote_rm_url": remote_rm_url,
+        "seed_requests": seed_requests,
+        "request_seed": seed,
+        "request_timeout_s": request_timeout_s,
+        "full_determinism": full_determinism,
+    }
+    if kv_cache_mib is not None:
+        engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
+    if not use_gpu:
+        engine_args |= _cpu_engine_args(tensor_parallel_size, max_model_len, kv_cache_mib, enable_sleep)
+        placements = _cpu_placements(num_engines, cpus_per_engine)
+    else:
+        engine_args |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
+        placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group)
+    actor_class = ray.remote(RolloutEngine)
+    environment = engine_env(use_gpu=use_gpu, model_path=model_path, cpu_threads=cpu_threads)
+    return [
+        actor_class.options(runtime_env={"env_vars": environment}, **options).remote(
+            seed=seed + index, **engine_args, **extra
+        )
+        for index, (options, extra) in enumerate(placements)
+    ]
+
+
+def engine_env(*, use_gpu: bool, model_path: str, cpu_threads: int = 1) -> dict[str, str]:
+    """Environment of an engine's process; it has to be there before vLLM is imported.
+
+    Args:
+        use_gpu: whether the engine runs on GPUs.
+        model_path: where the model comes from; a directory needs no hub.
+        cpu_threads: OpenMP threads per worker without a GPU.
+    """
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the bucket plan reaches worker processes as an object
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if os.path.isdir(model_path):
+        environment["HF_HUB_OFFLINE"] = "1"
+    if not use_gpu:
+        environment |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding to cores that others use costs a factor of 5
+            "OMP_NUM_THREADS": str(cpu_threads),
+            "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob compiles C++, which takes longer than most tests
+        }
+    return environment
+
+
+def wait_until_ready(engines: Sequence[Any], timeout_s: float) -> None:
+    """Wait until every engine serves.
+
+    Raises:
+        EngineStartError: one failed, with that process's own error text; or `timeout_s` passed.
+    """
+    pending = {engine.ping.remote(): index for index, engine in enumerate(engines)}
+    deadline = time.monotonic() + timeout_s
+    while pending:
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise EngineStartError(_timeout_message(sorted(pending.values()), timeout_s))
+        index = pending.pop(ready[0])
+        try:
+            ray.get(ready[0])
+        except Exception as error:
+            raise EngineStartError(f"rollout engine {index} did not start:\n{error}") from error
+
+
+def _timeout_message(missing: list[int], timeout_s: float) -> str:
+    free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+    return (
+        f"rollout engines {missing} were not ready within {timeout_s:g} s. The cluster has free: {free}; an engine "
+        "whose resources are taken never starts. Otherwise see the RolloutEngine actors' logs in Ray's session "
+        "directory (by default /tmp/ray/session_latest/logs)"
+    )
+
+
+def _cluster_total(resource: str) -> float:
+    return ray.cluster_resources().get(resource, 0.0)
+
+
+def _cpu_engine_args(
+    tensor_parallel_size: int, max_model_len: int, kv_cache_mib: int | None, enable_sleep: bool
+) -> dict[str, Any]:
+    if kv_cache_mib is None:
+        raise ValueError("kv_cache_mib must be given on CPU: vLLM would take 92 % of the machine's memory")
+    if enable_sleep:
+        raise ValueError("enable_sleep has no effect on CPU: vLLM cannot give up host memory; switch it off")
+    return {
+        "in_process": tensor_parallel_size == 1,
+        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+        # A prompt cut in two rolls back the offset of its request's generator, which CPU generators do not have
+        # (vllm 0.29.0 v1/worker/gpu_model_runner.py:3785): the engine would die at the first long seeded batch.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, max_model_len),
+        "max_num_seqs": _CPU_SEQUENCES,  # vLLM's 128 leaves a tenth of the speed of a tiny model unused
+    }
+
+
+_Placement = tuple[dict[str, Any], dict[str, Any]]
+"""Ray options of an actor, and constructor arguments that depend on its place."""
+
+
+def _cpu_placements(num_engines: int, cpus_per_engine: float) -> list[_Placement]:
+    if num_engines * cpus_per_engine > _cluster_total("CPU"):
+        raise EngineStartError(
+            f"{num_engines} rollout engines need {num_engines * cpus_per_engine:g} CPUs, the Ray cluster has "
+            f"{_cluster_total('CPU'):g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
+        )
+    return [({"num_cpus": cpus_per_engine, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
+
+
+def _gpu_placements(num_engines: int, tensor_parallel_size: int, shared: PlacementGroup | None) -> list[_Placement]:
+    """OpenRLHF's placement: one bundle per worker, an engine's bundles next to each other."""
+    group = shared or _pack_gpu_bundles(num_engines * tensor_parallel_size)
+    share = 0.2 if shared else 1
+    actor_gpus = share if tensor_parallel_size == 1 else 0
+    placements = []
+    for index in range(num_engines):
+        bundles = None
+        if tensor_parallel_size > 1:
+            bundles = compat.get_bundle_indices(group, index, tensor_parallel_size)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group,
+            placement_group_capture_child_tasks=True,
+            placement_group_bundle_index=bundles[0] if bundles else index,
+        )
+        options = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
+        backend = "uni" if tensor_parallel_size == 1 else "ray"
+        extra = {"bundle_indices": bundles, "num_gpus": share, "distributed_executor_backend": backend}
+        placements.append((options, extra))
+    return placements
+
+
+def _pack_gpu_bundles(num_gpus: int) -> PlacementGroup:
+    group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(num_gpus)], strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=_PLACEMENT_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise EngineStartError(
+            f"the rollout engines need {num_gpus} bundles of 1 GPU and 1 CPU, which Ray could not place within "
+            f"{_PLACEMENT_TIMEOUT_S:g} s; free: {ray.available_resources()}"
+        ) from error
+    return group

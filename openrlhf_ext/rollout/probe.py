@@ -1,0 +1,94 @@
+"""The proof that the engines sample from the policy's weights: both score the same fixed prompt.
+
+Run after every weight sync. The engine's last value is computed from its prefix cache where the prompt is longer than
+a cache block, so that keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+
+class WeightSyncMismatch(RuntimeError):
+    """An engine does not sample from the weights the policy has."""
+
+
+def probe_tokens(vocab_size: int, length: int, seed: int, avoid: Collection[int] = ()) -> list[int]:
+    """A fixed prompt of ordinary tokens.
+
+    Args:
+        vocab_size: ids are drawn from `range(vocab_size)`.
+        length: number of tokens; more than the engine's cache block (128 on CPU, 16 on CUDA) to prove its prefix cache
+            too, and less than its `max_model_len`.
+        seed: same seed, same prompt.
+        avoid: ids that must not occur, such as special tokens.
+
+    Raises:
+        ValueError: `length` is below 2, or no id is left.
+    """
+    ordinary = sorted(set(range(vocab_size)) - set(avoid))
+    if length < 2 or not ordinary:
+        raise ValueError(
+            f"a probe needs at least 2 tokens and one ordinary id: length = {length}, {len(ordinary)} ids left of "
+            f"{vocab_size} without {len(set(avoid))} to avoid"
+        )
+    return random.Random(seed).choices(ordinary, k=length)
+
+
+def check_sync(
+    policy_logprobs: Tensor, engine_logprobs: Sequence[Sequence[float]], tolerance: float, version: int
+) -> float:
+    """Largest difference between the policy's and any engine's log-probs of the probe.
+
+    Args:
+        policy_logprobs: (T-1,) log-prob of tokens 1..T-1 of the probe at temperature 1.
+        engine_logprobs: the same from each engine.
+        tolerance: largest difference that rounding explains (1e-4 for fp32 on both sides).
+        version: number of the weights just sent, for the message.
+
+    Returns:
+        max |policy - engine| in nats, over engines and positions.
+
+    Raises:
+        WeightSyncMismatch: some difference exceeds `tolerance` or is not a number; with both numbers.
+        ValueError: the lengths differ, or there is no engine.
+    """
+    policy = policy_logprobs.detach().double().cpu().flatten().tolist()
+    lengths = [len(engine) for engine in engine_logprobs]
+    if not lengths or any(length != len(policy) for length in lengths):
+        raise ValueError(f"the probe needs equally many log-probs: policy {len(policy)}, engines {lengths}")
+    worst = [_worst(policy, engine) for engine in engine_logprobs]
+    if any(not difference <= tolerance for difference, _ in worst):
+        raise WeightSyncMismatch(_message(policy, engine_logprobs, worst, tolerance, version))
+    return max(difference for difference, _ in worst)
+
+
+def _worst(policy: Sequence[float], engine: Sequence[float]) -> tuple[float, int]:
+    differences = [abs(a - b) for a, b in zip(policy, engine, strict=True)]
+    ranked = [math.inf if math.isnan(difference) else difference for difference in differences]
+    position = max(range(len(ranked)), key=ranked.__getitem__)
+    return ranked[position], position
+
+
+def _message(
+    policy: Sequence[float],
+    engines: Sequence[Sequence[float]],
+    worst: Sequence[tuple[float, int]],
+    tolerance: float,
+    version: int,
+) -> str:
+    lines = [
+        f"after weight sync {version} the rollout engines do not sample from the policy's weights: log-probs of the "
+        f"probe differ by more than the tolerance {tolerance:g}"
+    ]
+    for index, (engine, (difference, position)) in enumerate(zip(engines, worst, strict=True)):
+        verdict = "ok" if difference <= tolerance else "MISMATCH"
+        lines.append(
+            f"- engine {index}: {verdict}, worst at position {position}: policy {policy[position]:.6f}, engine "
+            f"{engine[position]:.6f}, difference {difference:.3g}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""What vLLM's workers learn: to join a weight-sync group and to replace their weights from it.
+
+vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
+names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+from openrlhf_ext.rollout.weight_sync.base import WeightReceiver, WeightStreamAborted, WeightSyncError
+from openrlhf_ext.rollout.weight_sync.gloo import GlooWeightReceiver
+from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
+
+QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
+
+
+class WeightSyncExtension:
+    """Mixed into vLLM's worker, which provides `rank`, `model_runner`, `vllm_config` and `reload_weights`."""
+
+    _weight_receiver: WeightReceiver | None = None
+
+    def connect_weight_receiver(
+        self, plan: BucketPlan, address: str, port: int, rank_offset: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Join the sender's group as rank `rank_offset` + this worker's rank within its engine."""
+        self.disconnect_weight_receiver()
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
+        self._weight_receiver = GlooWeightReceiver(
+            plan, address, port, rank_offset + self.rank, world_size, timeout_s
+        )
+
+    def disconnect_weight_receiver(self) -> None:
+        """Leave the group; a no-op outside of one."""
+        if self._weight_receiver is not None:
+            self._weight_receiver.close()
+            self._weight_receiver = None
+
+    def replace_weights(self, version: int) -> None:
+        """Receive and load a whole update.
+
+        After an error the weights are a mixture of two versions: the caller must not sample until an update succeeds
+        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error the
+        group has to be connected anew.
+        """
+        if self._weight_receiver is None:
+            raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
+        try:
+            self.reload_weights(weights_iterator=self._weight_receiver.receive(version))
+        except Exception as error:
+            if not isinstance(error, WeightStreamAborted):
+                self.disconnect_weight_receiver()
+            self._recover_from_partial_reload()
+            raise
+
+    def _recover_from_partial_reload(self) -> None:
+        # A layer that has got some of its tensors would take those for part of the next update
+        # (vllm reload/layerwise.py: "Skip if the layer has already been initialized").
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Rotary embeddings have buffers and nothing in a checkpoint; vLLM warns about them at every reload."""
+    return "RotaryEmbedding: Failed to load weights" not in record.getMessage()

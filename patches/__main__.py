@@ -1,0 +1,21 @@
+"""`python -m openrlhf_ext.patches` prints the table of docs/patches.md."""
+
+from __future__ import annotations
+
+from openrlhf_ext.patches import PATCHES
+from openrlhf_ext.patches.base import Patch
+
+
+def render_table() -> str:
+    """All patches as a Markdown table."""
+    header = "| patch | dependency | what is wrong there | what the patch does | remove when |\n|---|---|---|---|---|"
+    return "\n".join([header, *map(_row, PATCHES)])
+
+
+def _row(patch: Patch) -> str:
+    dependency = f"{patch.dependency} {', '.join(patch.versions)}"
+    return f"| `{patch.name}` | {dependency} | {patch.problem} | {patch.change} | {patch.removal} |"
+
+
+if __name__ == "__main__":
+    print(render_table())

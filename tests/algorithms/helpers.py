@@ -1,0 +1,181 @@
+"""Random ragged groups, their conversion to a RolloutBatch, and comparison with the reference."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+
+from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from tests.algorithms import reference
+
+GARBAGE = (float("nan"), float("inf"), -1e30)
+
+
+def random_completion(rng: random.Random, vocabulary: int, max_length: int) -> dict:
+    length = rng.randint(1, max_length)
+    old = [-rng.expovariate(1.0) - 1e-3 for _ in range(length)]
+
+    def near(scale):
+        return [min(-1e-4, value + rng.gauss(0.0, scale)) for value in old]
+
+    return {
+        "tokens": [rng.randrange(vocabulary) for _ in range(length)],
+        "reward": rng.choice([0.0, 0.0, 1.0, 1.0, 0.3]),
+        "H": [rng.expovariate(2.0) if rng.random() > 0.1 else 0.0 for _ in range(length)],
+        "old": old,
+        "new": near(0.3),
+        "ref": near(0.4),
+        "guide": near(0.4),
+        "rollout": near(0.3),
+        "truncated": rng.random() < 0.25,
+        "behavior": "guide" if rng.random() < 0.3 else "old",
+    }
+
+
+def random_groups(seed: int, *, groups: int = 3, max_size: int = 5, max_length: int = 6, vocabulary: int = 3) -> list:
+    """Ragged groups: mixed, all-correct, all-wrong, single and duplicated completions occur."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(rng.randint(1, groups)):
+        group = [random_completion(rng, vocabulary, max_length) for _ in range(rng.randint(1, max_size))]
+        style = rng.random()
+        if style < 0.15:
+            reward = rng.choice([0.0, 1.0])
+            for completion in group:
+                completion["reward"] = reward
+        elif style < 0.3:
+            group.append({**group[0], "reward": rng.choice([0.0, 1.0])})
+        out.append(group)
+    return out
+
+
+def rounded(groups: list, dtype: torch.dtype) -> list:
+    """The same groups with their floats rounded to `dtype`, so that only the arithmetic is compared."""
+
+    def cast(value):
+        if isinstance(value, list) and value and isinstance(value[0], float):
+            return torch.tensor(value, dtype=dtype).double().tolist()
+        return value
+
+    return [[{key: cast(value) for key, value in c.items()} for c in group] for group in groups]
+
+
+def to_batch(groups: list, *, dtype: torch.dtype = torch.float64, shuffle: int | None = None, extra_padding: int = 0,
+             garbage: bool = True, **fields):
+    """A RolloutBatch with rows shuffled over groups and garbage in the padding.
+
+    Returns:
+        batch, new log-probs (B, T), and the (group, completion) of each row.
+    """
+    places = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+    if shuffle is not None:
+        random.Random(shuffle).shuffle(places)
+        # Natural order inside a group is batch order: keep it, so that order-dependent selections agree.
+        slots = {g: iter(range(len(groups[g]))) for g in range(len(groups))}
+        places = [(g, next(slots[g])) for g, _ in places]
+    rows = [groups[g][i] for g, i in places]
+    width = max(len(c["tokens"]) for c in rows) + extra_padding
+
+    def pad(key, kind=dtype, default=0.0):
+        out = torch.full((len(rows), width), default, dtype=kind)
+        for b, c in enumerate(rows):
+            if garbage and kind.is_floating_point:
+                out[b, len(c["tokens"]):] = GARBAGE[b % len(GARBAGE)]
+            out[b, : len(c["tokens"])] = torch.tensor(c[key], dtype=kind)
+        return out
+
+    lengths = torch.tensor([len(c["tokens"]) for c in rows])
+    batch = RolloutBatch(
+        tokens=pad("tokens", torch.int64, 1),
+        mask=torch.arange(width) < lengths[:, None],
+        rewards=torch.tensor([c["reward"] for c in rows], dtype=torch.float64),
+        group_ids=torch.tensor([10 + 3 * g for g, _ in places]),
+        old_logprobs=pad("old"),
+        entropies=pad("H"),
+        ref_logprobs=pad("ref"),
+        guide_logprobs=pad("guide"),
+        rollout_logprobs=pad("rollout"),
+        truncated=torch.tensor([c["truncated"] for c in rows]),
+        from_guide=torch.tensor([c["behavior"] == "guide" for c in rows]),
+        **fields,
+    )
+    return batch, pad("new").requires_grad_(), places
+
+
+def by_place(tensor: torch.Tensor, places: list, groups: list) -> list:
+    """A (B, T) or (B,) tensor as nested lists like the reference's."""
+    out = [[None] * len(group) for group in groups]
+    for row, (g, i) in enumerate(places):
+        values = tensor[row].tolist()
+        out[g][i] = values[: len(groups[g][i]["tokens"])] if isinstance(values, list) else values
+    return out
+
+
+def flatten(nested) -> list[float]:
+    if isinstance(nested, (list, tuple)):
+        return [value for item in nested for value in flatten(item)]
+    return [float(nested)]
+
+
+def assert_close(got, wanted, tolerance: float, what: str) -> None:
+    got, wanted = flatten(got), flatten(wanted)
+    assert len(got) == len(wanted), what
+    for index, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), f"{what}[{index}]: {a!r} is not {b!r}"
+
+
+TOKEN_QUANTITIES = ("advantages", "Rpos", "Rneg", "rho_pos", "rho_neg", "lambda", "forward_mask", "backward_mask",
+                    "token_mask", "A", "A_tilde", "delta", "H_bar", "H_hat", "seq_advantages", "rewards")
+
+
+def check_against_reference(name: str, options: dict, groups: list, *, dtype=torch.float64, tolerance=1e-9,
+                            shuffle=None, correction=None, **extra) -> None:
+    """Product and reference agree in loss, gradient and every exposed quantity; shares add up to the whole."""
+    groups = rounded(groups, dtype)
+    batch, new, places = to_batch(groups, dtype=dtype, shuffle=shuffle, extra_padding=1)
+    algorithm = get_algorithm(name, correction=correction, **options, **extra.pop("product", {}))
+    wanted = reference.run(name, options, groups, correction=correction, **extra)
+    shaped = algorithm.shape(batch)
+    loss = algorithm.loss(new, shaped)
+    (grad,) = torch.autograd.grad(loss.value, new)
+    assert torch.isfinite(grad).all()
+    assert_close(loss.value.item(), wanted["loss"], tolerance, "loss")
+    assert_close(by_place(grad, places, groups), wanted["grad"], tolerance, "grad")
+    for quantity in TOKEN_QUANTITIES:
+        if quantity in wanted:
+            assert_close(by_place(shaped[quantity], places, groups), wanted[quantity], tolerance, quantity)
+    if "ratios" in wanted:
+        assert_close(by_place(loss.details["ratios"], places, groups), wanted["ratios"], tolerance, "ratios")
+    if "clipped" in wanted:
+        assert_close(by_place(loss.details["clipped"], places, groups), wanted["clipped"], 0.5, "clipped")
+    if "tau" in wanted:
+        assert_close(float(shaped.tau), wanted["tau"], tolerance, "tau")
+    check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance)
+    check_selection(algorithm, shaped, new, wanted, tolerance)
+
+
+def check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance) -> None:
+    prepared = algorithm.prepare(new.detach(), shaped)
+    rows = torch.randperm(len(shaped), generator=torch.Generator().manual_seed(len(shaped)))
+    total, total_grad, metrics = 0.0, torch.zeros_like(new), {}
+    for part in rows.split(2):
+        share = algorithm.loss(new[part], prepared.select(part))
+        total += share.value.item()
+        total_grad += torch.autograd.grad(share.value, new)[0]
+        for key, value in share.metrics.items():
+            metrics[key] = metrics.get(key, 0.0) + value.item()
+    assert_close(total, loss.value.item(), tolerance, "sum of shares")
+    assert_close(total_grad.tolist(), grad.tolist(), tolerance, "sum of gradients")
+    for key, value in loss.metrics.items():
+        assert_close(metrics[key], value.item(), max(tolerance, 1e-7), f"metric {key}")
+
+
+def check_selection(algorithm, shaped, new, wanted, tolerance) -> None:
+    if "cov" not in wanted:
+        return
+    prepared = algorithm.prepare(new.detach(), shaped)
+    assert sorted(map(tuple, prepared.chosen.tolist())) == sorted(wanted["chosen"])
+    if "candidates" in wanted:
+        assert list(map(tuple, prepared.candidates.tolist())) == wanted["candidates"]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from openrlhf_ext.config import ConfigError
+from openrlhf_ext.config.entities.algo import ESTIMATORS, UPSTREAM_ESTIMATORS
+
+
+def options_of(load, *words: str) -> dict:
+    return load(*words).algorithm_options()[1]
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gtpo_entropy", "grpo_s", "dr_grpo")])
+def test_unset_flags_leave_the_defaults_to_the_estimator(load, name):
+    assert load("--algo.advantage.estimator", name).algorithm_options() == (name, {}, None)
+
+
+def test_options_without_a_default_get_the_published_values(load):
+    gtpo = ["--algo.advantage.estimator", "gtpo_entropy"]
+    assert options_of(load, *gtpo) == {"alpha1": 1.0, "alpha2": 0.1}
+    assert options_of(load, *gtpo, "--algo.gtpo_entropy.alpha2", "0.2") == {"alpha1": 1.0, "alpha2": 0.2}
+    assert options_of(load, *gtpo, "--algo.gtpo_entropy.version", "v1") == {"version": "v1"}
+    assert options_of(load, "--algo.advantage.estimator", "grpo_s") == {"beta1": 1.0, "beta2": 0.1}
+    assert options_of(load, "--algo.advantage.estimator", "dr_grpo") == {"l_norm": 64}
+    assert options_of(load, "--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.l_norm", "8") == {"l_norm": 8}
+
+
+def test_flags_of_openrlhf_set_options_of_the_estimator(load):
+    words = ["--actor.eps_clip_low_high", "0.2", "0.3", "--actor.dual_clip", "10", "--actor.loss_agg_mode",
+             "seq-mean-token-mean", "--algo.advantage.no_std_norm", "--reward.overlong_buffer_len", "16",
+             "--reward.overlong_penalty_factor", "0.5"]  # fmt: skip
+    assert options_of(load, *words) == {
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "dual_clip": 10,
+        "agg": "seq-mean-token-mean",
+        "normalize_std": False,
+        "length_penalty": {"kind": "dapo", "l_max": 64, "l_cache": 16, "factor": 0.5},
+    }
+
+
+def test_a_flag_given_its_default_acts_and_an_absent_one_does_not(load):
+    dapo = ["--algo.advantage.estimator", "dapo"]
+    assert options_of(load, *dapo) == {}
+    assert options_of(load, *dapo, "--actor.eps_clip", "0.2") == {"clip_low": 0.2, "clip_high": 0.2}
+    assert options_of(load, *dapo, "--actor.loss_agg_mode", "token-mean") == {"agg": "token-mean"}
+    assert options_of(load, *dapo, "--algo.advantage.no_std_norm", "false") == {}
+
+
+def test_only_the_options_of_the_chosen_estimator_count(load):
+    words = ["--algo.advantage.estimator", "dapo", "--algo.grpo.clip_low", "9", "--algo.dapo.clip_low", "0.1"]
+    assert options_of(load, *words) == {"clip_low": 0.1}
+
+
+def test_importance_correction(load):
+    prefix = "--algo.advantage.is_correction_"
+    assert load().algorithm_options()[2] is None
+    assert load(f"{prefix}level", "token").algorithm_options()[2] == {
+        "level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.5, 5.0]
+    }  # fmt: skip
+    words = [f"{prefix}level", "seq", f"{prefix}gating", "binary_kl", f"{prefix}threshold", "0.01"]
+    assert load(*words).algorithm_options()[2] == {
+        "level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.01]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPSTREAM_ESTIMATORS)
+def test_estimators_of_openrlhf_are_refused_with_the_nearest_of_ours(problems, name):
+    (message,) = problems("--algo.advantage.estimator", name)
+    assert "grpo" in message.split(f"got {name}")[1]
+
+
+def test_options_can_be_given_by_programs(build):
+    config = build({"algo.advantage.estimator": "dapo", "algo.dapo": {"length_penalty": {"kind": "grop"}}})
+    assert config.algorithm_options()[1] == {"length_penalty": {"kind": "grop"}}
+    with pytest.raises(ConfigError, match=r"unknown option train.sead \(code\); did you mean train.seed"):
+        build({"train.sead": 1})

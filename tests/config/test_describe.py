@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_ext.config import format_config, load_config, placement_table
+from openrlhf_ext.config.describe import rank_coordinates
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--algo.advantage.estimator", "dapo", "--algo.dapo.length_penalty", "{kind: dapo, on: correct, l_max: 9}"],
+        ["--actor.eps_clip", "0.2", "--algo.advantage.is_correction_level", "token", "--actor.adam.lr", "1e-5"],
+        ["--data.input_template", "Q: {}\nA: 'é'", "--algo.gspo.dual_clip", "null", "--eval.dataset", "org/name"],
+    ],
+)
+def test_the_printed_configuration_loads_back_to_the_same_run(load, run_dir: Path, words):
+    config = load(*words)
+    (run_dir / "saved.yaml").write_text(format_config(config))
+    again = load_config(["--config", "saved.yaml"])
+    assert again.model_dump() == config.model_dump()
+    assert again.algorithm_options() == config.algorithm_options()
+    assert again.warnings == config.warnings
+
+
+def test_values_that_were_set_say_where(load):
+    text = format_config(load("--train.seed", "7"))
+    assert "  seed: 7  # set: command line (default: 42)\n" in text
+    assert "  num_gpus_per_node: 2  # set: run.yaml:3 (default: 8)\n" in text
+    assert "  num_nodes: 1\n" in text
+    assert "# algorithm: grpo {}\n" in text
+
+
+def test_what_the_estimator_decides_is_not_shown_as_openrlhf_default(load):
+    assert "eps_clip" not in format_config(load())
+    assert "eps_clip: 0.2  # set: command line" in format_config(load("--actor.eps_clip", "0.2"))
+
+
+def test_secrets_are_hidden(load):
+    assert "s3cret" not in format_config(load("--logger.wandb.key", "s3cret"))
+
+
+@given(tp=st.integers(1, 4), cp=st.integers(1, 2), pp=st.integers(1, 4), dp=st.integers(1, 3))
+def test_ranks_are_ordered_tensor_context_pipeline_data(tp, cp, pp, dp):
+    """OpenRLHF's actor groups take neighbouring blocks of tp * cp * pp ranks for one data-parallel copy."""
+    seen = set()
+    for rank in range(tp * cp * pp * dp):
+        at = rank_coordinates(rank, tp=tp, cp=cp, pp=pp)
+        assert rank == at["tp"] + tp * (at["cp"] + cp * (at["pp"] + pp * at["dp"]))
+        assert at["dp"] == rank // (tp * cp * pp)
+        seen.add(tuple(at.values()))
+    assert len(seen) == tp * cp * pp * dp
+
+
+def test_the_table_places_every_rank_and_engine(load):
+    text = placement_table(
+        load("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "4", "--megatron.tensor_parallel_size", "2",
+             "--megatron.pipeline_parallel_size", "2", "--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "2",
+             "--rollout.batch_size", "16")
+    )  # fmt: skip
+    assert "policy: 8 ranks = tp 2 x cp 1 x pp 2 x dp 2 (order tp-cp-ep-pp-dp), bf16" in text
+    assert "vocabulary 101, padded to 102 (51 per tensor-parallel rank)" in text
+    rows = [line.split() for line in text.splitlines()]
+    ranks = [row for row in rows if len(row) == 8 and all(cell.isdigit() for cell in row[:7])]
+    assert [row[0] for row in ranks] == [str(rank) for rank in range(8)]
+    assert ranks[6] == ["6", "1", "2", "0", "0", "1", "1", "2-3"]
+    assert ["1", "0", "1"] in rows  # engine 1, its two tensor-parallel ranks
+    assert "16 prompts x 4 responses = 64 samples" in text
+    assert "2 optimizer steps of 32 samples = 2 data-parallel ranks x 16 micro-batches x 1 samples" in text
+
+
+def test_a_model_on_the_hub_has_no_layers_yet(load):
+    text = placement_table(load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B"))
+    assert "?" in text and "vocabulary" not in text

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.config.inputs import InputError, count_records, first_record, read_model_facts, require_definition
+
+
+def test_the_model_must_be_there(problems):
+    (message,) = problems("--actor.model_name_or_path", "absent")
+    assert message.startswith("actor.model_name_or_path: ") and "absent does not exist" in message
+
+
+def test_a_missing_local_folder_is_not_taken_for_a_hub_name(run_dir: Path, problems):
+    (run_dir / "runs").mkdir()
+    assert "does not exist" in problems("--actor.model_name_or_path", "runs/toy")[0]
+    assert "does not exist" in problems("--data.prompt_dataset", "./absent.jsonl")[0]
+    assert "does not exist" in problems("--data.prompt_dataset", "absent/train.jsonl")[0]
+
+
+def test_a_hub_name_skips_the_rules_about_the_model_with_a_warning(load):
+    config = load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B", "--data.max_len", "4096")
+    assert config.actor.model_name_or_path == "Qwen/Qwen2.5-7B"
+    assert len(config.warnings) == 1 and "hub name" in config.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_type": "mixtral"}, "must be one of qwen2, qwen3, llama, got 'mixtral'"),
+        ({"num_hidden_layers": None}, "must hold a positive integer num_hidden_layers, got None"),
+        ({"num_attention_heads": "8"}, "must hold a positive integer num_attention_heads, got '8'"),
+    ],
+)
+def test_the_model_must_be_of_a_supported_kind(run_dir: Path, problems, change, complaint):
+    path = run_dir / "model/config.json"
+    shape = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in shape.items() if value is not None}))
+    (message,) = problems()
+    assert complaint in message and "config.json" in message
+
+
+def test_a_model_without_config_or_weights(run_dir: Path, problems, load):
+    (run_dir / "model/model.safetensors").unlink()
+    assert "no *.safetensors" in load().warnings[0]
+    (run_dir / "model/config.json").write_text("{")
+    assert "cannot be read" in problems()[0]
+    (run_dir / "model/config.json").unlink()
+    assert "cannot be read" in problems()[0]
+
+
+def test_key_value_heads_default_to_the_heads(run_dir: Path):
+    path = run_dir / "model/config.json"
+    shape = json.loads(path.read_text())
+    del shape["num_key_value_heads"]
+    path.write_text(json.dumps(shape))
+    assert read_model_facts(str(run_dir / "model")).num_kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"q": "1", "a": "2"}\n{"other": 3}\n'),
+        ("a.json", '\n[ {"q": "1", "a": "2"}, {"other": 3}]'),
+        ("lines.json", '{"q": "1", "a": "2"}\n{"q": "1", "a": "2"}\n'),
+        ("a.csv", "q,a\n1,2\n"),
+    ],
+)
+def test_the_first_record_of_each_form(tmp_path: Path, name, text):
+    (tmp_path / name).write_text(text)
+    assert first_record(str(tmp_path / name)) == {"q": "1", "a": "2"}
+
+
+def test_a_first_record_larger_than_the_head_of_the_file(tmp_path: Path):
+    record = {"q": "x" * (3 << 20)}
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    assert first_record(str(tmp_path / "a.json")) == record
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [("a.jsonl", "", "empty"), ("a.csv", "q,a\n", "empty"), ("a.json", "[", "Expecting"), ("a.jsonl", "[1]\n", "int")],
+)
+def test_files_without_a_first_record(tmp_path: Path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=complaint):
+        first_record(str(tmp_path / name))
+
+
+def test_binary_forms_are_not_opened(tmp_path: Path):
+    assert first_record(str(tmp_path / "a.parquet")) is None
+    assert count_records(str(tmp_path / "a.parquet"), 3) is None
+
+
+def test_keys_must_be_in_the_first_record_and_those_present_are_listed(problems):
+    messages = problems("--data.input_key", "prompt", "--data.label_key", "label")
+    assert [message.split(" ")[0] for message in messages] == ["data.input_key", "data.label_key"]
+    assert all("has question, answer" in message for message in messages)
+
+
+def test_lists_of_messages_need_the_chat_template(run_dir: Path, problems):
+    record = {"question": [{"role": "user", "content": "1+1"}], "answer": "2"}
+    (run_dir / "train.jsonl").write_text((json.dumps(record) + "\n") * 8)
+    (message,) = problems()
+    assert "data.apply_chat_template" in message and "is a list" in message
+    assert problems("--data.apply_chat_template") == []
+
+
+def test_every_dataset_of_a_list_is_looked_at(problems):
+    assert problems("--data.prompt_dataset", "train.jsonl,train.jsonl") == []
+    (message,) = problems("--data.prompt_dataset", "train.jsonl,absent.jsonl")
+    assert "absent.jsonl does not exist" in message
+    assert "must be one of .json" in problems("--data.prompt_dataset", "reward.py,run.yaml")[0]
+
+
+def test_a_batch_of_rollouts_needs_enough_prompts(problems):
+    words = ["--rollout.batch_size", "40"]
+    assert problems(*words) == []
+    (message,) = problems("--rollout.batch_size", "48")
+    assert "got 40 and 48" in message
+    (message,) = problems(*words, "--data.max_samples", "39")
+    assert "got 39 and 40" in message
+
+
+def test_evaluation_needs_its_dataset(problems):
+    (message,) = problems("--eval.steps", "5")
+    assert "eval.steps has no effect without eval.dataset" in message
+    assert problems("--eval.steps", "5", "--eval.dataset", "train.jsonl") == []
+    assert "eval.dataset" in problems("--eval.steps", "5", "--eval.dataset", "absent.jsonl")[0]
+
+
+def test_a_template_has_a_place_for_the_prompt(problems, load):
+    assert "data.input_template must contain {}" in problems("--data.input_template", "Q:")[0]
+    assert "line break" in load("--data.input_template", "Q: {}\\n").warnings[0]
+    assert load("--data.input_template", "Q: {}\n").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("def reward(q): ...\n", "must define reward_func at top level; it defines reward"),
+        ("def broken(:\n", "is not valid Python"),
+        ("class A:\n    def reward_func(self): ...\n", "must define reward_func"),
+        ("def reward_func(q): ...\n", None),
+        ("async def reward_func(q): ...\n", None),
+        ("from rewards import grade as reward_func\n", None),
+        ("reward_func = print\n", None),
+        ("try:\n    from a import reward_func\nexcept ImportError:\n    reward_func = None\n", None),
+        ("from rewards import *\n", None),
+    ],
+)
+def test_the_reward_file_defines_its_function(run_dir: Path, problems, source, complaint):
+    (run_dir / "reward.py").write_text(source)
+    if complaint is None:
+        assert problems() == []
+    else:
+        assert complaint in problems()[0]
+
+
+def test_reward_sources(run_dir: Path, problems):
+    assert "cannot be read" in problems("--reward.remote_url", "absent.py")[0]
+    assert "must be a .py file" in problems("--reward.remote_url", "run.yaml")[0]
+    assert "separated by commas" in problems("--reward.remote_url", "reward.py,http://a")[0]
+    assert problems("--reward.remote_url", "http://a,http://b") == []
+    assert "a source of rewards is required" in problems("--reward.remote_url", "null")[0]
+    (run_dir / "agent.py").write_text("class AgentExecutor: ...\n")
+    assert problems("--reward.remote_url", "null", "--train.agent_func_path", "agent.py") == []
+    assert "exclude each other" in problems("--train.agent_func_path", "agent.py")[0]
+    (message,) = problems("--reward.remote_url", "null", "--train.agent_func_path", "reward.py")
+    assert "must define AgentExecutor" in message
+
+
+def test_definitions_are_seen_without_running_the_file(tmp_path: Path):
+    (tmp_path / "f.py").write_text("raise SystemExit(3)\ndef reward_func(): ...\n")
+    require_definition(str(tmp_path / "f.py"), "reward_func")
+
+
+def test_outputs_must_be_writable(run_dir: Path, problems):
+    (run_dir / "file").touch()
+    for option in ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir", "logger.metrics_path"):
+        (message,) = problems(f"--{option}", "file/below/x", *([] if option != "ckpt.output_dir" else
+                              ["--logger.metrics_path", "m", "--logger.figure_path", "f"]))  # fmt: skip
+        assert message.startswith(f"{option} must be writable") and "is a file" in message
+    assert problems("--ckpt.output_dir", "not/yet/there") == []

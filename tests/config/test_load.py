@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.config import ConfigError, RunConfig, load_config
+
+HEAVY = ("torch", "transformers", "ray", "openrlhf", "vllm", "megatron", "datasets", "numpy")
+
+
+def test_values_are_typed_and_nested(load):
+    config = load("--actor.adam.lr", "1e-5", "--actor.adam.betas", "0.9", "0.99", "--vllm.enforce_eager")
+    assert config.actor.adam.lr == 1e-5
+    assert config.actor.adam.betas == (0.9, 0.99)
+    assert config.vllm.enforce_eager is True
+    assert config.rollout.batch_size == 8
+    assert config.train.seed == 42
+
+
+def test_precedence_is_defaults_then_files_in_order_then_command_line(run_dir: Path):
+    (run_dir / "a.yaml").write_text("train.seed: 1\ndata.max_samples: 100\nrollout.timeout_s: 5\n")
+    (run_dir / "b.yaml").write_text("train:\n  seed: 2\ndata.max_samples: 200\n")
+    config = load_config(["--config", "run.yaml", "--config", "a.yaml", "b.yaml", "--train.seed", "3"])
+    assert (config.train.seed, config.data.max_samples, config.rollout.timeout_s) == (3, 200, 5)
+    assert config.sources["train.seed"] == "command line"
+    assert config.sources["data.max_samples"] == "b.yaml:3"
+
+
+def test_a_name_given_twice_on_the_command_line_takes_the_last_value(load):
+    assert load("--train.seed", "1", "--train.seed=2").train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], True), (["true"], True), (["false"], False)],
+)
+def test_flags_may_stand_bare_or_with_a_value(load, words, expected):
+    assert load("--megatron.distributed_optimizer_enable", *words).megatron.distributed_optimizer_enable is expected
+
+
+def test_null_unsets_an_option_of_a_file(run_dir: Path, load):
+    (run_dir / "run.yaml").write_text((run_dir / "run.yaml").read_text() + "actor.dual_clip: 3\n")
+    assert load().actor.dual_clip == 3
+    assert load("--actor.dual_clip", "null").actor.dual_clip is None
+
+
+def test_negative_numbers_are_values(load):
+    assert load("--reward.failure_value", "-1").reward.failure_value == -1
+
+
+def test_yaml_scalars_mean_what_they_say(run_dir: Path, load):
+    """PyYAML's YAML 1.1 would read off and on as booleans, 1e-5 as text and 010 as eight."""
+    (run_dir / "more.yaml").write_text(
+        "algo.advantage:\n  is_correction_level: off\n  estimator: gtpo_entropy\n"
+        "algo.gtpo_entropy:\n  length_penalty: {kind: dapo, on: correct, l_max: 64, l_cache: 010}\n  adv_eps: 1e-5\n"
+        "actor.adam.lr: 1e-6\n"
+    )
+    config = load("--config", "more.yaml")
+    assert config.algo.advantage.is_correction_level == "off"
+    assert config.algo.gtpo_entropy == {
+        "length_penalty": {"kind": "dapo", "on": "correct", "l_max": 64, "l_cache": 10},
+        "adv_eps": 1e-5,
+    }
+    assert config.actor.adam.lr == 1e-6
+
+
+def test_options_of_an_estimator_merge_leaf_by_leaf(run_dir: Path, load):
+    (run_dir / "more.yaml").write_text(
+        "algo.dapo: {length_penalty: {kind: dapo, l_max: 64, l_cache: 8}, clip_high: 0.3}\n"
+    )
+    config = load("--config", "more.yaml", "--algo.dapo.length_penalty.l_cache", "16", "--algo.dapo.mask_truncated")
+    assert config.algo.dapo["length_penalty"] == {"kind": "dapo", "l_max": 64, "l_cache": 16}
+    assert config.algo.dapo["mask_truncated"] is True
+    config = load("--config", "more.yaml", "--algo.dapo.length_penalty", "null")
+    assert config.algo.dapo == {"length_penalty": None, "clip_high": 0.3}
+    config = load("--algo.dapo.length_penalty", "{kind: dapo, l_max: 9}", "--algo.dapo.entropy_clamp", "0.1", "2")
+    assert config.algo.dapo == {"length_penalty": {"kind": "dapo", "l_max": 9}, "entropy_clamp": [0.1, 2]}
+
+
+def test_an_empty_section_of_a_file_sets_nothing(run_dir: Path, load):
+    (run_dir / "more.yaml").write_text("logger:\nalgo:\n  dapo:\n  # clip_high: 0.3\n")
+    assert load("--config", "more.yaml").algo.dapo == {}
+
+
+def test_relative_paths_are_resolved_and_names_and_urls_are_kept(load, run_dir: Path):
+    config = load("--eval.dataset", "org/set,train.jsonl", "--logger.tensorboard_dir", "tb")
+    assert config.actor.model_name_or_path == str(run_dir / "model")
+    assert config.eval.dataset == f"org/set,{run_dir / 'train.jsonl'}"
+    assert config.logger.tensorboard_dir == str(run_dir / "tb")
+    assert config.ckpt.output_dir == str(run_dir / "ckpt")
+    urls = "http://a:1/get,https://b/get"
+    assert load("--reward.remote_url", urls).reward.remote_url == urls
+
+
+def test_metrics_and_figure_default_to_the_output_folder(load, run_dir: Path):
+    config = load("--ckpt.output_dir", "out")
+    assert config.logger.metrics_path == str(run_dir / "out/metrics.jsonl")
+    assert config.logger.figure_path == str(run_dir / "out/training.png")
+    assert load("--logger.metrics_path", "m.jsonl").logger.metrics_path == str(run_dir / "m.jsonl")
+
+
+def test_gradient_checkpointing_is_recompute(load, problems):
+    assert load("--actor.gradient_checkpointing_enable", "yes").megatron.recompute == "full"
+    assert load().megatron.recompute == "none"
+    (message,) = problems("--actor.gradient_checkpointing_enable", "--megatron.recompute", "none")
+    assert "actor.gradient_checkpointing_enable" in message and "megatron.recompute" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--train.batchsize", "train.batch_size"),
+        ("--train_batch_size", "train.batch_size"),
+        ("--algo.gtpo_entrop.alpha2", "algo.gtpo_entropy.alpha2"),
+        ("--megatron.tensor_model_parallel_size", "megatron.tensor_parallel_size"),
+        ("--lr", "actor.adam.lr"),
+    ],
+)
+def test_unknown_names_are_rejected_with_the_nearest_one(problems, word, nearest):
+    assert problems(word, "1") == [f"unknown option {word.removeprefix('--')} (command line); did you mean {nearest}?"]
+
+
+def test_unknown_and_wrong_values_of_a_file_name_file_and_line(run_dir: Path, problems):
+    (run_dir / "bad.yaml").write_text("train:\n  sead: 1\n  seed: one\nzzz: 3\nactor: 4\nrollout.top_p: 0\n")
+    assert problems("--config", "bad.yaml") == [
+        "unknown option train.sead (bad.yaml:2); did you mean train.seed?",
+        "unknown option zzz (bad.yaml:4); --help lists all options",
+        "actor is a group of options: give one of actor.* (bad.yaml:5)",
+        "rollout.top_p: expected number > 0 and <= 1, got 0 (bad.yaml:6)",
+        "train.seed: expected integer >= 0, got one (bad.yaml:3)",
+    ]
+
+
+def test_a_wrong_value_is_reported_where_it_stands(problems):
+    assert problems("--train.seed", "one", "--eval.steps", "0", "--megatron.param_dtype", "bfloat16") == [
+        "megatron.param_dtype: expected one of bf16, fp32, got bfloat16 (command line); did you mean bf16?",
+        "train.seed: expected integer >= 0, got one (command line)",
+        "eval.steps: expected integer >= 1, or -1, got 0 (command line)",
+    ]
+
+
+def test_the_number_of_values_is_checked(problems):
+    assert problems("--actor.eps_clip_low_high", "0.2", "--train.seed", "--data.max_len", "100", "200") == [
+        "--actor.eps_clip_low_high takes 2 values (2 numbers or null), got 1: 0.2 (command line)",
+        "--train.seed takes 1 value (integer >= 0), got 0: none (command line)",
+        "--data.max_len takes 1 value (integer >= 2), got 2: 100 200 (command line)",
+    ]
+
+
+def test_files_that_cannot_be_read_are_violations(run_dir: Path, problems):
+    (run_dir / "broken.yaml").write_text("a: [1\n")
+    (run_dir / "list.yaml").write_text("- 1\n")
+    (run_dir / "twice.yaml").write_text("train.seed: 1\ntrain:\n  seed: 2\n")
+    absent, broken, not_a_map, twice = problems("--config", "absent.yaml", "broken.yaml", "list.yaml", "twice.yaml")
+    assert "absent.yaml" in absent and "readable file" in absent
+    assert "broken.yaml is not valid YAML" in broken
+    assert "list.yaml must hold a mapping" in not_a_map
+    assert twice == "train.seed stands twice in twice.yaml: lines 1 and 3; keep one"
+
+
+def test_rules_are_not_checked_on_the_defaults_that_stand_in_for_an_unreadable_file(run_dir: Path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", "absent.yaml", "--train.sead", "1"])
+    assert len(caught.value.violations) == 2
+
+
+def test_words_without_an_option_are_violations(run_dir: Path):
+    with pytest.raises(ConfigError, match="got 'run.yaml' at the start of the command line"):
+        load_config(["run.yaml", "--config", "run.yaml"])
+    with pytest.raises(ConfigError, match="--config takes the path of a YAML file"):
+        load_config(["--config"])
+
+
+def test_all_violations_are_reported_in_one_message(run_dir: Path):
+    words = ["--config", "run.yaml", "--train.sead", "1", "--rollout.top_p", "2", "--vllm.enable_sleep",
+             "--rollout.max_new_tokens", "300", "--data.input_key", "prompt"]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        load_config(words)
+    message = str(caught.value)
+    assert message.startswith("5 problems in the configuration:\n- ")
+    for name in ("train.sead", "rollout.top_p", "vllm.enable_sleep", "rollout.max_new_tokens", "data.input_key"):
+        assert name in message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+def test_an_error_can_carry_a_plain_text():
+    error = ConfigError(["--algo.dapo.*: no such key"])
+    assert str(error) == "1 problem in the configuration:\n- --algo.dapo.*: no such key"
+
+
+def test_a_rule_is_silent_about_options_that_are_already_complained_about(problems):
+    assert len(problems("--rollout.max_new_tokens", "many", "--data.max_len", "30")) == 1 + 1  # 30 < probe_length
+    assert len(problems("--train.batch_size", "no")) == 1
+
+
+def test_an_empty_command_line_names_what_is_required(run_dir: Path):
+    with pytest.raises(ConfigError) as caught:
+        load_config([])
+    named = {option for violation in caught.value.violations for option in violation.options}
+    assert {"actor.model_name_or_path", "data.prompt_dataset", "reward.remote_url"} <= named
+
+
+def test_configurations_are_frozen_and_survive_pickling(load):
+    config = load("--algo.advantage.estimator", "dapo", "--actor.eps_clip", "0.1")
+    with pytest.raises(Exception, match="frozen"):
+        config.actor.num_nodes = 2
+    copy = pickle.loads(pickle.dumps(config))
+    assert isinstance(copy, RunConfig)
+    assert copy == config
+    assert copy.algorithm_options() == config.algorithm_options()
+    assert copy.sources == config.sources
+
+
+def test_derived_sizes(load):
+    config = load(
+        "--actor.num_nodes", "2", "--megatron.tensor_parallel_size", "2", "--rollout.n_samples_per_prompt", "8"
+    )
+    assert (config.world_size, config.model_parallel_size, config.data_parallel_size) == (4, 2, 2)
+    assert config.samples_per_rollout == 64
+
+
+def test_dtype_and_probe_tolerance_follow_the_policy(load):
+    assert load().rollout_dtype == "bf16"
+    assert load().probe_tolerance == 0.2
+    assert load("--megatron.param_dtype", "fp32").probe_tolerance == 1e-4
+    assert load("--megatron.param_dtype", "fp32", "--vllm.dtype", "bf16").probe_tolerance == 0.2
+    assert load("--weight_sync.probe_tolerance", "0.01").probe_tolerance == 0.01
+
+
+def test_infinite_numbers_are_refused(problems):
+    assert len(problems("--actor.adam.lr", "inf")) == 1
+    assert len(problems("--rollout.temperature", "nan")) == 1
+    assert math.isinf(RunConfig().ckpt.max_mem)
+
+
+def test_help_lists_every_option_and_filters(capsys):
+    for words in (["--help"], ["-h"], ["--config", "absent.yaml", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            load_config(words)
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        assert "--actor.adam.lr  <number >= 0>" in text and "--ds.zero_stage" in text
+    with pytest.raises(SystemExit):
+        load_config(["--help", "megatron"])
+    text = capsys.readouterr().out
+    assert "--megatron.tensor_parallel_size" in text and "--actor.adam.lr" not in text
+    with pytest.raises(SystemExit):
+        load_config(["--help", "nothing_like_this"])
+    assert "no option matches" in capsys.readouterr().out
+
+
+def test_a_check_is_fast_and_imports_nothing_heavy(run_dir: Path):
+    program = (
+        "import sys; from openrlhf_ext.config import load_config; load_config(['--config', 'run.yaml']);"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    start = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+    assert time.monotonic() - start < 5  # about 0.4 s on an idle machine

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.config.help import format_markdown
+from openrlhf_ext.config.options import find_option, nearest_option, option_names, option_table
+
+FROZEN = Path(__file__).with_name("options.txt")
+DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
+REFUSED = [name for name, option in option_table().items() if option.unsupported is not None]
+OTHER_VALUE = {"integer": "77", "number": "0.125", "text": "other", "true or false": None}
+
+
+def other_words(name: str) -> list[str]:
+    """Words that set an option to something else than its default."""
+    option = option_table()[name]
+    if option.arity == "flag":
+        return ["false" if option.default_value else "true"]
+    if option.choices:
+        return [next(choice for choice in option.choices if choice != option.default_value)]
+    kind = next(kind for kind in OTHER_VALUE if kind in option.expects)
+    return [OTHER_VALUE[kind]] * (2 if option.arity == "pair" else 1)
+
+
+def test_the_names_are_frozen():
+    """The flags are a public interface: users' scripts depend on them."""
+    frozen = FROZEN.read_text().split()
+    assert sorted(set(option_names()) - set(frozen)) == [], "new options: add them to tests/config/options.txt"
+    assert sorted(set(frozen) - set(option_names())) == [], "removed options: users' scripts break; deprecate first"
+    assert frozen == sorted(frozen)
+
+
+def test_the_document_holds_the_current_table():
+    begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
+    written = DOCUMENT.read_text().split(begin)[1].split(end)[0]
+    assert written == format_markdown(), "put the output of `python -m openrlhf_ext.config` between the marks"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_that_does_nothing_is_refused_when_set_and_accepted_at_its_default(name, problems):
+    words = other_words(name)
+    (message,) = problems(f"--{name}", *words)
+    assert message.startswith(f"{name} is not ") and f"got {' '.join(words)} (command line)" in message
+    default = option_table()[name].default
+    assert problems(f"--{name}", *default.split(" ")) == []
+
+
+def test_inert_values_besides_the_default(problems):
+    assert problems("--actor.entropy_coef", "0", "--ds.lora.target_modules", "all-linear") == []
+
+
+def test_refusals_name_the_option_to_use_instead():
+    table = option_table()
+    for name, ours in (
+        ("ds.tensor_parallel_size", "megatron.tensor_parallel_size"),
+        ("ds.param_dtype", "megatron.param_dtype"),
+        ("ds.ring_attn_size", "megatron.context_parallel_size"),
+        ("ds.zero_stage", "megatron.distributed_optimizer_enable"),
+        ("actor.policy_loss_type", "algo.advantage.estimator gspo"),
+        ("reward.model_name_or_path", "reward.remote_url"),
+    ):
+        assert ours in table[name].unsupported.instead
+
+
+def test_every_option_says_what_it_means():
+    for option in option_table().values():
+        assert len(option.help) > 3 and not option.help.endswith("."), option.name
+
+
+def test_options_in_units_say_which():
+    for name, option in option_table().items():
+        if name.endswith("_s") and option.arity == "one":
+            assert "seconds" in option.help, name
+        if name.endswith("_mib"):
+            assert "MiB" in option.help, name
+
+
+def test_the_nearest_option_is_never_one_that_is_refused():
+    for name in REFUSED:
+        nearest = nearest_option(name + "x")
+        assert nearest is None or find_option(nearest).unsupported is None
+
+
+def test_nothing_is_near_nonsense():
+    assert nearest_option("qqqqqqqq") is None

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.config import load_config
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_hold_once_model_data_and_reward_are_given(run_dir: Path, recipe: Path):
+    config_json = run_dir / "model/config.json"
+    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"max_position_embeddings": 1 << 17}))
+    record = json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n"
+    (run_dir / "train.jsonl").write_text(record * 1024)
+    config = load_config(
+        ["--config", str(recipe), "--actor.model_name_or_path", "model", "--data.prompt_dataset", "train.jsonl",
+         "--reward.remote_url", "reward.py"]
+    )  # fmt: skip
+    assert config.warnings == ()

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_ext.config import rules
+from openrlhf_ext.config.inputs import ModelFacts
+from openrlhf_ext.config.options import option_table
+
+sizes = st.integers(1, 12)
+
+
+def model(**changes: int) -> ModelFacts:
+    facts = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "ffn_hidden_size": 512, "vocab_size": 101}
+    return ModelFacts(model_type="qwen2", max_positions=1024, has_weights=True, **(facts | changes))
+
+
+def batch(**changes: int | None):
+    numbers = {
+        "prompts": 8, "samples_per_prompt": 4, "generate_prompts": None, "train_samples": 32, "train_micro": 1,
+        "rollout_micro": 1, "dp": 1,
+    }  # fmt: skip
+    return list(rules.batch_violations(**(numbers | changes)))
+
+
+@given(nodes=sizes, per_node=sizes, tp=sizes, pp=sizes)
+def test_the_ranks_are_whole_copies_of_the_policy(nodes, per_node, tp, pp):
+    found = list(rules.layout_violations(num_nodes=nodes, gpus_per_node=per_node, tp=tp, pp=pp, cp=1, vp=1,
+                                         sequence_parallel=False))  # fmt: skip
+    assert bool(found) == ((nodes * per_node) % (tp * pp) != 0)
+    for violation in found:
+        assert f"{nodes} * {per_node} = {nodes * per_node}" in violation.message
+        assert f"{tp} * {pp} * 1 = {tp * pp}" in violation.message
+
+
+def test_context_and_virtual_pipeline_parallelism_are_refused(problems):
+    assert any("context parallelism is not built" in message for message in
+               problems("--megatron.context_parallel_size", "2"))  # fmt: skip
+    assert any("interleaved pipelines are not built" in message for message in
+               problems("--megatron.virtual_pipeline_size", "2"))  # fmt: skip
+
+
+def test_sequence_parallelism_needs_tensor_parallelism(problems):
+    (message,) = problems("--megatron.sequence_parallel_enable")
+    assert "megatron.tensor_parallel_size > 1" in message
+    assert problems("--megatron.sequence_parallel_enable", "--megatron.tensor_parallel_size", "2") == []
+
+
+@given(heads=sizes, groups=sizes, layers=sizes, tp=sizes, pp=sizes)
+def test_the_model_can_be_cut(heads, groups, layers, tp, pp):
+    facts = model(num_heads=heads, num_kv_heads=groups, num_layers=layers, ffn_hidden_size=tp)
+    found = list(rules.model_violations(model=facts, tp=tp, pp=pp, engine_tp=1, max_len=64))
+    assert len(found) == (heads % tp != 0) + (groups % tp != 0) + (layers % pp != 0)
+
+
+def test_an_engine_may_replicate_key_value_heads_but_not_split_them_unevenly():
+    def found(engine_tp: int, kv_heads: int) -> int:
+        facts = model(num_heads=24, num_kv_heads=kv_heads)
+        return len(list(rules.model_violations(model=facts, tp=1, pp=1, engine_tp=engine_tp, max_len=64)))
+
+    assert (found(4, 8), found(8, 4), found(6, 4), found(5, 5)) == (0, 0, 1, 1)
+
+
+def test_sequences_fit_the_model(problems):
+    assert problems("--data.max_len", "1024") == []
+    (message,) = problems("--data.max_len", "1025")
+    assert "max_position_embeddings" in message and "1025 > 1024" in message
+
+
+@given(prompts=sizes, n=sizes, train=st.integers(1, 60), train_micro=sizes, rollout_micro=sizes, dp=sizes)
+def test_batches_divide(prompts, n, train, train_micro, rollout_micro, dp):
+    broken = [
+        train % n != 0,
+        prompts * n % train != 0,
+        train % (train_micro * dp) != 0,
+        prompts * n % (rollout_micro * dp) != 0,
+    ]
+    found = batch(prompts=prompts, samples_per_prompt=n, train_samples=train, train_micro=train_micro,
+                  rollout_micro=rollout_micro, dp=dp)  # fmt: skip
+    assert len(found) == sum(broken)
+
+
+def test_groups_are_never_split():
+    (violation,) = batch(train_samples=16, samples_per_prompt=32, prompts=1, dp=2)
+    assert "train.batch_size" in violation.message and "groups are never split" in violation.message
+
+
+def test_one_call_of_the_engines_per_batch():
+    assert batch(generate_prompts=8) == []
+    (violation,) = batch(generate_prompts=16)
+    assert "rollout.vllm_generate_batch_size must equal rollout.batch_size" in violation.message
+
+
+def test_data_parallel_ranks_are_not_judged_while_the_layout_is_broken(problems):
+    (message,) = problems("--actor.num_gpus_per_node", "5", "--megatron.tensor_parallel_size", "2")
+    assert "use 4 or 6 ranks" in message
+
+
+def test_every_estimator_needs_groups(problems):
+    (message,) = problems("--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8")
+    assert "rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator grpo" in message
+
+
+def test_lengths(problems):
+    assert problems("--rollout.max_new_tokens", "255") == []
+    assert "the prompt needs room" in problems("--rollout.max_new_tokens", "256")[0]
+    assert "weight_sync.probe_length" in problems("--weight_sync.probe_length", "300")[0]
+
+
+def test_the_overlong_buffer_fits_into_the_response(problems):
+    assert problems("--reward.overlong_buffer_len", "64") == []
+    assert "must not exceed rollout.max_new_tokens: got 65 and 64" in problems("--reward.overlong_buffer_len", "65")[0]
+    assert "whole number" in problems("--reward.overlong_buffer_len", "1.5")[0]
+    null = problems("--reward.overlong_buffer_len", "8", "--rollout.max_new_tokens", "null")
+    assert "got 8 and null" in null[0]
+    assert "has no effect without" in problems("--reward.overlong_penalty_factor", "2")[0]
+
+
+def test_importance_correction_is_one_that_exists(problems):
+    prefix = "--algo.advantage.is_correction_"
+    assert problems(f"{prefix}level", "seq") == []
+    assert problems(f"{prefix}level", "token", f"{prefix}mode", "clip") == []
+    assert "needs algo.advantage.is_correction_level token" in problems(
+        f"{prefix}level", "seq", f"{prefix}mode", "clip")[0]  # fmt: skip
+    assert "upper bound only" in problems(f"{prefix}level", "token", f"{prefix}gating", "tv")[0]
+    assert problems(f"{prefix}level", "token", f"{prefix}gating", "tv", f"{prefix}threshold", "0.1") == []
+    assert "0 <= LOW < HIGH" in problems(f"{prefix}threshold", "5", "2")[0]
+    assert problems(f"{prefix}threshold", "1", "2", "3") != []
+
+
+def test_the_weight_transport_is_one_that_is_built(problems):
+    assert problems("--vllm.sync_backend", "gloo") == []
+    assert "not built yet" in problems("--vllm.sync_backend", "nccl")[0]
+
+
+def test_the_filter_range_is_not_empty(problems):
+    assert problems("--algo.dynamic_filtering_enable") == []
+    (message,) = problems("--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "1", "0")
+    assert "LOW < HIGH" in message
+
+
+def test_one_share_per_dataset(problems):
+    assert problems("--data.prompt_dataset", "train.jsonl,train.jsonl", "--data.prompt_probs", "0.25,0.75") == []
+    for shares in ("0.5", "0.5,0.6", "2,-1", "a,b"):
+        (message,) = problems("--data.prompt_dataset", "train.jsonl,train.jsonl", "--data.prompt_probs", shares)
+        assert message.startswith("data.prompt_probs must")
+
+
+def test_an_option_with_two_names_is_not_set_to_two_values(problems):
+    dapo = ["--algo.advantage.estimator", "dapo", "--actor.eps_clip_low_high", "0.2", "0.3"]
+    assert problems(*dapo, "--algo.dapo.clip_high", "0.3") == []
+    (message,) = problems(*dapo, "--algo.dapo.clip_high", "0.28")
+    assert "actor.eps_clip_low_high and algo.dapo.clip_high" in message and "0.3 and 0.28" in message
+    assert problems(*dapo, "--algo.grpo.clip_high", "0.28") == []  # another estimator's option
+    (message,) = problems(*dapo, "--actor.eps_clip", "0.2")
+    assert "actor.eps_clip and actor.eps_clip_low_high disagree" in message
+
+
+def test_dr_grpo_needs_a_length(problems):
+    words = ["--algo.advantage.estimator", "dr_grpo", "--rollout.max_new_tokens", "null"]
+    (message,) = problems(*words)
+    assert "rollout.max_new_tokens" in message and "algo.dr_grpo.l_norm" in message
+    assert problems(*words, "--algo.dr_grpo.l_norm", "64") == []
+
+
+def test_violations_name_options_that_exist():
+    """Every option a violation is filed under is real; the messages name at least the first one."""
+    found = [
+        *rules.layout_violations(num_nodes=1, gpus_per_node=3, tp=2, pp=1, cp=2, vp=2, sequence_parallel=False),
+        *rules.layout_violations(num_nodes=1, gpus_per_node=1, tp=1, pp=1, cp=1, vp=1, sequence_parallel=True),
+        *rules.model_violations(model=model(), tp=3, pp=3, engine_tp=3, max_len=4096),
+        *batch(prompts=3, samples_per_prompt=5, train_samples=7, train_micro=2, rollout_micro=2, generate_prompts=1),
+        *rules.group_violations(estimator="grpo", samples_per_prompt=1),
+        *rules.length_violations(max_new_tokens=9, max_len=8, overlong_buffer=10.5, overlong_factor=1, probe_length=9),
+        *rules.length_violations(max_new_tokens=4, max_len=8, overlong_buffer=None, overlong_factor=2, probe_length=2),
+        *rules.correction_violations(level="seq", mode="clip", gating="tv", threshold=(2.0, 1.0)),
+        *rules.filtering_violations(enabled=True, low=1, high=0),
+        *rules.mixture_violations(datasets="a,b", shares="1"),
+    ]
+    assert len(found) > 20
+    for violation in found:
+        assert set(violation.options) <= set(option_table())
+        assert any(name in violation.message for name in violation.options)
+
+
+def test_warnings(load):
+    assert load().warnings == ()
+    (warning,) = load("--rollout.top_p", "0.9").warnings
+    assert "top_p" in warning and "on-policy" in warning
+    (warning,) = load("--algo.dapo.clip_high", "0.3").warnings
+    assert warning == "algo.dapo.* has no effect: algo.advantage.estimator is grpo"
+    (warning,) = load("--algo.advantage.is_correction_mode", "clip").warnings
+    assert "is_correction_level is off" in warning
+    (warning,) = load("--algo.dynamic_filtering_range", "0.1", "0.9").warnings
+    assert "algo.dynamic_filtering_enable is off" in warning
+    (warning,) = load("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "1", "--megatron.tensor_parallel_size",
+                      "2").warnings  # fmt: skip
+    assert "communicates between nodes" in warning

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.reporting import MetricsWriter, names, write_figure
+
+
+def metrics_file(folder: Path, steps: int) -> Path:
+    path = folder / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(steps):
+            train = {
+                names.REWARD_MEAN: step / 100, names.ENTROPY_MEAN: math.nan if step == 3 else 1.0,
+                names.RESPONSE_LENGTH_MEAN: 30.0, names.ACCURACY_MEAN: 0.5,
+            }  # fmt: skip
+            held_out = {names.EVAL_ACCURACY: 0.4} if step % 10 == 0 else {}
+            writer.write(step, {**train, **held_out})
+    return path
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n") and content[12:16] == b"IHDR"
+    assert content.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", content[16:24])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 40])
+def test_any_length_of_run_gives_a_png(tmp_path: Path, steps: int) -> None:
+    target = tmp_path / "figures" / "run.png"
+    write_figure(metrics_file(tmp_path, steps), target, title="toy policy")
+    assert png_size(target) == (1000, 700)
+    assert [entry.name for entry in target.parent.iterdir()] == ["run.png"]
+
+
+def test_a_failed_drawing_leaves_the_previous_figure(tmp_path: Path) -> None:
+    target = tmp_path / "run.png"
+    write_figure(metrics_file(tmp_path, 3), target)
+    before = target.read_bytes()
+    (tmp_path / "metrics.jsonl").write_text("broken\n")
+    with pytest.raises(ValueError, match="line 1"):
+        write_figure(tmp_path / "metrics.jsonl", target)
+    assert target.read_bytes() == before
+
+
+def test_a_reader_never_sees_half_a_figure(tmp_path: Path) -> None:
+    source, target = metrics_file(tmp_path, 5), tmp_path / "run.png"
+    write_figure(source, target)
+    writer = threading.Thread(target=lambda: [write_figure(source, target) for _ in range(3)])
+    writer.start()
+    while writer.is_alive():
+        assert png_size(target) == (1000, 700)
+        time.sleep(0.005)
+    writer.join()
+
+
+def test_importing_reporting_does_not_import_matplotlib() -> None:
+    program = "import sys, openrlhf_ext.reporting; print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.strip() == "set()"

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.rewards import (
+    RewardError,
+    RewardImportError,
+    RewardInvalid,
+    RewardPool,
+    RewardPoolClosed,
+    RewardRaised,
+    RewardResult,
+    RewardTimeout,
+    RewardWorkerDied,
+    check_reward_file,
+)
+
+REWARD_FILE = '''
+import os, subprocess, sys, time
+from helper import SCALE
+
+def reward_func(queries, prompts, labels, **kwargs):
+    query, prompt, label = queries[0], prompts[0], labels[0]
+    assert len(queries) == len(prompts) == len(labels) == 1 and not kwargs
+    command = query[len(prompt):]
+    if command == "raise":
+        raise KeyError("no such unit")
+    if command == "exit":
+        sys.exit("leaving")
+    if command == "os._exit":
+        os._exit(3)
+    if command == "segfault":
+        import faulthandler
+        faulthandler._sigsegv()
+    if command == "kill":
+        os.kill(os.getpid(), 9)
+    if command == "hang":
+        time.sleep(600)
+    if command == "hang with child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(label, "w").write(str(child.pid))
+        time.sleep(600)
+    if command == "hang in native code":
+        sum(range(10**12))
+    if command == "die with child":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    if command == "print":
+        for _ in range(2000):
+            print("noise" * 100)
+        sys.stdout.flush()
+        os.write(1, b"raw noise")
+    if command.startswith("return "):
+        return eval(command[len("return "):], {"label": label})
+    return {"rewards": SCALE * 0.5, "scores": 1, "extra_logs": {"pid": os.getpid()}}
+'''
+
+
+@pytest.fixture(scope="module")
+def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "helper.py").write_text("SCALE = 1.0\n")
+    path = folder / "reward.py"
+    path.write_text(REWARD_FILE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(reward_path: Path) -> Iterator[RewardPool]:
+    with RewardPool(reward_path, num_workers=2, timeout_s=20.0) as pool:
+        yield pool
+
+
+@pytest.fixture
+def short_pool(reward_path: Path) -> Iterator[RewardPool]:
+    with RewardPool(reward_path, num_workers=1, timeout_s=1.0) as pool:
+        pool.check()
+        yield pool
+
+
+def grade(pool: RewardPool, completion: str, label: object = "gold") -> RewardResult:
+    return asyncio.run(pool.grade("2+2=" + completion, "2+2=", label))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pids: list[int], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_grades_a_sample(pool: RewardPool) -> None:
+    result = grade(pool, "4")
+    assert (result.reward, result.score) == (0.5, 1.0)
+    assert 0 <= result.seconds < 20
+
+
+@pytest.mark.parametrize("value", [
+    "0.25", "[0.25]", "(0.25,)", "__import__('fractions').Fraction(1, 4)", "__import__('numpy').float32(0.25)",
+    "__import__('numpy').array([0.25])",
+])  # fmt: skip
+def test_accepts_numbers_in_every_usual_form(pool: RewardPool, value: str) -> None:
+    result = grade(pool, f"return {{'rewards': {value}, 'scores': True, 'extra_logs': {{'format': {value}}}}}")
+    assert result == RewardResult(0.25, 1.0, {"format": 0.25}, result.seconds)
+
+
+def test_score_defaults_to_the_reward_and_logs_to_none(pool: RewardPool) -> None:
+    result = grade(pool, "return {'rewards': 0.75}")
+    assert (result.score, result.extra_logs) == (0.75, {})
+
+
+def test_label_keeps_its_type(pool: RewardPool) -> None:
+    assert grade(pool, "return {'rewards': label['gold']}", {"gold": 7}).reward == 7.0
+
+
+def test_a_raising_function_is_reported_with_sample_and_traceback(pool: RewardPool) -> None:
+    with pytest.raises(RewardRaised) as caught:
+        grade(pool, "raise")
+    error = caught.value
+    assert (error.prompt, error.completion, error.label) == ("2+2=", "raise", "gold")
+    assert "KeyError: 'no such unit'" in error.message and "reward.py" in error.message
+    assert "worker.py" not in error.message
+    assert all(part in str(error) for part in ("'2+2='", "'raise'", "'gold'"))
+
+
+def test_sys_exit_is_a_failure_of_the_sample(pool: RewardPool) -> None:
+    with pytest.raises(RewardRaised, match="SystemExit: leaving"):
+        grade(pool, "exit")
+
+
+@pytest.mark.parametrize(("answer", "complaint"), [
+    ("None", "must return a dict"),
+    ("0.5", "must return a dict"),
+    ("{}", "without the key 'rewards'"),
+    ("{'reward': 1.0}", r"keys are \['reward'\]"),
+    ("{'rewards': None}", "rewards = 'None'"),
+    ("{'rewards': float('nan')}", "rewards = nan; it must be finite"),
+    ("{'rewards': 1, 'scores': float('inf')}", "scores = inf"),
+    ("{'rewards': [0.1, 0.2]}", "one real number"),
+    ("{'rewards': __import__('numpy').zeros((2, 3))}", r"shape \(2, 3\)"),
+    ("{'rewards': '1.0'}", "one real number"),
+    ("{'rewards': 1j}", "one real number"),
+    ("{'rewards': 10 ** 400}", "too large"),
+    ("{'rewards': 1, 'extra_logs': {'text': 'abc'}}", r"extra_logs\['text'\]"),
+    ("{'rewards': 1, 'extra_logs': {'kl': 1}}", "reserved"),
+    ("{'rewards': 1, 'extra_logs': {3: 1}}", "not strings"),
+    ("{'rewards': 1, 'extra_logs': [1]}", "dict of numbers"),
+])  # fmt: skip
+def test_an_invalid_answer_names_key_rule_and_value(pool: RewardPool, answer: str, complaint: str) -> None:
+    with pytest.raises(RewardInvalid, match=complaint):
+        grade(pool, f"return {answer}")
+
+
+@pytest.mark.parametrize(("command", "how"), [("os._exit", "exited with status 3"), ("kill", "SIGKILL"),
+                                              ("segfault", "SIGSEGV(.|\n)*reward.py")])  # fmt: skip
+def test_a_dead_worker_is_reported_and_replaced(pool: RewardPool, command: str, how: str) -> None:
+    with pytest.raises(RewardWorkerDied, match=how) as caught:
+        grade(pool, command)
+    assert caught.value.completion == command
+    assert grade(pool, "4").reward == 0.5
+
+
+def test_a_worker_whose_child_keeps_the_connection_is_found_dead(pool: RewardPool) -> None:
+    with pytest.raises(RewardWorkerDied, match="status 0"):
+        grade(pool, "die with child")
+
+
+def test_printing_a_lot_harms_nothing(pool: RewardPool) -> None:
+    assert grade(pool, "print").reward == 0.5
+
+
+@pytest.mark.parametrize("command", ["hang", "hang in native code"])
+def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, command: str) -> None:
+    pids, started = short_pool.worker_pids(), time.monotonic()
+    with pytest.raises(RewardTimeout, match=r"within 1 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
+        grade(short_pool, command)
+    assert time.monotonic() - started < 4
+    assert caught.value.completion == command
+    wait_until_dead(pids)
+    assert grade(short_pool, "4").reward == 0.5
+
+
+def test_the_processes_of_a_hanging_function_die_with_it(short_pool: RewardPool, tmp_path: Path) -> None:
+    with pytest.raises(RewardTimeout):
+        grade(short_pool, "hang with child", str(tmp_path / "pid"))
+    wait_until_dead([int((tmp_path / "pid").read_text())])
+
+
+def test_an_idle_worker_that_died_costs_no_sample(short_pool: RewardPool) -> None:
+    (pid,) = short_pool.worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    wait_until_dead([pid])
+    assert grade(short_pool, "4").reward == 0.5
+
+
+def test_a_sample_that_waits_too_long_fails_with_the_remedy(reward_path: Path) -> None:
+    async def overload(pool: RewardPool) -> list[object]:
+        samples = [pool.grade(f"{i}hang", str(i), "") for i in range(3)]
+        return await asyncio.gather(*samples, return_exceptions=True)
+
+    with RewardPool(reward_path, num_workers=1, timeout_s=0.5, queue_timeout_s=0.1) as pool:
+        pool.check()
+        outcomes = asyncio.run(overload(pool))
+    assert all(isinstance(outcome, RewardTimeout) for outcome in outcomes)
+    assert "--reward.num_workers" in str(outcomes[1])
+
+
+def test_workers_share_the_samples(pool: RewardPool) -> None:
+    async def many() -> list[RewardResult]:
+        return await asyncio.gather(*(pool.grade(f"p{i}", "p", i) for i in range(200)))
+
+    results = asyncio.run(many())
+    assert len({result.extra_logs["pid"] for result in results}) == 2
+
+
+@pytest.mark.parametrize(("source", "complaint"), [
+    ("import no_such_package", "No module named 'no_such_package'"),
+    ("def reward(queries): pass", r"defines no function reward_func; it defines \['reward'\]"),
+    ("def reward_func(:", "SyntaxError"),
+    ("raise SystemExit(2)", "SystemExit"),
+    ("import os; os._exit(9)", "exited with status 9"),
+])  # fmt: skip
+def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, source: str, complaint: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    with pytest.raises(RewardImportError, match=complaint):
+        check_reward_file(path)
+    with RewardPool(path, num_workers=1) as pool, pytest.raises(RewardImportError, match=complaint):
+        asyncio.run(pool.grade("a", "a", ""))
+
+
+def test_an_import_that_hangs_is_reported_with_its_stack(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(RewardImportError, match="within 0.5 s(.|\n)*slow.py"):
+        check_reward_file(path, start_timeout_s=0.5)
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RewardImportError, match="--reward.remote_url: there is no file"):
+        check_reward_file(tmp_path / "none.py")
+
+
+def test_limits_must_be_positive(reward_path: Path) -> None:
+    with pytest.raises(ValueError, match="'num_workers': 0"):
+        RewardPool(reward_path, num_workers=0)
+
+
+def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) -> None:
+    pool = RewardPool(reward_path, num_workers=2, timeout_s=60.0)
+    pool.check()
+    pids = pool.worker_pids()
+    futures = [pool.submit("hang", "", "") for _ in range(5)]
+    time.sleep(0.2)
+    started = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - started < 5
+    assert all(isinstance(future.exception(timeout=0), RewardPoolClosed) for future in futures)
+    wait_until_dead(pids)
+    with pytest.raises(RewardPoolClosed):
+        pool.submit("4", "", "")
+
+
+@pytest.mark.parametrize("command", ["4", "hang in native code"])
+def test_workers_die_with_a_killed_parent(reward_path: Path, command: str) -> None:
+    program = (
+        "import sys, time; from openrlhf_ext.rewards import RewardPool\n"
+        f"pool = RewardPool({str(reward_path)!r}, num_workers=2); pool.check(); pool.submit({command!r}, '', '')\n"
+        "time.sleep(0.3); print(*pool.worker_pids(), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    wait_until_dead(pids)
+
+
+def test_a_worker_imports_neither_torch_nor_numpy(reward_path: Path) -> None:
+    heavy = "{'torch', 'numpy', 'openrlhf', 'ray'} & set(__import__('sys').modules)"
+    with RewardPool(reward_path, num_workers=1) as fresh:
+        assert grade(fresh, f"return {{'rewards': len({heavy})}}").reward == 0
+
+
+@pytest.mark.parametrize("kind", [RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied])
+def test_errors_pickle(kind: type[RewardError]) -> None:
+    error = kind("what", "p", "c", {"gold": 1})
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind and str(copy) == str(error) and copy.label == {"gold": 1}

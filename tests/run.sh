@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up the environment, then lints and tests. Arguments are passed on to pytest: bash tests/run.sh -k megatron
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/../examples/scripts/setup_env.sh"
+setup_env dev
+
+# One thread for each process: the tests start several processes on few cores.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# The tests use local files only.
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=disabled
+
+cd "$ROOT"
+"$VENV_PYTHON" -m ruff check .
+exec "$VENV_PYTHON" -m pytest "$@"

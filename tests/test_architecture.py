@@ -1,0 +1,59 @@
+"""The arrows of docs/architecture.md: which room may import which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "openrlhf_ext"
+HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
+# room -> rooms of ours it may import, and outside packages it may not
+RULES = {
+    "algorithms": (set(), HEAVY),
+    "head": (set(), HEAVY),
+    "config": (set(), HEAVY - {"pydantic"} | {"torch"}),
+    "megatron": ({"algorithms", "head", "patches"}, {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"}),
+    "rollout": ({"compat", "patches"}, {"megatron", "openrlhf", "pydantic"}),
+    "rewards": ({"compat"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
+    "reporting": (set(), HEAVY),
+    "evaluation": ({"rewards"}, HEAVY - {"transformers"}),
+    "controller": (
+        {"algorithms", "head", "megatron", "rollout", "rewards", "reporting", "evaluation", "config", "compat", "patches"},
+        {"openrlhf", "vllm"},
+    ),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of everything a file imports, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("room", RULES)
+def test_arrows_point_one_way(room):
+    allowed, forbidden = RULES[room]
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "openrlhf_ext" and len(parts) > 1:
+                assert parts[1] in allowed | {room, "__version__"}, f"{path}: imports {name}"
+            assert parts[0] not in forbidden, f"{path}: imports {name}"
+
+
+def test_only_compat_imports_openrlhf():
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "compat.py":
+            assert not any(n.split(".")[0] == "openrlhf" for n in imports(path)), path
+
+
+def test_every_room_is_covered():
+    rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert rooms - {"cli"} == set(RULES)
