@@ -95,9 +95,10 @@ _run_doctor() {
 
 # Prints the version of the interpreter that the environment has, or will be built on.
 _choose_python() {
-    local version wanted
+    local base version wanted
     if [[ ! -x $VENV_PYTHON ]]; then
-        _python_version "$(_base_python)"
+        base=$(_base_python) || exit 1
+        _python_version "$base"
         return
     fi
     version=$(_python_version "$VENV_PYTHON") || _die "$VENV_PYTHON does not run: remove $VENV and try again"

@@ -336,9 +336,10 @@ class SequenceAlgorithm(Algorithm):
         weights_B = losses.sequence_weights(
             kept_B=shaped.kept, active_B=shaped.active, index_B=index_B, sizes_B=shaped.group_sizes
         )
-        loss_mask_BT = shaped.mask & shaped.active[:, None]
+        # Truncated-masked completions have a ratio to look at, but weight 0.
+        loss_mask_BT = shaped.mask & shaped.kept[:, None]
         denominators = {
-            "tokens": loss_mask_BT.sum().to(torch.float64),
+            "tokens": torch.where(shaped.active, shaped.lengths, 0).sum().to(torch.float64),
             "sequences": shaped.active.sum().to(torch.float64),
         }
         return dataclasses.replace(
@@ -365,7 +366,7 @@ class SequenceAlgorithm(Algorithm):
             objective_B = objective_B * sequence_correction(shaped)
         value = -(torch.where(shaped.active, objective_B, 0.0) * shaped.weights.to(ratio_B.dtype)).sum()
         clipped_B = clipped_B & shaped.active
-        metrics = ratio_metrics(log_ratio_BT, None, shaped)
+        metrics = ratio_metrics(torch.where(shaped.active[:, None], log_ratio_BT.detach(), 0.0), None, shaped)
         metrics["clip_fraction"] = clipped_B.sum(dtype=torch.float64) / at_least_one(shaped.denominators["sequences"])
         details = {"clipped": clipped_B, "ratios": ratio_B.detach()}
         return Loss(value, {"policy_loss": value.detach(), **metrics}, details)

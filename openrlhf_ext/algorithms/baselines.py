@@ -21,6 +21,7 @@ from openrlhf_ext.algorithms.base import (
     group_advantages,
     masked_log_ratio,
     penalised_rewards,
+    promote,
 )
 from openrlhf_ext.algorithms.batch import Loss, ShapedBatch
 from openrlhf_ext.algorithms.options import (
@@ -136,7 +137,7 @@ class CovarianceControl(GroupRelative):
             raise ValueError(f"{self.name}: prepare takes the whole mini-batch, got a share made by `select`")
         with torch.no_grad():
             log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-            cov_BT = self.covariances(log_ratio_BT, shaped)
+            cov_BT = self.covariances(promote(new_logprobs), shaped)
             return self.choose(cov_BT, log_ratio_BT, shaped, seed)
 
     def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
@@ -149,9 +150,9 @@ class CovarianceControl(GroupRelative):
             shaped = self.prepare(new_logprobs, shaped)
         return super().loss(new_logprobs, shaped)
 
-    def covariances(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
+    def covariances(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
         """(B, T) covariance per token, 0 outside kept groups; means in float64."""
-        new_BT = log_ratio_BT + torch.where(shaped.loss_mask, shaped.old_logprobs, 0.0)
+        new_BT = torch.where(shaped.loss_mask, new_logprobs, 0.0)
         tokens = shaped.loss_mask.sum().clamp(min=1).to(torch.float64)
         weight_B = torch.where(shaped.active, shaped.lengths, 0).to(torch.float64)
         centred_B1 = (shaped.seq_advantages - (shaped.seq_advantages * weight_B).sum() / tokens)[:, None]

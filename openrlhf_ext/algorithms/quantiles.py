@@ -55,11 +55,11 @@ def order_statistic(values_BT: Tensor, mask_BT: Tensor, rank: int) -> Tensor:
 
 
 def upper_threshold(values_BT: Tensor, mask_BT: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
-    """The (1 - fraction) quantile, linearly interpolated, of the masked entries, and the cut it stands for.
+    """The (1 - fraction) quantile, linearly interpolated, of the masked entries; 0 if there are none.
 
     Returns:
-        tau, 0-d float64; and the smallest masked value that is >= tau, 0-d in the dtype of the values, so that
-        `values >= cut` selects exactly the entries >= tau without rounding tau.
+        tau, 0-d float64; and the smallest number >= tau in the dtype of the values, so that `values >= cut` decides
+        exactly as a comparison with tau itself.
     """
     count = int(mask_BT.sum())
     if count == 0:
@@ -69,4 +69,7 @@ def upper_threshold(values_BT: Tensor, mask_BT: Tensor, fraction: float) -> tupl
     low = order_statistic(values_BT, mask_BT, below)
     high = order_statistic(values_BT, mask_BT, min(count - 1, below + 1)) if position > below else low
     tau = low.double() + (position - below) * (high.double() - low.double())
-    return tau, (low if float(tau) <= float(low) else high)
+    cut = tau.to(values_BT.dtype)
+    if float(cut) < float(tau):
+        cut = torch.nextafter(cut, torch.full_like(cut, torch.inf))
+    return tau, cut

@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        result = _evaluate(arguments)
         before = json.loads(Path(arguments.compare).read_text()) if arguments.compare else None
+        result = _evaluate(arguments)
         if arguments.json:
             _write_json(Path(arguments.json), result.to_json())
     except (ValueError, OSError, RewardFailureLimit, RewardImportError) as error:

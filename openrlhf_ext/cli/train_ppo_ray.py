@@ -5,6 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
+
+NOT_IN_TRAINER = (
+    "not supported by the trainer yet: it selects tokens with statistics of the whole mini-batch under the current policy; "
+    "use grpo, dapo, gspo, gtpo_entropy, grpo_s, gtpo_conflict or another estimator without such a selection"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,10 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     # read when tqdm and Ray are first imported, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
-        check_algorithm(config)
+        if not config.logger.verbose:
+            warnings.simplefilter("ignore")  # those of the libraries; ours are log records
+        check(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -30,16 +39,28 @@ def main(argv: list[str] | None = None) -> int:
     return run(config)
 
 
-def check_algorithm(config) -> None:
-    """The algorithm's own options, which only ``openrlhf_ext.algorithms`` knows."""
+def check(config) -> None:
+    """What only other rooms know: the algorithm's own options, and which models the policy builds."""
     from openrlhf_ext.algorithms import get_algorithm
     from openrlhf_ext.config import ConfigError, Violation
+    from openrlhf_ext.megatron.hf_config import read_model_shape
 
     name, options, correction = config.algorithm_options()
+    violations = []
     try:
-        get_algorithm(name, correction=correction, **options)
+        algorithm = get_algorithm(name, correction=correction, **options)
+        if algorithm.needs_prepare:
+            violations.append(Violation((f"algo.{name}",), f"algo.advantage.estimator {name} is {NOT_IN_TRAINER}"))
     except ValueError as error:
-        raise ConfigError([Violation((f"algo.{name}",), f"algo.{name}: {error}")]) from error
+        violations.append(Violation((f"algo.{name}",), f"algo.{name}: {error}"))
+    model = config.actor.model_name_or_path
+    try:
+        if os.path.isdir(model):
+            read_model_shape(model)
+    except ValueError as error:
+        violations.append(Violation(("actor.model_name_or_path",), f"actor.model_name_or_path: {error}"))
+    if violations:
+        raise ConfigError(violations)
 
 
 def dry_run(config) -> int:

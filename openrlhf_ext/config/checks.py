@@ -73,6 +73,7 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
         vp=layout.virtual_pipeline_size,
         sequence_parallel=layout.sequence_parallel_enable,
     )
+    yield from rules.checkpoint_violations(save_steps=config.ckpt.save_steps, save_hf=config.ckpt.save_hf)
     yield from rules.sync_violations(backend=config.vllm.sync_backend)
     yield from rules.group_violations(
         estimator=config.algo.advantage.estimator, samples_per_prompt=rollout.n_samples_per_prompt

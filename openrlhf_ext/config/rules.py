@@ -45,6 +45,16 @@ def layout_violations(
         )
 
 
+def checkpoint_violations(*, save_steps: int, save_hf: bool) -> Iterator[Violation]:
+    """Checkpoints during training exist in one form only."""
+    if save_steps != -1 and not save_hf:
+        yield Violation(
+            ("ckpt.save_steps", "ckpt.save_hf"),
+            f"ckpt.save_steps {save_steps} needs ckpt.save_hf: checkpoints that a run can resume from are not built yet, "
+            "only Hugging Face ones; add --ckpt.save_hf, or leave ckpt.save_steps out",
+        )
+
+
 def model_violations(*, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int) -> Iterator[Violation]:
     """The model can be cut as the layout says, and takes sequences of the given length."""
     path, tp_option = "actor.model_name_or_path", "megatron.tensor_parallel_size"

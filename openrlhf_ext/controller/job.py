@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: Any) -> int:
     """Trains until the prompts are used up; returns the exit code (0, 1 = failed, 130 = interrupted)."""
+    config = with_local_model(config)
     engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
     session = RaySession(
         policy_ranks=config.world_size, engines=engines, env=worker_env(config), verbose=config.logger.verbose
@@ -43,18 +47,21 @@ def train(config: Any, session: RaySession) -> None:
     # the engines and the policy ranks start while this process imports OpenRLHF and reads the data
     start = Deadline()
     with start.limit(config.vllm.start_timeout_s, "starting the rollout engines and the policy ranks", "vllm.start_timeout_s"):
-        from openrlhf_ext import compat
+        logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
+        with library_chatter(shown=config.logger.verbose):
+            from openrlhf_ext import compat
 
-        if not config.logger.verbose:
-            compat.quiet_upstream_logs()
-        engines = start_engines(config, session.use_gpu)
-        policy = start_policy(config)
-        strategy = compat.get_strategy(config.upstream_args())
-        tokenizer = compat.get_tokenizer(
-            config.actor.model_name_or_path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
-        )
-        prompts, held_out = load_data(config, strategy, tokenizer)
+            if not config.logger.verbose:
+                compat.quiet_upstream_logs()
+            engines = start_engines(config, session.use_gpu)
+            policy = start_policy(config)
+            strategy = compat.get_strategy(config.upstream_args())
+            tokenizer = compat.get_tokenizer(
+                config.actor.model_name_or_path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
+            )
+            prompts, held_out = load_data(config, strategy, tokenizer)
         steps = training_steps(config, len(prompts))
+        logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
         start.doing = "building the policy and connecting it to the engines"
         initialize_everything(config, session, policy, engines, steps)
 
@@ -174,6 +181,7 @@ def start_policy(config: Any):
 
 def initialize_everything(config: Any, session: RaySession, policy: Any, engines: list, steps: int) -> None:
     """Waits for the engines, loads the policy on every rank, connects both, proves that they agree."""
+    from openrlhf_ext.controller.policy_actor import CheckpointSettings
     from openrlhf_ext.rollout import wait_until_ready
 
     wait_until_ready(engines, config.vllm.start_timeout_s)
@@ -181,7 +189,12 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
         session.remember(f"rollout engine {i}", info["pid"])
     infos = ray.get(
         policy.async_init_model_from_pretrained(
-            policy_settings(config, steps), algorithm_settings(config), sync_settings(config), config.train.max_epochs, engines
+            policy_settings(config, steps),
+            algorithm_settings(config),
+            sync_settings(config),
+            CheckpointSettings(config.ckpt.path, config.ckpt.max_num),
+            config.train.max_epochs,
+            engines,
         )
     )
     for info in infos:
@@ -241,6 +254,28 @@ def sync_settings(config: Any):
 
 
 # ---- data -------------------------------------------------------------------------------------------------------
+
+
+def with_local_model(config: Any) -> Any:
+    """The configuration with a folder as its model: a hub name is downloaded first, because every rank reads the files."""
+    name = config.actor.model_name_or_path
+    if Path(name).is_dir():
+        return config
+    from huggingface_hub import snapshot_download
+
+    logger.info("downloading %s", name)
+    folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"model_name_or_path": folder})})
+
+
+@contextmanager
+def library_chatter(shown: bool) -> Iterator[None]:
+    """Keeps what libraries print (not what they log) from the terminal."""
+    if shown:
+        yield
+        return
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
 
 
 def load_data(config: Any, strategy: Any, tokenizer: Any) -> tuple[Any, Any]:

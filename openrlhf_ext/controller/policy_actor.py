@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,18 +54,32 @@ class SyncSettings:
     probe_length: int
 
 
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Where checkpoints made during training go, and how many are kept."""
+
+    folder: str
+    max_num: int
+
+
 class PolicyActor(BaseModelActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
     def init_model_from_pretrained(
-        self, settings: PolicySettings, algorithm: AlgorithmSettings, sync: SyncSettings, max_epochs: int, engines: list
+        self,
+        settings: PolicySettings,
+        algorithm: AlgorithmSettings,
+        sync: SyncSettings,
+        checkpoints: CheckpointSettings,
+        max_epochs: int,
+        engines: list,
     ) -> dict[str, Any]:
         """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
         self.policy = MegatronPolicy(settings)
         self.algorithm = algorithm.build()
-        self.sync, self.engines, self.max_epochs = sync, engines, max_epochs
+        self.sync, self.checkpoints, self.engines, self.max_epochs = sync, checkpoints, engines, max_epochs
         self.shard: TrainingShard | None = None
         self.version = 0
         self.sender = self._connect() if dist.get_rank() == 0 and engines else None
@@ -130,11 +146,19 @@ class PolicyActor(BaseModelActor):
         dist.barrier()
         return {"weight_sync/probe_max_abs_diff": gauge, "weight_sync/version": float(self.version)}
 
-    def save_model(self, path: str | None = None) -> str:
-        """Writes the HF checkpoint."""
+    def save_model(self, path: str) -> None:
+        """Writes the final HF checkpoint."""
         self.policy.save_hf(path)
-        return str(path)
 
-    def save_checkpoint(self, tag: str, client_states=None, metric_value=None, metric_key=None, folder: str = "") -> None:
-        """An HF checkpoint of this step, ``<folder>/<tag>_hf``."""
-        self.policy.save_hf(Path(folder) / f"{tag}_hf")
+    def save_checkpoint(self, tag: str, client_states=None, metric_value=None, metric_key=None) -> None:
+        """Writes ``<ckpt.path>/<tag>_hf``; the oldest step checkpoints beyond ``ckpt.max_num`` are deleted."""
+        folder = Path(self.checkpoints.folder)
+        self.policy.save_hf(folder / f"{tag}_hf")
+        if dist.get_rank() == 0:
+            for old in step_checkpoints(folder)[: -self.checkpoints.max_num]:
+                shutil.rmtree(old)
+
+
+def step_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints named ``global_step<N>_hf``, oldest first."""
+    return sorted(folder.glob("global_step*_hf"), key=lambda p: int(re.sub(r"\D", "", p.name)))

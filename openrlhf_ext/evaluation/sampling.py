@@ -13,6 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_SMALL_MODEL_PARAMETERS = 20_000_000
+
 # Shape suffixes: B = sequences in a batch, P = longest prompt in it, T = prompt and completion.
 
 
@@ -75,7 +77,7 @@ def sample_completions(
     config = _generation_config(model, tokenizer, temperature, top_p, max_new_tokens)
     order = sorted((i for i in range(len(prompts)) for _ in range(n_samples)), key=lambda i: len(prompt_ids[i]))
     completions: list[list[Completion]] = [[] for _ in prompts]
-    with _evaluating(model.to(device), config), _seeded(seed, torch.device(device)):
+    with _evaluating(model.to(device), config), _seeded(seed, torch.device(device)), _threads_for(model):
         for rows in _chunks(order, batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
@@ -142,6 +144,18 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def _threads_for(model: PreTrainedModel) -> Iterator[None]:
+    """One CPU thread for a small model: its operations are shorter than a barrier of threads on a busy machine."""
+    before = torch.get_num_threads()
+    if model.device.type == "cpu" and model.num_parameters() < _SMALL_MODEL_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _chunks(order: list[int], size: int) -> Iterator[list[int]]:

@@ -342,7 +342,8 @@ def save_hf(
 ) -> None:
     """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
 
-    The directory is written under a temporary name and renamed when complete, so that ``target`` is never half-written.
+    The files are written under a temporary name and moved when complete, so that ``target`` is never half-written; other
+    files in ``target`` stay.
     """
     target, temporary = Path(target), Path(f"{target}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -396,10 +397,16 @@ def _fsync(path: Path) -> None:
 
 
 def _replace_directory(temporary: Path, target: Path) -> None:
-    """Renames ``temporary`` to ``target``; a previous target is moved aside first and removed afterwards."""
-    previous = Path(f"{target}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    if target.exists():
-        target.rename(previous)
-    temporary.rename(target)
-    shutil.rmtree(previous, ignore_errors=True)
+    """Puts the finished files of ``temporary`` into ``target`` without touching other files there (metrics, figures).
+
+    ``config.json`` leaves first and arrives last: a loader that comes in between finds no checkpoint, never a mixed one.
+    """
+    if not target.exists():
+        temporary.rename(target)
+        return
+    (target / "config.json").unlink(missing_ok=True)
+    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
+        stale.unlink()
+    for path in sorted(temporary.iterdir(), key=lambda p: p.name == "config.json"):
+        path.replace(target / path.name)
+    temporary.rmdir()

@@ -21,7 +21,7 @@ from openrlhf_ext.rollout import worker_extension
 from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.in_process import InProcessEngine
-from openrlhf_ext.rollout.process import describe_process, own_stderr_tail
+from openrlhf_ext.rollout.process import describe_process, own_stderr_tail, take_down_with_me
 from openrlhf_ext.rollout.seeding import RequestSeeds
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
@@ -144,7 +144,7 @@ class RolloutEngine(compat.RolloutRayActor):
     ) -> None:
         """Let this engine's workers join the sender's group as ranks `rank_offset`, `rank_offset` + 1, ..."""
         await self.llm.collective_rpc(
-            "connect_weight_receiver", args=(plan, address, port, rank_offset, world_size, timeout_s)
+            "connect_weight_receiver", args=(plan.to_wire(), address, port, rank_offset, world_size, timeout_s)
         )
 
     async def receive_weights(self, version: int) -> None:
@@ -281,6 +281,7 @@ async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:
             return await InProcessEngine.start(engine_args)
         llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
         await llm.is_sleeping()
+        take_down_with_me()
         return llm
     except Exception as error:
         log = "" if in_process else f"\nThe end of this process's log:\n{own_stderr_tail()}"

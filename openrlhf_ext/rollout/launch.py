@@ -122,7 +122,6 @@ def engine_env(*, use_gpu: bool, model_path: str, cpu_threads: int = 1) -> dict[
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the bucket plan reaches worker processes as an object
         "TOKENIZERS_PARALLELISM": "false",
     }
     if os.path.isdir(model_path):

@@ -7,6 +7,7 @@ names must not clash with those of `vllm.v1.worker`; imports stay at torch and v
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -24,13 +25,19 @@ class WeightSyncExtension:
     _weight_receiver: WeightReceiver | None = None
 
     def connect_weight_receiver(
-        self, plan: BucketPlan, address: str, port: int, rank_offset: int, world_size: int, timeout_s: float
+        self, plan: dict[str, Any], address: str, port: int, rank_offset: int, world_size: int, timeout_s: float
     ) -> None:
-        """Join the sender's group as rank `rank_offset` + this worker's rank within its engine."""
+        """Join the sender's group as rank `rank_offset` + this worker's rank within its engine.
+
+        Args:
+            plan: `BucketPlan.to_wire()`.
+            address, port, world_size, timeout_s: see `GlooWeightReceiver`.
+        """
         self.disconnect_weight_receiver()
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
+        rank = rank_offset + self.rank
         self._weight_receiver = GlooWeightReceiver(
-            plan, address, port, rank_offset + self.rank, world_size, timeout_s
+            BucketPlan.from_wire(plan), address, port, rank, world_size, timeout_s
         )
 
     def disconnect_weight_receiver(self) -> None:

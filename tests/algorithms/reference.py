@@ -258,7 +258,8 @@ def correction_factors(completion, correction):
         return [1.0] * length(completion)
     level, mode = correction.get("level", "token"), correction.get("mode", "mask")
     gating, threshold = correction.get("gating", "ratio"), correction.get("threshold", (0.5, 5.0))
-    low, high = threshold if isinstance(threshold, (list, tuple)) else (0.0, threshold)
+    threshold = threshold if isinstance(threshold, (list, tuple)) else [threshold]
+    low, high = threshold if len(threshold) == 2 else (0.0, threshold[0])
     logs = [o - r for o, r in zip(completion["old"], completion["rollout"])]
     if gating == "ratio":
         stats = [math.exp(x) for x in logs]
@@ -304,7 +305,7 @@ def token_loss(groups, advantages, omegas, o, *, token_mask=None, factors=None, 
             if omega == 0.0:
                 continue
             importance = correction_factors(c, correction)
-            if c.get("behavior") == "guide":
+            if ratio_base is not None and c.get("behavior") == "guide":
                 importance = [1.0] * length(c)
             base = c["old"] if ratio_base is None else ratio_base(c)
             for t in range(length(c)):

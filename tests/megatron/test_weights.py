@@ -89,9 +89,13 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(models, tmp_path):
         yield from list(tensors.items())[:3]
         raise RuntimeError("killed in the middle")
 
+    (target / "metrics.jsonl").write_text("{}")
     with pytest.raises(RuntimeError, match="killed"):
         save_hf(breaks(), source, target)
     assert set(load_file(target / "model.safetensors")) == set(tensors)
+    save_hf(tensors.items(), source, target, max_shard_bytes=20_000)
+    assert not (target / "model.safetensors").exists() and (target / "config.json").exists()
+    assert (target / "metrics.jsonl").read_text() == "{}", "other files in the folder are kept"
 
 
 def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):

@@ -66,7 +66,7 @@ class DeepSpeed(Entity):
         False,
         "Liger kernels in transformers models",
         why="transformers does not run the policy",
-        instead="use megatron.head for the log-probability head",
+        instead="leave it out; the log-probability head here never holds all logits",
     )
     grad_accum_dtype: str | None = no_meaning(
         None,

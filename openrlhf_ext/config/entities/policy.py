@@ -172,11 +172,6 @@ class Megatron(Entity):
     param_dtype: Literal["bf16", "fp32"] = option(
         "bf16", "data type of parameters and activations; optimizer states and gradients are kept in fp32"
     )
-    head: Literal["auto", "torch", "naive"] = option(
-        "auto",
-        "how log-probability and entropy are computed from hidden states: torch = in chunks of bounded memory, "
-        "naive = from whole logits, auto = the best one for the device",
-    )
     recompute: Literal["none", "full"] = option(
         "none",
         "activations recomputed in the backward pass: none, or those of every layer (less memory, about 1/3 "

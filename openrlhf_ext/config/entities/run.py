@@ -78,16 +78,18 @@ class Eval(Entity):
 class Ckpt(Entity):
     """What is kept on disk."""
 
-    save_steps: Interval = option(-1, "training steps between checkpoints, -1 = only the final Hugging Face one")
+    save_steps: Interval = option(-1, "training steps between checkpoints, -1 = only the final one; needs ckpt.save_hf")
     path: str = option("./ckpt/checkpoints_ppo_ray", "folder of the checkpoints made during training", path="output")
-    save_hf: bool = option(False, "also write each checkpoint in Hugging Face form")
+    save_hf: bool = option(
+        False, "write the checkpoints of ckpt.save_steps, in Hugging Face form (weights only: a run cannot be resumed yet)"
+    )
     disable_ds: bool = no_meaning(
         False,
         "write no DeepSpeed checkpoint",
         why="DeepSpeed does not run the policy",
         instead="leave it out",
     )
-    max_num: int = option(3, "checkpoints kept; the oldest are deleted", ge=1)
+    max_num: int = option(3, "checkpoints of ckpt.save_steps kept; the oldest are deleted", ge=1)
     max_mem: float = not_yet(
         float("inf"),
         "disk space of all checkpoints, GB",
@@ -102,7 +104,7 @@ class Ckpt(Entity):
     )
     best_metric_key: str = option(
         "",
-        "evaluation metric that decides the best checkpoint; empty = the first *_pass1, none = no best checkpoint",
+        "evaluation metric whose best value is kept as a checkpoint of its own, such as eval/accuracy; empty or none = no",
     )
     output_dir: str = option(
         "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,18 @@ class BucketPlan:
         _check(specs, bucket_bytes)
         groups = _split(specs, bucket_bytes)
         return cls(tuple(_bucket(index, group) for index, group in enumerate(groups)), bucket_bytes)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> BucketPlan:
+        """The plan that `to_wire` described."""
+        rows = wire["tensors"]
+        specs = [TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in rows]
+        return cls.build(specs, wire["bucket_bytes"])
+
+    def to_wire(self) -> dict[str, Any]:
+        """The plan in strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
+        rows = [(spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in self.specs]
+        return {"tensors": rows, "bucket_bytes": self.bucket_bytes}
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -1,0 +1,244 @@
+"""The logic of examples/scripts/setup_env.sh on an empty checkout, with a stub in place of Python and pip."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED_FILES = (
+    "examples/scripts/setup_env.sh",
+    "requirements/build.lock",
+    "requirements/cpu.lock",
+    "requirements/dev.lock",
+    "setup.py",
+    "pyproject.toml",
+)
+PHASES = ["venv", "tools", "packages", "dev", "torch", "deepspeed", "project", "check"]
+
+# Answers as the script expects of an interpreter: its version; `-m venv DIR` puts a copy of itself there; every call of
+# pip and of the doctor is written down. $STUB_FAIL is a pattern of calls that fail.
+STUB = r"""#!/usr/bin/env bash
+if [[ $1 == -c ]]; then echo "${STUB_VERSION:-3.11.9}"; exit; fi
+if [[ $* == "-m pip --version" ]]; then exit; fi
+echo "$*" >>"$STUB_CALLS"
+if [[ -n ${STUB_FAIL:-} && $* == $STUB_FAIL ]]; then
+    for line in $(seq 30); do echo "stub output $line"; done
+    echo "stub error: no matching distribution" >&2
+    exit 3
+fi
+if [[ $2 == venv ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+"""
+
+Setup = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with a space in its name that holds what the set-up reads, and nothing else."""
+    checkout = tmp_path / "my checkout"
+    for name in NEEDED_FILES:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    return checkout
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path) -> Path:
+    """Goes first on PATH; has stubs for all interpreters that the script looks for."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("python3.11", "python3.12", "python3"):
+        write_executable(folder / name, STUB)
+    return folder
+
+
+@pytest.fixture
+def setup(checkout: Path, bin_folder: Path, tmp_path: Path) -> Setup:
+    def run(*arguments: str, root: Path = checkout, **env: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OPENRLHF_EXT_", "PIP_")) and k != "PYTHON"}
+        paths = f"{bin_folder}:{clean['PATH']}"
+        return subprocess.run(
+            ["bash", str(root / "examples/scripts/setup_env.sh"), *arguments],
+            env={**clean, "PATH": paths, "STUB_CALLS": str(tmp_path / "calls"), **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Callable[[], list[str]]:
+    """The calls of Python since the last look."""
+
+    def take() -> list[str]:
+        path = tmp_path / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+    return take
+
+
+def write_executable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def phases_of(output: str) -> list[str]:
+    return re.findall(r"^set-up: (\w+) +\d+ s$", output, re.MULTILINE)
+
+
+def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkout: Path) -> None:
+    result = setup("dev")
+    assert result.returncode == 0, result.stderr
+    assert phases_of(result.stdout) == PHASES
+    assert calls() == [
+        f"-m venv {checkout}/.venv",
+        "-m pip install -r requirements/build.lock",
+        "-m pip install --no-deps -r requirements/cpu.lock",
+        "-m pip install --no-deps -r requirements/dev.lock",
+        "-m pip install torch==2.13.0",
+        "-m pip uninstall -y torchvision torchaudio torchcodec triton",
+        "-m pip install --use-pep517 --no-deps deepspeed==0.19.6",
+        "-m pip install --no-deps --no-build-isolation -e .",
+        "-m openrlhf_ext.cli.doctor",
+    ]
+
+
+def test_users_without_tests_get_no_test_tools(setup: Setup, calls) -> None:
+    assert phases_of(setup().stdout) == [phase for phase in PHASES if phase != "dev"]
+    assert not any("dev.lock" in call for call in calls())
+
+
+def test_a_second_run_does_nothing_in_less_than_two_seconds(setup: Setup, calls) -> None:
+    setup("dev")
+    calls()
+    started = time.perf_counter()
+    result = setup("dev")
+    assert time.perf_counter() - started < 2
+    assert (result.returncode, result.stdout, calls()) == (0, "", [])
+
+
+def test_a_changed_lock_file_repeats_its_phase_and_the_check(setup: Setup, checkout: Path) -> None:
+    setup("dev")
+    with (checkout / "requirements/cpu.lock").open("a") as lock:
+        lock.write("another==1.0\n")
+    assert phases_of(setup("dev").stdout) == ["packages", "check"]
+
+
+def test_a_moved_checkout_installs_the_project_again(setup: Setup, checkout: Path, tmp_path: Path) -> None:
+    setup()
+    moved = checkout.rename(tmp_path / "moved")
+    assert phases_of(setup(root=moved).stdout) == ["project", "check"]
+
+
+def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, checkout: Path) -> None:
+    failed = setup("dev", STUB_FAIL="*torch==2.13.0")
+    assert failed.returncode == 1
+    assert phases_of(failed.stdout) == PHASES[:4]
+    assert "set-up failed in phase 'torch' (exit status 3)" in failed.stderr
+    assert "stub error: no matching distribution" in failed.stderr
+    assert "stub output 30" in failed.stderr and "stub output 2\n" not in failed.stderr
+    assert "What to do: torch==2.13.0, CPU or CUDA build" in failed.stderr
+    assert "stub output 1\n" in (checkout / ".venv/setup.log").read_text()
+
+    assert phases_of(setup("dev").stdout) == PHASES[4:]
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        ("-m venv*", "python3.11-venv"),
+        ("*cpu.lock", "goes on with this phase"),
+        ("*deepspeed*", "isolated environment"),
+        ("*doctor", "says what is missing"),
+    ],
+)
+def test_each_failure_has_a_remedy(setup: Setup, call: str, remedy: str) -> None:
+    failed = setup(STUB_FAIL=call)
+    assert failed.returncode == 1
+    assert remedy in failed.stderr
+
+
+def test_no_suitable_python_is_said_before_anything_happens(setup: Setup, calls, checkout: Path) -> None:
+    failed = setup(STUB_VERSION="3.9.18")
+    assert failed.returncode == 1
+    assert "no suitable Python. Needed: 3.11 (the tested one) or 3.12" in failed.stderr
+    assert "python3 is 3.9.18" in failed.stderr and "PYTHON=/path/to/python3.11" in failed.stderr
+    assert calls() == [] and not (checkout / ".venv").exists()
+
+
+def test_python_311_is_preferred_and_others_are_tried(setup: Setup, calls, bin_folder: Path, checkout: Path) -> None:
+    write_executable(bin_folder / "python3.11", "#!/bin/sh\nexit 127\n")
+    write_executable(bin_folder / "python3.12", STUB.replace("3.11.9", "3.12.1"))
+    assert setup().returncode == 0
+    assert (checkout / ".venv/.setup/venv").read_text().strip() == "3.12.1"
+
+
+def test_python_variable_names_the_interpreter(setup: Setup, tmp_path: Path, checkout: Path) -> None:
+    mine = tmp_path / "my python"
+    write_executable(mine, STUB.replace("3.11.9", "3.12.7"))
+    assert setup(PYTHON=str(mine)).returncode == 0
+    assert (checkout / ".venv/.setup/venv").read_text().strip() == "3.12.7"
+
+    absent = setup(PYTHON="/nowhere/python", OPENRLHF_EXT_VENV=str(tmp_path / "other"))
+    assert absent.returncode == 1 and "Looked for: /nowhere/python" in absent.stderr
+
+
+def test_an_environment_of_another_python_is_not_mixed(setup: Setup, tmp_path: Path) -> None:
+    setup()
+    other = tmp_path / "other"
+    write_executable(other, STUB.replace("3.11.9", "3.12.7"))
+    failed = setup(PYTHON=str(other))
+    assert failed.returncode == 1
+    assert "holds Python 3.11.9" in failed.stderr and "is 3.12.7: remove" in failed.stderr
+
+
+def test_too_little_disk_is_said_with_both_numbers(setup: Setup, calls, bin_folder: Path) -> None:
+    write_executable(bin_folder / "df", "#!/bin/sh\necho header\necho /dev/x 99 9 3145728 75% /\n")
+    failed = setup()
+    assert failed.returncode == 1
+    assert "8 GB needed, 3 GB free" in failed.stderr and "OPENRLHF_EXT_VENV=" in failed.stderr
+    assert calls() == []
+    assert setup(OPENRLHF_EXT_MIN_DISK_GB="2").returncode == 0
+    assert setup().returncode == 0, "a finished environment needs no disk"
+
+
+def test_environment_can_be_placed_elsewhere(setup: Setup, tmp_path: Path, checkout: Path) -> None:
+    assert setup(OPENRLHF_EXT_VENV=str(tmp_path / "elsewhere")).returncode == 0
+    assert (tmp_path / "elsewhere/bin/python").exists() and not (checkout / ".venv").exists()
+
+
+def test_torch_can_come_from_an_index_of_its_own(setup: Setup, calls) -> None:
+    setup(OPENRLHF_EXT_TORCH_INDEX="file:///wheels")
+    assert "-m pip install --index-url file:///wheels torch==2.13.0" in calls()
+
+
+def test_an_existing_environment_is_taken_over(setup: Setup, calls, checkout: Path) -> None:
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    write_executable(python, STUB)
+    assert setup().returncode == 0
+    assert not any("-m venv" in call for call in calls())
+
+
+def test_sourcing_scripts_get_the_interpreter(checkout: Path, setup: Setup, bin_folder: Path, tmp_path: Path) -> None:
+    setup()
+    script = f'source "{checkout}/examples/scripts/setup_env.sh"; setup_env; echo "$VENV_PYTHON"; command -v python'
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == [f"{checkout}/.venv/bin/python"] * 2
+
+
+def test_a_wrong_argument_is_refused(setup: Setup) -> None:
+    failed = setup("devel")
+    assert failed.returncode == 1 and "'devel'" in failed.stderr
