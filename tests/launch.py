@@ -1,4 +1,4 @@
-"""Runs a function on several real processes with a gloo rendezvous; many cases per launch, because start-up dominates."""
+"""Runs a function on several real processes with a rendezvous; many cases per launch, because start-up dominates."""
 
 from __future__ import annotations
 

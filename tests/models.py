@@ -23,7 +23,15 @@ FAMILIES = {
 
 
 def make_tiny_model(
-    path: Path, family: str = "qwen2", *, tied: bool = False, vocab: int = 61, layers: int = 4, heads: int = 4, seed: int = 0, **more
+    path: Path,
+    family: str = "qwen2",
+    *,
+    tied: bool = False,
+    vocab: int = 61,
+    layers: int = 4,
+    heads: int = 4,
+    seed: int = 0,
+    **more,
 ) -> PreTrainedModel:
     """A random fp32 checkpoint with norms and biases off their trivial values, saved to ``path``."""
     torch.manual_seed(seed)

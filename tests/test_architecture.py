@@ -20,7 +20,18 @@ RULES = {
     "reporting": (set(), HEAVY),
     "evaluation": ({"rewards"}, HEAVY - {"transformers"}),
     "controller": (
-        {"algorithms", "head", "megatron", "rollout", "rewards", "reporting", "evaluation", "config", "compat", "patches"},
+        {
+            "algorithms",
+            "head",
+            "megatron",
+            "rollout",
+            "rewards",
+            "reporting",
+            "evaluation",
+            "config",
+            "compat",
+            "patches",
+        },
         {"openrlhf", "vllm"},
     ),
 }

@@ -8,13 +8,17 @@ import sys
 import warnings
 
 NOT_IN_TRAINER = (
-    "not supported by the trainer yet: it selects tokens with statistics of the whole mini-batch under the current policy; "
-    "use grpo, dapo, gspo, gtpo_entropy, grpo_s, gtpo_conflict or another estimator without such a selection"
+    "not supported by the trainer yet: it selects tokens with statistics of the whole mini-batch under the current "
+    "policy;     "use grpo, dapo, gspo, gtpo_entropy, grpo_s, gtpo_conflict or another estimator without such a selection"
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Checks the configuration, then runs it. Exit code 2: the configuration is wrong; 1: the run failed; 130: Ctrl-C."""
+    """Checks the configuration, then runs it.
+
+    Returns:
+        0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C.
+    """
     from openrlhf_ext.config import ConfigError, load_config
 
     # read when tqdm and Ray are first imported, so set before

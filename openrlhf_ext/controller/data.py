@@ -53,9 +53,13 @@ def load_prompts(
             "Raise --data.max_len, lower --rollout.max_new_tokens, or set --data.overlong_prompts skip."
         )
     if not keep:
-        raise ValueError(f"no prompt of {paths} fits data.max_len - rollout.max_new_tokens = {max_prompt_tokens} tokens")
+        raise ValueError(
+            f"no prompt of {paths} fits data.max_len - rollout.max_new_tokens = {max_prompt_tokens} tokens"
+        )
     if skipped:
-        logger.warning("%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens)
+        logger.warning(
+            "%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens
+        )
     for name in ("prompts", "labels", "images", "datasources"):
         values = getattr(dataset, name)
         setattr(dataset, name, [values[i] for i in keep])

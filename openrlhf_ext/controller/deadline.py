@@ -23,7 +23,9 @@ class Deadline:
         self.doing = doing
 
         def expire(*_) -> None:
-            raise DeadlineExceeded(f"waited {seconds:g} s while {self.doing}; raise --{option} if this is expected to take longer")
+            raise DeadlineExceeded(
+                f"waited {seconds:g} s while {self.doing}; raise --{option} if this is expected to take longer"
+            )
 
         previous = signal.signal(signal.SIGALRM, expire)
         signal.setitimer(signal.ITIMER_REAL, seconds)

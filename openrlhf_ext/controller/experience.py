@@ -21,7 +21,9 @@ from openrlhf_ext.megatron.policy import LogprobEntropy
 class ShapingExperienceMaker(RemoteExperienceMaker):
     """Makes one ``TrainingShard`` per data-parallel rank; groups are shaped here, whole, and never on a shard."""
 
-    def __init__(self, *args: Any, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int) -> None:
+    def __init__(
+        self, *args: Any, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int
+    ) -> None:
         super().__init__(*args)
         self.algorithm = algorithm
         self.group_size = group_size
@@ -64,7 +66,9 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
             rows = [row for mini in mini_batches for row in mini.rows]
             shards.append(
                 TrainingShard(
-                    sequences=batch.tokens_BS[rows[:1]],  # OpenRLHF's trainer shows the first; the rows are in mini_batches
+                    sequences=batch.tokens_BS[
+                        rows[:1]
+                    ],  # OpenRLHF's trainer shows the first; the rows are in mini_batches
                     response_length=lengths[rows],
                     truncated=truncated[rows],
                     info={"reward": rewards[rows]},
@@ -81,7 +85,9 @@ def in_group_order(samples: list[Experience], group_size: int) -> list[Experienc
         ValueError: completions of one prompt do not stand together in blocks of ``group_size``.
     """
     if len(samples) % group_size:
-        raise ValueError(f"{len(samples)} completions are not whole groups of rollout.n_samples_per_prompt = {group_size}")
+        raise ValueError(
+            f"{len(samples)} completions are not whole groups of rollout.n_samples_per_prompt = {group_size}"
+        )
     groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
     for group in groups:
         if len(prompts := {s.prompts[0] for s in group}) != 1:
@@ -89,7 +95,9 @@ def in_group_order(samples: list[Experience], group_size: int) -> list[Experienc
     return [sample for group in sorted(groups, key=lambda g: g[0].prompts[0]) for sample in group]
 
 
-def rollout_batch(samples: list[Experience], batch: SequenceBatch, old: LogprobEntropy, group_size: int) -> RolloutBatch:
+def rollout_batch(
+    samples: list[Experience], batch: SequenceBatch, old: LogprobEntropy, group_size: int
+) -> RolloutBatch:
     """The algorithms' view of the batch."""
     return RolloutBatch(
         tokens=batch.targets_BT,

@@ -46,7 +46,9 @@ def train(config: Any, session: RaySession) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
     # the engines and the policy ranks start while this process imports OpenRLHF and reads the data
     start = Deadline()
-    with start.limit(config.vllm.start_timeout_s, "starting the rollout engines and the policy ranks", "vllm.start_timeout_s"):
+    with start.limit(
+        config.vllm.start_timeout_s, "starting the rollout engines and the policy ranks", "vllm.start_timeout_s"
+    ):
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat
@@ -85,6 +87,9 @@ def train(config: Any, session: RaySession) -> None:
             "max_new_tokens": config.rollout.max_new_tokens,
             "temperature": config.rollout.temperature,
             "top_p": config.rollout.top_p,
+            # OpenRLHF's default of 1 makes vLLM exclude EOS from the first token's distribution, which is then not the
+            # policy's; a response is at least its EOS anyway
+            "min_new_tokens": 0,
         },
         make_experience_maker=partial(
             ShapingExperienceMaker,
@@ -97,7 +102,6 @@ def train(config: Any, session: RaySession) -> None:
         limits=TrainerLimits(config.train.step_timeout_s, config.rollout.timeout_s, config.rollout.max_filter_batches),
     )
     session.remember_children()
-    trainer.evaluate_if_configured(0)
     trainer.fit()
     recorder.close()
     logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
@@ -229,7 +233,8 @@ def policy_settings(config: Any, steps: int):
         optimizer=OptimizerSettings(
             lr=actor.adam.lr, betas=tuple(actor.adam.betas), eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
             max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
-            min_lr_ratio=actor.min_lr_ratio, max_steps=max(1, updates), distributed=megatron.distributed_optimizer_enable,
+            min_lr_ratio=actor.min_lr_ratio, max_steps=max(1, updates),
+            distributed=megatron.distributed_optimizer_enable,
         ),
     )  # fmt: skip
 
@@ -257,7 +262,7 @@ def sync_settings(config: Any):
 
 
 def with_local_model(config: Any) -> Any:
-    """The configuration with a folder as its model: a hub name is downloaded first, because every rank reads the files."""
+    """The configuration with a folder as its model: a hub name is downloaded first, since every rank reads files."""
     name = config.actor.model_name_or_path
     if Path(name).is_dir():
         return config
@@ -282,13 +287,23 @@ def load_data(config: Any, strategy: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Training prompts and, if configured, held-out prompts that fit."""
     from openrlhf_ext.controller.data import load_prompts
 
-    limits = {"max_prompt_tokens": config.data.max_len - (config.rollout.max_new_tokens or 1), "overlong": config.data.overlong_prompts}
+    limits = {
+        "max_prompt_tokens": config.data.max_len - (config.rollout.max_new_tokens or 1),
+        "overlong": config.data.overlong_prompts,
+    }
     prompts = load_prompts(
-        config.data.prompt_dataset, config.data.prompt_split, strategy, tokenizer, probabilities=config.data.prompt_probs, **limits
+        config.data.prompt_dataset,
+        config.data.prompt_split,
+        strategy,
+        tokenizer,
+        probabilities=config.data.prompt_probs,
+        **limits,
     )
     if config.eval.dataset is None:
         return prompts, None
-    return prompts, load_prompts(config.eval.dataset, config.eval.split, strategy, tokenizer, probabilities=None, **limits)
+    return prompts, load_prompts(
+        config.eval.dataset, config.eval.split, strategy, tokenizer, probabilities=None, **limits
+    )
 
 
 def dataloader(strategy: Any, data: Any, *, shuffle: bool, workers: int) -> Any:

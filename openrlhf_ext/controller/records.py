@@ -25,17 +25,23 @@ class StepRecorder:
         skipped_overlong: prompts that were left out before the run.
     """
 
-    def __init__(self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = "") -> None:
+    def __init__(
+        self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = ""
+    ) -> None:
         self.metrics_path, self.figure_path, self.title = metrics_path, figure_path, title
         self.writer = MetricsWriter(metrics_path)
         self.progress = ProgressLine(total_steps)
         self.skipped_overlong = skipped_overlong
+        self.last_step, self.last_evaluation = 0, -1
         self._drawing: threading.Thread | None = None
         self._drawn_at = 0.0
 
-    def step(self, step: int, logs: dict[str, Any], engines: Iterable[Mapping[str, float]], **more: float) -> dict[str, Any]:
+    def step(
+        self, step: int, logs: dict[str, Any], engines: Iterable[Mapping[str, float]], **more: float
+    ) -> dict[str, Any]:
         """Writes the record of one step and returns it with the sample that OpenRLHF's loggers show."""
         record = step_record(logs, list(engines)) | {"prompts/skipped_overlong": self.skipped_overlong, **more}
+        self.last_step = step
         self.writer.write(step, record)
         self.progress.show(step, record)
         self.draw()
@@ -43,8 +49,10 @@ class StepRecorder:
 
     def evaluation(self, step: int, logs: dict[str, float]) -> None:
         """Writes the record of an evaluation made after ``step`` steps."""
+        self.last_evaluation = step
         self.writer.write(step, logs)
-        logger.info("step %d: held-out accuracy %.3f over %d samples", step, logs["eval/accuracy"], logs["eval/samples"])
+        accuracy, error = logs["eval/accuracy"], logs["eval/accuracy_stderr"]
+        logger.info("step %d: held-out accuracy %.3f +- %.3f (%d samples)", step, accuracy, error, logs["eval/samples"])
 
     def draw(self, wait: bool = False) -> None:
         """Redraws the figure, in the background unless ``wait``."""
@@ -82,6 +90,8 @@ def step_record(logs: Mapping[str, Any], engines: list[Mapping[str, float]]) -> 
     grade = max((e["exposed_grading_s"] for e in engines), default=0.0)
     record["time/generate"] = max(0.0, logs["timing/generation"] - grade)
     record["time/grade"] = grade
-    record["time/step"] = sum(logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast"))
+    record["time/step"] = sum(
+        logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast")
+    )
     record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]
     return record

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 
 from openrlhf_ext.compat import BasePPOTrainer, Experience, PPOTrainer, SamplesGenerator
 from openrlhf_ext.controller.deadline import Deadline
@@ -55,9 +56,9 @@ class BoundedSamplesGenerator(SamplesGenerator):
         budget = self.limits.max_filter_batches * self.args.rollout.batch_size
         if self.args.algo.dynamic_filtering_enable and self._dispatched > budget:
             raise FilterExhaustedError(
-                f"dynamic sampling used {self._dispatched} prompts for one batch of {self.args.rollout.batch_size}: almost all "
-                "groups are all right or all wrong. Use easier or harder prompts, a wider --algo.dynamic_filtering_range, or "
-                f"raise --rollout.max_filter_batches (now {self.limits.max_filter_batches})."
+                f"dynamic sampling used {self._dispatched} prompts for one batch of {self.args.rollout.batch_size}: almost "
+                "all groups are all right or all wrong. Use easier or harder prompts, a wider "
+                f"--algo.dynamic_filtering_range, or raise --rollout.max_filter_batches (now {self.limits.max_filter_batches})."
             )
         return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
 
@@ -99,7 +100,9 @@ class PolicyTrainer(PPOTrainer):
 
     def train_step(self, rollout_samples: list[Experience], global_step: int) -> tuple[dict, int]:
         """One step of OpenRLHF's trainer, its metrics renamed to those of docs/metrics.md."""
-        with self.deadline.limit(self.limits.step_timeout_s, f"training step {global_step + 1}", "train.step_timeout_s"):
+        with self.deadline.limit(
+            self.limits.step_timeout_s, f"training step {global_step + 1}", "train.step_timeout_s"
+        ):
             status, step = super().train_step(rollout_samples, global_step)
         kept = {k: v for k, v in status.items() if not k.startswith(("timing/", "rollout/"))}
         phases = {ours: status[upstream] for upstream, ours in _PHASES.items()}
@@ -137,20 +140,41 @@ class PolicyTrainer(PPOTrainer):
         with self.deadline.limit(self.limits.rollout_timeout_s, "evaluating", "rollout.timeout_s"):
             samples = self.samples_generator.generate_eval_samples(**generate_kwargs)
         self._rollout_stats()  # an evaluation does not count as a step's rollout
-        logs = {
-            "eval/accuracy": sum(float(s.scores[0]) for s in samples) / len(samples),
-            "eval/reward_mean": sum(float(s.rewards[0]) for s in samples) / len(samples),
-            "eval/response_length_mean": sum(float(s.response_length[0]) for s in samples) / len(samples),
-            "eval/samples": float(len(samples)),
-            "time/eval": time.perf_counter() - started,
+        logs = evaluation_metrics(samples, generate_kwargs["n_samples_per_prompt"]) | {
+            "time/eval": time.perf_counter() - started
         }
         self.recorder.evaluation(global_step, logs)
         for sink in filter(None, (self.wandb_logger, self.tensorboard_logger)):
             sink.log_eval(global_step, logs)
         return logs
 
-    def evaluate_if_configured(self, global_step: int) -> None:
-        """The starting point of the curve."""
-        if self.eval_dataloader:
-            sampling = {"temperature": self.args.eval.temperature, "n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
+    def evaluate_now(self, global_step: int) -> None:
+        """Evaluates outside of the loop: the starting point of the curve, and the end if the loop did not."""
+        if self.eval_dataloader and self.recorder.last_evaluation != global_step:
+            sampling = {
+                "temperature": self.args.eval.temperature,
+                "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
+            }
             self.evaluate(global_step, **{**self.generate_kwargs, **sampling})
+
+    def fit(self, global_step: int = 0) -> None:
+        """OpenRLHF's loop, with an evaluation before the first and after the last step."""
+        self.evaluate_now(global_step)
+        super().fit(global_step)
+        self.wandb_logger = self.tensorboard_logger = None  # the loop has closed them
+        self.evaluate_now(self.recorder.last_step)
+
+
+def evaluation_metrics(samples: list[Experience], samples_per_prompt: int) -> dict[str, float]:
+    """Accuracy (mean of ``scores``) and its standard error over prompts, mean reward and length."""
+    scores_PN = torch.cat([s.scores for s in samples]).double().view(-1, samples_per_prompt)
+    accuracy_P = scores_PN.mean(1)
+    return {
+        "eval/accuracy": float(accuracy_P.mean()),
+        "eval/accuracy_stderr": float(accuracy_P.std(correction=1) / len(accuracy_P) ** 0.5)
+        if len(accuracy_P) > 1
+        else 0.0,
+        "eval/reward_mean": float(torch.cat([s.rewards for s in samples]).double().mean()),
+        "eval/response_length_mean": float(torch.cat([s.response_length for s in samples]).double().mean()),
+        "eval/samples": float(len(samples)),
+    }

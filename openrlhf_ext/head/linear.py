@@ -2,8 +2,8 @@
 
 Shape suffixes: T = tokens, H = hidden size, V = rows of this rank's vocabulary shard, B = tokens of one block.
 
-The logits are never held for all tokens: the forward and the backward pass walk over blocks of tokens whose fp32 logits
-fit ``workspace_bytes``, and the backward pass computes them again. Every statistic is fp32. Under tensor parallelism the
+The logits are never held for all tokens: the forward and the backward pass walk over blocks of tokens whose fp32
+logits fit ``workspace_bytes``, and the backward pass computes them again. Every statistic is fp32. Under tensor parallelism the
 weight is one shard of the vocabulary; a block costs one MAX all-reduce and one packed SUM all-reduce.
 
 With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and
@@ -178,7 +178,7 @@ def _grad_logits(
     grad_entropy_B: Tensor | None,
     shard: _Shard,
 ) -> Tensor:
-    """d loss / d tempered logits: ``g (onehot - p)``, and ``-g_H p (log p + H)`` where the entropy is differentiable."""
+    """d loss / d tempered logits: ``g (onehot - p)``, and ``-g_H p (log p + H)`` with a differentiable entropy."""
     log_p_BV = logits_BV.sub_(log_z_B[:, None])
     p_BV = log_p_BV.exp()
     grad_BV = -grad_logprob_B[:, None] * p_BV

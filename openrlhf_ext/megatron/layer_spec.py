@@ -1,9 +1,10 @@
 """Transformer layers for machines without TransformerEngine.
 
-Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints and
-the weight map are the same with and without it. They lift three limits of megatron-core 0.16.1's own local spec:
-``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materialises the
-scores, and the final norm cannot be chosen by a plain layer spec.
+Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
+and the weight map are the same with and without it.
+They lift three limits of megatron-core 0.16.1's own local spec:
+``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materialises
+the scores, and the final norm cannot be chosen by a plain layer spec.
 
 Shape suffixes: S = sequence, B = micro-batch, N = heads, D = head dimension.
 """
@@ -29,7 +30,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in fp32, scaled in the input's dtype (as transformers does)."""
+    """Root-mean-square norm over the last dimension, in fp32, scaled in the input's dtype (as transformers does)."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
@@ -81,7 +82,9 @@ class CausalAttention(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if config.context_parallel_size != 1:
-            raise NotImplementedError("context parallelism needs TransformerEngine's attention; set context_parallel_size 1")
+            raise NotImplementedError(
+                "context parallelism needs TransformerEngine's attention; set context_parallel_size 1"
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 

@@ -24,7 +24,7 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         if self.world_size % self.model_parallel_size:
             raise ValueError(
-                "tensor_parallel_size * pipeline_parallel_size * context_parallel_size must divide the number of ranks: "
+                "tensor_parallel_size * pipeline_parallel_size * context_parallel_size must divide the ranks: "
                 f"{self.tensor_parallel_size} * {self.pipeline_parallel_size} * {self.context_parallel_size} = "
                 f"{self.model_parallel_size}, ranks = {self.world_size}"
             )

@@ -44,7 +44,9 @@ class OptimizerSettings:
             raise ValueError(f"lr_scheduler must be one of {sorted(LR_DECAY_STYLES)}, got {self.lr_scheduler!r}")
 
 
-def build_optimizer(models: list[torch.nn.Module], settings: OptimizerSettings, dtype: torch.dtype) -> MegatronOptimizer:
+def build_optimizer(
+    models: list[torch.nn.Module], settings: OptimizerSettings, dtype: torch.dtype
+) -> MegatronOptimizer:
     """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -63,7 +65,7 @@ def build_optimizer(models: list[torch.nn.Module], settings: OptimizerSettings, 
 
 
 def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay (to ``min_lr_ratio`` only with cosine_with_min_lr). The k-th update (k >= 1) uses the rate of step k, never zero."""
+    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to a rate of 0."""
     style = LR_DECAY_STYLES[settings.lr_scheduler]
     warmup = 0 if settings.lr_scheduler == "constant" else math.ceil(settings.lr_warmup_ratio * settings.max_steps)
     return OptimizerParamScheduler(

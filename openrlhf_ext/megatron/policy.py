@@ -93,7 +93,9 @@ class MegatronPolicy:
         self.settings = settings
         self.shape = read_model_shape(settings.model_path)
         self.dtype = DTYPES[settings.param_dtype]
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         self.config = transformer_config(self.shape, settings.layout, self.dtype, settings.recompute)
         self.core: HiddenStateGPTModel = build_model(self.shape, self.config)
         load_hf(self.core, self.shape, settings.model_path)
@@ -131,7 +133,9 @@ class MegatronPolicy:
             return hidden_SBH.new_zeros(()), _one(self.device), {}
 
         self.model.eval()
-        self._run(batch, micro_batches(batch.lengths_B, self.settings.forward_micro_batch_size), collect, forward_only=True)
+        self._run(
+            batch, micro_batches(batch.lengths_B, self.settings.forward_micro_batch_size), collect, forward_only=True
+        )
         self.model.train()
         for tensor in out:
             self._broadcast_from_last_stage(tensor)
@@ -206,7 +210,9 @@ class MegatronPolicy:
         _, grad_norm, _ = self.optimizer.step()
         metrics |= {"grad_norm": float(grad_norm or 0.0), "lr": self.optimizer.param_groups[0]["lr"]}
         if not all(map(_finite, (metrics["loss/policy"], metrics["grad_norm"]))):
-            raise NonFiniteUpdateError(f"the train step gave loss {metrics['loss/policy']} and gradient norm {grad_norm}")
+            raise NonFiniteUpdateError(
+                f"the train step gave loss {metrics['loss/policy']} and gradient norm {grad_norm}"
+            )
         return metrics
 
     def accumulate_gradients(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Any) -> dict[str, float]:
@@ -223,7 +229,8 @@ class MegatronPolicy:
                 return hidden_SBH.sum() * 0.0, _one(self.device), {}
             head = self._head(part, hidden_SBH, self.settings.temperature)
             loss = algorithm.loss(_scatter(head.logprob_T, part.mask_BT), shaped.select(rows).to(self.device))
-            return loss.value, _one(self.device), {"loss/policy": loss.value.detach(), **loss.metrics}
+            metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
+            return loss.value, _one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
         return self._sum_metrics(self._run(batch, plan, share, forward_only=False))
 

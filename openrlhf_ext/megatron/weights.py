@@ -146,7 +146,9 @@ def _separate_qkv(whole: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    return tensor if len(tensor) == rows else torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+    return (
+        tensor if len(tensor) == rows else torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+    )
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -233,7 +235,9 @@ def load_hf(model: HiddenStateGPTModel, shape: ModelShape, path: str | Path) -> 
     for rule, tensors in checkpoint.tensors(rules):
         wanted = hf_shapes(rule, shape)
         if [tuple(t.shape) for t in tensors] != wanted:
-            raise WeightMapError(f"{rule.hf_names}: shapes {[tuple(t.shape) for t in tensors]}, config.json says {wanted}")
+            raise WeightMapError(
+                f"{rule.hf_names}: shapes {[tuple(t.shape) for t in tensors]}, config.json says {wanted}"
+            )
         with torch.no_grad():
             parameters[rule.parameter].copy_(to_shard(rule, tensors, shape, rank, size))
 
@@ -241,7 +245,9 @@ def load_hf(model: HiddenStateGPTModel, shape: ModelShape, path: str | Path) -> 
 def _check_accounted(hf_names: set[str], shape: ModelShape, rules: list[Rule], parameters: set[str]) -> None:
     known = {t.name for t in hf_tensors(shape)}
     # a tied checkpoint may carry a copy of the embedding; old ones carry the rotary table
-    ignorable = {n for n in hf_names if n.endswith("rotary_emb.inv_freq")} | ({"lm_head.weight"} if shape.tied_embeddings else set())
+    ignorable = {n for n in hf_names if n.endswith("rotary_emb.inv_freq")} | (
+        {"lm_head.weight"} if shape.tied_embeddings else set()
+    )
     filled = [rule.parameter for rule in rules]
     problems = {
         "tensors of the checkpoint that no rule uses": hf_names - known - ignorable,
@@ -338,12 +344,15 @@ _SIDE_FILES = (
 
 
 def save_hf(
-    tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, max_shard_bytes: int = _MAX_SHARD_BYTES
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path,
+    target: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
 
-    The files are written under a temporary name and moved when complete, so that ``target`` is never half-written; other
-    files in ``target`` stay.
+    The files are written under a temporary name and moved when complete, so that ``target`` is never half-written.
+    Other files in ``target`` stay.
     """
     target, temporary = Path(target), Path(f"{target}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -359,7 +368,9 @@ def save_hf(
     logger.info("wrote %s", target)
 
 
-def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: int) -> Iterator[tuple[Path, list[str], int]]:
+def _write_shards(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: int
+) -> Iterator[tuple[Path, list[str], int]]:
     shard: dict[str, Tensor] = {}
     size = number = 0
     for name, tensor in tensors:
@@ -399,7 +410,7 @@ def _fsync(path: Path) -> None:
 def _replace_directory(temporary: Path, target: Path) -> None:
     """Puts the finished files of ``temporary`` into ``target`` without touching other files there (metrics, figures).
 
-    ``config.json`` leaves first and arrives last: a loader that comes in between finds no checkpoint, never a mixed one.
+    ``config.json`` leaves first and arrives last: a loader in between finds no checkpoint, never a mixed one.
     """
     if not target.exists():
         temporary.rename(target)

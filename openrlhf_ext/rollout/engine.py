@@ -21,7 +21,7 @@ from openrlhf_ext.rollout import worker_extension
 from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.in_process import InProcessEngine
-from openrlhf_ext.rollout.process import describe_process, own_stderr_tail, take_down_with_me
+from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.seeding import RequestSeeds
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
@@ -126,7 +126,7 @@ class RolloutEngine(compat.RolloutRayActor):
         except asyncio.TimeoutError as error:
             raise GenerationTimeout(await self._describe_stall(params)) from error
         except EngineDeadError as error:
-            raise EngineDied(f"the vLLM engine of this actor died; the end of its log:\n{own_stderr_tail()}") from error
+            raise EngineDied(f"the vLLM engine of this actor died; the end of its log:\n{log_tail()}") from error
 
     async def _describe_stall(self, params: SamplingParams) -> str:
         paused = "paused" if await self.llm.is_paused() else "not paused"
@@ -234,7 +234,7 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.llm.is_sleeping()
 
     async def process_info(self) -> dict[str, Any]:
-        """pid, pids of child processes, host, and log file of this actor."""
+        """pid, pids of child processes, host, and log files of this actor."""
         return describe_process()
 
 
@@ -284,5 +284,5 @@ async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:
         take_down_with_me()
         return llm
     except Exception as error:
-        log = "" if in_process else f"\nThe end of this process's log:\n{own_stderr_tail()}"
+        log = "" if in_process else f"\nThe end of this process's log:\n{log_tail()}"
         raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}{log}") from error

@@ -15,18 +15,16 @@ _guards: list[subprocess.Popen] = []
 """Kept so that their pipes stay open as long as this process lives."""
 
 
-def own_stderr_path() -> Path | None:
-    """The file that standard error of this process and its children goes to, None if it is not a file."""
-    path = Path(os.readlink("/proc/self/fd/2"))
-    return path if path.is_file() else None
+def log_files() -> list[Path]:
+    """The files that standard output and error of this process and its children go to; terminals are left out."""
+    targets = {Path(os.readlink(f"/proc/self/fd/{descriptor}")) for descriptor in (1, 2)}
+    return sorted(target for target in targets if target.is_file())
 
 
-def own_stderr_tail(lines: int = _TAIL_LINES) -> str:
-    """The end of that file."""
-    path = own_stderr_path()
-    if path is None:
-        return "(standard error of this process is not a file)"
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+def log_tail(lines: int = _TAIL_LINES) -> str:
+    """The end of each of these files."""
+    tails = [[f"--- {path}", *path.read_text(errors="replace").splitlines()[-lines:]] for path in log_files()]
+    return "\n".join(line for tail in tails for line in tail)
 
 
 def take_down_with_me() -> None:
@@ -43,12 +41,11 @@ def take_down_with_me() -> None:
 
 
 def describe_process() -> dict[str, Any]:
-    """pid, pids of all descendants, host name, and the log file."""
+    """pid, pids of all descendants, host name, and log files."""
     children = psutil.Process().children(recursive=True)
-    path = own_stderr_path()
     return {
         "pid": os.getpid(),
         "children": [child.pid for child in children],
         "host": socket.gethostname(),
-        "log": None if path is None else str(path),
+        "logs": [str(path) for path in log_files()],
     }

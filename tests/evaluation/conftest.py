@@ -10,7 +10,7 @@ from tokenizers import models as tokenizer_models
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SPECIAL = ["<|endoftext|>", "<|im_end|>", "<answer>", "</answer>"]
-CHARACTERS = list("0123456789+-=?# ")
+CHARACTERS = list("0123456789+-=?#")
 POSITIONS = 64
 
 REWARD_FILE = """

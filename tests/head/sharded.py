@@ -28,5 +28,12 @@ def run(cases: list[dict]) -> list[dict]:
         if case["entropy_grad"]:
             loss = loss + (out.entropy_T * case["b"]).sum()
         loss.backward()
-        results.append({"logprob": out.logprob_T.detach(), "entropy": out.entropy_T.detach(), "hidden": hidden.grad, "weight": shard.grad})
+        results.append(
+            {
+                "logprob": out.logprob_T.detach(),
+                "entropy": out.entropy_T.detach(),
+                "hidden": hidden.grad,
+                "weight": shard.grad,
+            }
+        )
     return results

@@ -17,7 +17,9 @@ def reference(hidden, weight, target, temperature):
     return log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def make_case(tokens=17, vocab=37, width=8, scale=1.0, temperature=0.7, seed=0, dtype=torch.float32, entropy_grad=False):
+def make_case(
+    tokens=17, vocab=37, width=8, scale=1.0, temperature=0.7, seed=0, dtype=torch.float32, entropy_grad=False
+):
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *s: torch.randn(*s, generator=generator)  # noqa: E731
     return {
@@ -35,7 +37,9 @@ def make_case(tokens=17, vocab=37, width=8, scale=1.0, temperature=0.7, seed=0, 
 def test_equals_full_softmax_in_float64(tokens, vocab, scale, temperature, workspace, seed):
     case = make_case(tokens, vocab, scale=scale, temperature=temperature, seed=seed, dtype=torch.float64)
     hidden, weight = case["hidden"].requires_grad_(), case["weight"].requires_grad_()
-    out = linear_logprob_entropy(hidden, weight, case["target"], temperature, workspace_bytes=workspace, entropy_grad=True)
+    out = linear_logprob_entropy(
+        hidden, weight, case["target"], temperature, workspace_bytes=workspace, entropy_grad=True
+    )
     logprob, entropy = reference(hidden, weight, case["target"], temperature)
     assert torch.allclose(out.logprob_T, logprob, atol=1e-9)
     assert torch.allclose(out.entropy_T, entropy, atol=1e-9)
@@ -80,7 +84,12 @@ def test_bad_input_is_refused(change, message):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_of_unequal_true_size_equal_the_whole(size):
-    cases = [make_case(vocab=37, entropy_grad=True), make_case(vocab=6, tokens=1), make_case(vocab=5, scale=1e4), make_case(vocab=64)]
+    cases = [
+        make_case(vocab=37, entropy_grad=True),
+        make_case(vocab=6, tokens=1),
+        make_case(vocab=5, scale=1e4),
+        make_case(vocab=64),
+    ]
     ranks = launch("tests.head.sharded", "run", size, cases=cases)
     for i, case in enumerate(cases):
         hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()

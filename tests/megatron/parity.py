@@ -36,21 +36,20 @@ class WeightedLogprob:
 
 
 def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
-    layout = ParallelLayout(
-        world_size, case.get("tp", 1), case.get("pp", 1), sequence_parallel=case.get("sp", False)
-    )
+    layout = ParallelLayout(world_size, case.get("tp", 1), case.get("pp", 1), sequence_parallel=case.get("sp", False))
     return PolicySettings(
         case["model"], layout, param_dtype=case.get("dtype", "fp32"), temperature=case.get("temperature", 1.0),
         micro_batch_size=case.get("micro_batch_size", 2), forward_micro_batch_size=3,
         recompute=case.get("recompute", "none"),
         optimizer=OptimizerSettings(
-            lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant", distributed=case.get("distributed_optimizer", False), **optimizer
+            lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant",
+            distributed=case.get("distributed_optimizer", False), **optimizer
         ),
     )  # fmt: skip
 
 
 def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor) -> list[dict]:
-    """For each case: log-probs, entropies, all gradients and weights after steps, as rank 0 (and its peers) see them."""
+    """For each case: log-probs, entropies, all gradients and the weights after some steps, as this rank sees them."""
     results = []
     for case in cases:
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])

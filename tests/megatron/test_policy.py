@@ -30,7 +30,9 @@ def make_batch(vocab: int):
 
 def reference(model, batch, weights_BT, steps: int = 2) -> dict:
     """Log-probs, entropies, gradients and two AdamW steps of plain transformers, one sequence at a time."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)  # large eps: Adam would amplify the rounding of tiny gradients
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+    )  # large eps: Adam would amplify the rounding of tiny gradients
     result: dict = {"losses": [], "grad_norms": []}
     for step in range(steps):
         optimizer.zero_grad()
@@ -83,7 +85,8 @@ LAYOUTS = {
         ("qwen2", {"pp": 2}), ("qwen2-tied", {"pp": 2}), ("qwen2", {}), ("qwen2-tied", {"distributed_optimizer": True}),
     ],
     4: [
-        ("qwen2", {"tp": 2, "pp": 2}), ("qwen2-tied", {"tp": 2, "pp": 2, "sp": True}), ("qwen3", {"tp": 2, "pp": 2, "sp": True}),
+        ("qwen2", {"tp": 2, "pp": 2}), ("qwen2-tied", {"tp": 2, "pp": 2, "sp": True}),
+        ("qwen3", {"tp": 2, "pp": 2, "sp": True}),
         ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "distributed_optimizer": True}),
         ("qwen2-tied", {"pp": 2, "distributed_optimizer": True}),
     ],

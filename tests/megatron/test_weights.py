@@ -10,7 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.megatron.hf_config import UnsupportedModelError, read_model_shape
 from openrlhf_ext.megatron.weights import (
-    HFCheckpoint, WeightMapError, _check_accounted, from_shards, hf_shapes, hf_tensors, save_hf, stage_rules, to_shard,
+    HFCheckpoint,
+    WeightMapError,
+    _check_accounted,
+    from_shards,
+    hf_shapes,
+    hf_tensors,
+    save_hf,
+    stage_rules,
+    to_shard,
 )  # fmt: skip
 from tests.launch import launch
 from tests.models import make_tiny_model
@@ -31,7 +39,12 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_round_trip_is_bit_exact(models, tmp_path, world_size):
     layouts = {2: [{"tp": 2}, {"pp": 2}, {}], 4: [{"tp": 2, "pp": 2}, {"tp": 2}]}[world_size]
-    arguments = {"models": list(map(str, models.values())), "layouts": layouts, "ranks": world_size, "target": str(tmp_path)}
+    arguments = {
+        "models": list(map(str, models.values())),
+        "layouts": layouts,
+        "ranks": world_size,
+        "target": str(tmp_path),
+    }
     folders = launch("tests.megatron.weights_worker", "round_trips", world_size, **arguments)[0]
     sources = [path for path in models.values() for _ in layouts]
     for source, folder in zip(sources, folders, strict=True):
@@ -64,7 +77,9 @@ def test_missing_and_unknown_tensors_are_listed_together(models):
     rules = stage_rules(shape, range(4), True, True)
     names = {t.name for t in hf_tensors(shape)}
     with pytest.raises(WeightMapError) as error:
-        _check_accounted(names - {"model.norm.weight"} | {"surprise.weight"}, shape, rules, {r.parameter for r in rules} | {"extra"})
+        _check_accounted(
+            names - {"model.norm.weight"} | {"surprise.weight"}, shape, rules, {r.parameter for r in rules} | {"extra"}
+        )
     for part in ("surprise.weight", "model.norm.weight", "extra"):
         assert part in str(error.value)
 
@@ -115,7 +130,13 @@ def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):
 def test_the_transformers_4_form_of_the_rotary_settings_is_read(models, tmp_path):
     config = json.loads((models["llama", True] / "config.json").read_text())
     config.pop("rope_parameters", None)
-    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_scaling": rope}))
     shape = read_model_shape(tmp_path)
     assert (shape.rope_theta, shape.rope_scaling_factor) == (5e5, 32.0)
@@ -128,4 +149,12 @@ def test_a_wrong_shape_names_the_tensor(models, tmp_path):
     tensors["model.norm.weight"] = torch.ones(5)
     save_file(tensors, target / "model.safetensors")
     with pytest.raises(AssertionError, match="model.norm.weight"):
-        launch("tests.megatron.weights_worker", "round_trips", 1, models=[str(target)], layouts=[{}], ranks=1, target=str(tmp_path))
+        launch(
+            "tests.megatron.weights_worker",
+            "round_trips",
+            1,
+            models=[str(target)],
+            layouts=[{}],
+            ranks=1,
+            target=str(tmp_path),
+        )

@@ -100,7 +100,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_dead(pids: list[int], timeout_s: float = 5.0) -> None:
+def wait_until_dead(pids: list[int], timeout_s: float = 15.0) -> None:
     deadline = time.monotonic() + timeout_s
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -192,7 +192,7 @@ def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, co
     pids, started = short_pool.worker_pids(), time.monotonic()
     with pytest.raises(RewardTimeout, match=r"within 1 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
         grade(short_pool, command)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 15
     assert caught.value.completion == command
     wait_until_dead(pids)
     assert grade(short_pool, "4").reward == 0.5
@@ -224,11 +224,13 @@ def test_a_sample_that_waits_too_long_fails_with_the_remedy(reward_path: Path) -
 
 
 def test_workers_share_the_samples(pool: RewardPool) -> None:
-    async def many() -> list[RewardResult]:
-        return await asyncio.gather(*(pool.grade(f"p{i}", "p", i) for i in range(200)))
+    slowly = "return {'rewards': __import__('time').sleep(0.01) or 1, 'extra_logs': {'pid': __import__('os').getpid()}}"
 
-    results = asyncio.run(many())
-    assert len({result.extra_logs["pid"] for result in results}) == 2
+    async def many() -> list[RewardResult]:
+        return await asyncio.gather(*(pool.grade("p" + slowly, "p", i) for i in range(50)))
+
+    pool.check()
+    assert len({result.extra_logs["pid"] for result in asyncio.run(many())}) == 2
 
 
 @pytest.mark.parametrize(("source", "complaint"), [
@@ -250,8 +252,8 @@ def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, so
 def test_an_import_that_hangs_is_reported_with_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(RewardImportError, match="within 0.5 s(.|\n)*slow.py"):
-        check_reward_file(path, start_timeout_s=0.5)
+    with pytest.raises(RewardImportError, match="within 2 s(.|\n)*slow.py"):
+        check_reward_file(path, start_timeout_s=2.0)
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) ->
     started = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert all(isinstance(future.exception(timeout=0), RewardPoolClosed) for future in futures)
     wait_until_dead(pids)
     with pytest.raises(RewardPoolClosed):

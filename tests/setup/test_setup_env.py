@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ NEEDED_FILES = (
 PHASES = ["venv", "tools", "packages", "dev", "torch", "deepspeed", "project", "check"]
 
 # Answers as the script expects of an interpreter: its version; `-m venv DIR` puts a copy of itself there; every call of
-# pip and of the doctor is written down. $STUB_FAIL is a pattern of calls that fail.
+# pip and of the doctor is written down. Calls that match $STUB_FAIL fail, those that match $STUB_SLOW take two seconds.
 STUB = r"""#!/usr/bin/env bash
 if [[ $1 == -c ]]; then echo "${STUB_VERSION:-3.11.9}"; exit; fi
 if [[ $* == "-m pip --version" ]]; then exit; fi
@@ -34,6 +35,7 @@ if [[ -n ${STUB_FAIL:-} && $* == $STUB_FAIL ]]; then
     echo "stub error: no matching distribution" >&2
     exit 3
 fi
+if [[ -n ${STUB_SLOW:-} && $* == $STUB_SLOW ]]; then sleep 2; fi
 if [[ $2 == venv ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
 """
 
@@ -61,17 +63,29 @@ def bin_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def setup(checkout: Path, bin_folder: Path, tmp_path: Path) -> Setup:
-    def run(*arguments: str, root: Path = checkout, **env: str) -> subprocess.CompletedProcess[str]:
+def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the set-up in a process group of its own."""
+
+    def start(*arguments: str, root: Path = checkout, **env: str) -> subprocess.Popen[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OPENRLHF_EXT_", "PIP_")) and k != "PYTHON"}
-        paths = f"{bin_folder}:{clean['PATH']}"
-        return subprocess.run(
+        return subprocess.Popen(
             ["bash", str(root / "examples/scripts/setup_env.sh"), *arguments],
-            env={**clean, "PATH": paths, "STUB_CALLS": str(tmp_path / "calls"), **env},
-            capture_output=True,
+            env={**clean, "PATH": f"{bin_folder}:{clean['PATH']}", "STUB_CALLS": str(tmp_path / "calls"), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            start_new_session=True,
         )
+
+    return start
+
+
+@pytest.fixture
+def setup(start: Callable[..., subprocess.Popen[str]], checkout: Path) -> Setup:
+    def run(*arguments: str, root: Path = checkout, **env: str) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments, root=root, **env)
+        stdout, stderr = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     return run
 
@@ -153,6 +167,32 @@ def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, ch
     assert "stub output 1\n" in (checkout / ".venv/setup.log").read_text()
 
     assert phases_of(setup("dev").stdout) == PHASES[4:]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met"
+        time.sleep(0.02)
+
+
+def test_an_interrupted_set_up_goes_on_where_it_stopped(start, setup: Setup, checkout: Path) -> None:
+    process = start("dev", STUB_SLOW="*cpu.lock")
+    wait_until((checkout / ".venv/.setup/tools").exists)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert phases_of(setup("dev").stdout) == PHASES[2:]
+
+
+def test_two_at_once_install_only_once(start, setup: Setup, checkout: Path) -> None:
+    first = start(STUB_SLOW="*cpu.lock")
+    wait_until((checkout / ".venv/.setup/tools").exists)
+    second = setup()
+    first_output, _ = first.communicate(timeout=30)
+    assert first.returncode == second.returncode == 0
+    assert "waiting for another set-up" in second.stdout
+    assert phases_of(first_output) and not phases_of(second.stdout)
 
 
 @pytest.mark.parametrize(

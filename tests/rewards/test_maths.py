@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext import rewards
+from openrlhf_ext.rewards import RewardPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(Path(rewards.__file__).with_name("maths.py"), num_workers=1, timeout_s=60) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("label", "completion", "score", "answered"), [
+    ("48+24=72\n#### 72", "<reasoning>48+24=72</reasoning><answer>72</answer><|im_end|>", 1, 1),
+    ("#### 72", "<answer>73</answer>", 0, 1),
+    ("#### 72", "72", 0, 0),
+    (r"\frac{\sqrt{3}}{2}", r"so \boxed{\sqrt{3}/2}", 1, 1),
+    (r"(x+1)^2", r"\boxed{x^2+2x+1}", 1, 1),
+    (r"(x+1)^2", r"\boxed{x^2+2x+2}", 0, 1),
+    ("3", r"\boxed{\frac{}", 0, 0),
+    ("3", r"\boxed{" + "9^" * 5000 + "9}", 0, 1),
+])  # fmt: skip
+def test_equal_answers_are_rewarded(pool: RewardPool, label: str, completion: str, score: int, answered: int) -> None:
+    result = asyncio.run(pool.grade("What?" + completion, "What?", label))
+    assert (result.reward, result.score, result.extra_logs) == (score, score, {"answered": answered})
