@@ -33,7 +33,7 @@ SUPPORTED_OPENRLHF = "0.11.2"
 
 
 def plain_class(remote_class: object) -> type:
-    """The class behind a ``@ray.remote`` class, which Ray does not allow to subclass (ActorClassInheritanceException)."""
+    """The class behind a ``@ray.remote`` class, which Ray forbids to subclass (ActorClassInheritanceException)."""
     return remote_class.__ray_metadata__.modified_class.__mro__[1]
 
 

@@ -9,7 +9,7 @@ import warnings
 
 NOT_IN_TRAINER = (
     "not supported by the trainer yet: it selects tokens with statistics of the whole mini-batch under the current "
-    "policy;     "use grpo, dapo, gspo, gtpo_entropy, grpo_s, gtpo_conflict or another estimator without such a selection"
+    "policy; use an estimator without such a selection, for example grpo, dapo, gtpo_entropy or high_entropy_tokens"
 )
 
 

@@ -56,9 +56,10 @@ class BoundedSamplesGenerator(SamplesGenerator):
         budget = self.limits.max_filter_batches * self.args.rollout.batch_size
         if self.args.algo.dynamic_filtering_enable and self._dispatched > budget:
             raise FilterExhaustedError(
-                f"dynamic sampling used {self._dispatched} prompts for one batch of {self.args.rollout.batch_size}: almost "
-                "all groups are all right or all wrong. Use easier or harder prompts, a wider "
-                f"--algo.dynamic_filtering_range, or raise --rollout.max_filter_batches (now {self.limits.max_filter_batches})."
+                f"dynamic sampling used {self._dispatched} prompts for one batch of {self.args.rollout.batch_size}: "
+                "almost all groups are all right or all wrong. Use easier or harder prompts, a wider "
+                "--algo.dynamic_filtering_range, or raise --rollout.max_filter_batches "
+                f"(now {self.limits.max_filter_batches})."
             )
         return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
 

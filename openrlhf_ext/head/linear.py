@@ -3,8 +3,8 @@
 Shape suffixes: T = tokens, H = hidden size, V = rows of this rank's vocabulary shard, B = tokens of one block.
 
 The logits are never held for all tokens: the forward and the backward pass walk over blocks of tokens whose fp32
-logits fit ``workspace_bytes``, and the backward pass computes them again. Every statistic is fp32. Under tensor parallelism the
-weight is one shard of the vocabulary; a block costs one MAX all-reduce and one packed SUM all-reduce.
+logits fit ``workspace_bytes``, and the backward pass computes them again. Every statistic is fp32. Under tensor
+parallelism the weight is one shard of the vocabulary; a block costs one MAX all-reduce and one packed SUM all-reduce.
 
 With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and
 ``entropy = logZ - sum_v softmax(u)_v u_v`` (shared reference for all algorithms that weight tokens by entropy).

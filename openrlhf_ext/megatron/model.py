@@ -18,7 +18,7 @@ class HiddenStateGPTModel(GPTModel):
     """GPTModel whose last stage returns the final hidden states, so that the head sees only the positions it needs."""
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        """(S, B, H) final hidden states of whole sequences on the last stage, activations for the next one elsewhere."""
+        """(S, B, H) final hidden states of whole sequences on the last stage, activations for the next elsewhere."""
         if self.post_process and self.config.sequence_parallel:
             # every rank then runs the same head, which returns the full gradient: the backward pass only splits
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)

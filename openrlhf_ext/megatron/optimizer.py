@@ -65,7 +65,7 @@ def build_optimizer(
 
 
 def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to a rate of 0."""
+    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
     style = LR_DECAY_STYLES[settings.lr_scheduler]
     warmup = 0 if settings.lr_scheduler == "constant" else math.ceil(settings.lr_warmup_ratio * settings.max_steps)
     return OptimizerParamScheduler(
