@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
-from openrlhf_ext.algorithms.conflict_mask import conflict_runs
+from openrlhf_ext.algorithms.conflict_mask import conflict_spans
 from openrlhf_ext.algorithms.groups import Groups
 
 METHODS: dict[str, dict] = {
@@ -153,7 +153,8 @@ def make_tokens(kind: str, prompts: int, size: int, positions: int, generator: t
     if kind == "shared":
         return torch.randint(0, 150_000, (prompts, positions), generator=generator).repeat_interleave(size, dim=0)
     if kind == "distinct":
-        return (torch.arange(rows) % size)[:, None] + size * torch.randint(0, 100, (rows, positions), generator=generator)
+        multiple_BT = torch.randint(0, 100, (rows, positions), generator=generator)
+        return (torch.arange(rows) % size)[:, None] + size * multiple_BT
     if kind == "small":
         return torch.randint(0, 8, (rows, positions), generator=generator)
     token_BT = torch.randint(0, 150_000, (rows, positions), generator=generator)
@@ -245,7 +246,7 @@ def part_loss(args: argparse.Namespace) -> dict:
 
 
 def triple_loop(tokens: list[list[int]], signs: list[int], backward: bool) -> list[list[bool]]:
-    """Textbook conflict mask of one group: for each completion, each position, each partner."""
+    """Textbook conflict mask of one group: for each completion, each position, each partner; then the run."""
     if backward:
         tokens = [row[::-1] for row in tokens]
     out = []
@@ -255,7 +256,6 @@ def triple_loop(tokens: list[list[int]], signs: list[int], backward: bool) -> li
             for j, other in enumerate(tokens):
                 if signs[i] * signs[j] < 0 and other[position] == row[position]:
                     mask[position] = True
-                    break
         run = next((p for p, flag in enumerate(mask) if not flag), len(mask))
         mask = [p < run for p in range(len(row))]
         out.append(mask[::-1] if backward else mask)
@@ -270,10 +270,14 @@ def part_conflict(args: argparse.Namespace) -> dict:
         sign_B = batch.rewards.double() * 2 - 1
 
         def ours(batch: RolloutBatch = batch, groups: Groups = groups, sign_B: Tensor = sign_B) -> list[Tensor]:
-            return [conflict_runs(batch.tokens, groups, sign_B, backward=flag) for flag in (False, True)]
+            return [
+                conflict_spans(batch.tokens, groups, sign_B, backward=flag).mask(batch.tokens.shape[1])
+                for flag in (False, True)
+            ]
 
         def textbook(batch: RolloutBatch = batch, sign_B: Tensor = sign_B) -> list[Tensor]:
-            lists = [(batch.tokens[g * 16 : g * 16 + 16].tolist(), sign_B[g * 16 : g * 16 + 16].tolist()) for g in range(8)]
+            cuts = [slice(16 * g, 16 * g + 16) for g in range(8)]
+            lists = [(batch.tokens[cut].tolist(), sign_B[cut].tolist()) for cut in cuts]
             return [torch.tensor([r for t, s in lists for r in triple_loop(t, s, flag)]) for flag in (False, True)]
 
         if not all(torch.equal(a, b) for a, b in zip(ours(), textbook(), strict=True)):
@@ -322,10 +326,8 @@ def report(part: str, label: str, row: dict) -> None:
 
 def environment(args: argparse.Namespace) -> dict:
     """What a number needs to be repeated: hardware, commit, versions, settings."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
         "device": model,

@@ -48,3 +48,26 @@ def make_tiny_model(
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(path)
     return model
+
+
+def make_tiny_policy(path: Path, *, seed: int = 0) -> None:
+    """A random Qwen2 checkpoint with a byte-level tokenizer that vLLM's CPU build can run (head size 32)."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1])
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(special) + len(alphabet), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    fast.save_pretrained(path)

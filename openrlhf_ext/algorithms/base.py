@@ -245,6 +245,11 @@ def broadcast(values_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask_BT, values_B.to(dtype)[:, None], 0.0)
 
 
+def tokens_of(mask_BT: Tensor, rows_B: Tensor) -> Tensor:
+    """(B, T) tokens of the flagged completions; the mask itself, not a copy, when all are flagged."""
+    return mask_BT if bool(rows_B.all()) else mask_BT & rows_B[:, None]
+
+
 class TokenAlgorithm(Algorithm):
     """One ratio and one advantage per token; clipped surrogate, optional KL, token-level aggregation."""
 
@@ -272,18 +277,22 @@ class TokenAlgorithm(Algorithm):
             index_B=index_B,
             sizes_B=shaped.group_sizes,
         )
-        tokens = loss_mask_BT.sum().to(torch.float64)
+        tokens = self.loss_tokens(shaped, loss_mask_BT).sum().to(torch.float64)
         return dataclasses.replace(
             shaped, loss_mask=loss_mask_BT, weights=weights_B, denominators={"tokens": tokens}, complete=True
         )
 
     def loss_mask(self, shaped: ShapedBatch) -> Tensor:
         """(B, T) tokens that carry loss."""
-        return shaped.mask & shaped.active[:, None]
+        return tokens_of(shaped.mask, shaped.active)
+
+    def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+        """(B,) tokens of each completion that carry loss."""
+        return torch.where(shaped.active, shaped.lengths, 0)
 
     def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
         """(B,) counted tokens c_i of specification 2.9."""
-        return torch.where(shaped.active, shaped.lengths, 0)
+        return self.loss_tokens(shaped, loss_mask_BT)
 
     def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
         log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
@@ -337,7 +346,7 @@ class SequenceAlgorithm(Algorithm):
             kept_B=shaped.kept, active_B=shaped.active, index_B=index_B, sizes_B=shaped.group_sizes
         )
         # Truncated-masked completions have a ratio to look at, but weight 0.
-        loss_mask_BT = shaped.mask & shaped.kept[:, None]
+        loss_mask_BT = tokens_of(shaped.mask, shaped.kept)
         denominators = {
             "tokens": torch.where(shaped.active, shaped.lengths, 0).sum().to(torch.float64),
             "sequences": shaped.active.sum().to(torch.float64),

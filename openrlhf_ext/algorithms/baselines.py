@@ -109,10 +109,13 @@ class HighEntropyTokens(GroupRelative):
     def loss_mask(self, shaped: ShapedBatch) -> Tensor:
         return super().loss_mask(shaped) & (shaped.exposed["entropies"] >= shaped.pools["cut"])
 
+    def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+        return loss_mask_BT.sum(dim=1)
+
     def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
         if self.options.mask_denominator == "all":
-            return super().counted_tokens(shaped, loss_mask_BT)
-        return loss_mask_BT.sum(dim=1)
+            return torch.where(shaped.active, shaped.lengths, 0)
+        return self.loss_tokens(shaped, loss_mask_BT)
 
     def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
         return {"token_mask": lambda shaped: shaped.mask & (shaped.exposed["entropies"] >= shaped.pools["cut"])}
@@ -221,7 +224,7 @@ class ClipCov(CovarianceControl):
         if self.options.perm is not None:
             order = torch.tensor(self.options.perm, dtype=torch.long)
             if len(order.unique()) != len(order) or not bool(((order >= 0) & (order < candidates)).all()):
-                raise ValueError(f"perm must hold distinct indices into the {candidates} candidates, got {order.tolist()}")
+                raise ValueError(f"perm must hold distinct indices into {candidates} candidates, got {order.tolist()}")
             return order
         if seed is not None:
             # Drawn on the CPU, so that all ranks and devices draw alike.
@@ -247,7 +250,7 @@ class KLCov(CovarianceControl):
             empty = torch.zeros(0, dtype=torch.long, device=cov_BT.device)
             return with_selection(shaped, empty, empty, cov_BT, {"chosen": empty.new_zeros(0, 3)})
         tokens = int(shaped.loss_mask.sum())
-        least = order_statistic(cov_BT, shaped.loss_mask, tokens - count)
+        least, _ = order_statistic(cov_BT, shaped.loss_mask, tokens - count)
         row, position, places = natural_tokens((cov_BT >= least) & shaped.loss_mask, shaped)
         best = cov_BT[row, position].argsort(descending=True, stable=True)[:count]
         return with_selection(shaped, row[best], position[best], cov_BT, {"chosen": places[best]})

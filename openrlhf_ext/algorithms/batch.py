@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from openrlhf_ext.algorithms.blocks import row_blocks
+
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import Algorithm
 
@@ -130,15 +132,19 @@ def check_rewards(rewards_B: Tensor) -> None:
 
 def completion_lengths(mask_BT: Tensor) -> Tensor:
     """(B,) int64 tokens per completion; ValueError if a row is empty or its True entries are not a prefix."""
-    lengths_B = mask_BT.sum(dim=1)
+    lengths_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
+    for rows in row_blocks(*mask_BT.shape):
+        block_bT = mask_BT[rows]
+        lengths_B[rows] = block_bT.sum(dim=1)
+        restarts_bT = block_bT[:, 1:] > block_bT[:, :-1]
+        if bool(restarts_bT.any()):
+            row, position = restarts_bT.nonzero()[0].tolist()
+            raise ValueError(
+                f"mask must be right-padded (True tokens first): row {rows.start + row} has a True token at position "
+                f"{position + 1} after a False one"
+            )
     if len(lengths_B) and int(lengths_B.min()) == 0:
         raise ValueError(f"row {int(lengths_B.argmin())} of mask has no completion token; every completion needs one")
-    if mask_BT.shape[1] > 1 and bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any()):
-        row, position = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).nonzero()[0].tolist()
-        raise ValueError(
-            f"mask must be right-padded (True tokens first): row {row} has a True token at position {position + 1} "
-            "after a False one"
-        )
     return lengths_B
 
 

@@ -58,7 +58,7 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
     if values is None:
         return KLPenalty(coef=kl_coef) if kl_coef > 0 else None
     if kl_coef > 0:
-        raise ValueError(f"{owner}: kl_coef = {kl_coef} and kl = {dict(values)} both set a KL penalty; give one of them")
+        raise ValueError(f"{owner}: kl_coef = {kl_coef} and kl = {dict(values)} both set a penalty; give one of them")
     penalty = parse_options(KLPenalty, values, owner="kl")
     if penalty.coef is None:
         raise ValueError("kl: coef is required")

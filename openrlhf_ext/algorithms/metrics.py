@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.batch import ShapedBatch
+from openrlhf_ext.algorithms.blocks import row_sums
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import Inputs
 
-SAMPLE = 1 << 18
+SAMPLE = 1 << 16
 """Tokens the quantile metrics look at: all of them in a small batch, evenly spaced ones in a large batch."""
 
 QUANTILES = 5
@@ -42,18 +43,13 @@ def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
 
 def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
     """Mean token entropy of successful and failed completions, over their tokens; 0 for an empty class."""
-    total_B = completion_sums(inputs.batch.entropies, inputs.batch.mask)
+    total_B = row_sums(inputs.batch.entropies, inputs.batch.mask)
     lengths_B = inputs.groups.lengths_B.to(torch.float64)
     metrics = {}
     for name, flags_B in (("correct", inputs.part.success_B), ("wrong", inputs.part.failure_B)):
         tokens = torch.where(flags_B, lengths_B, 0.0).sum()
         metrics[f"entropy_{name}"] = torch.where(flags_B, total_B, 0.0).sum() / tokens.clamp(min=1.0)
     return metrics
-
-
-def completion_sums(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B,) float64 sum over each completion's tokens."""
-    return torch.where(mask_BT, values_BT, 0.0).sum(dim=1, dtype=torch.float64)
 
 
 def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`mixed_policy_dapo`: an experimental reconstruction from an abstract, not the published formulas (specification 3.12).
+"""`mixed_policy_dapo`: experimental reconstruction from an abstract, not the published formulas (specification 3.12).
 
 H. Tan and Y. Li, "Improving DAPO from a Mixed-Policy Perspective", arXiv 2507.12931, known from its abstract only.
 

@@ -32,6 +32,7 @@ class OptionInfo:
         required: True when there is no default and a missing key is always an error.
         choices: legal values of a "choice".
         nullable: null is a value with a meaning of its own (not "take the default").
+        recommended: published value of a key without a default; what a command line should supply.
         help: one sentence.
     """
 
@@ -41,6 +42,7 @@ class OptionInfo:
     required: bool
     choices: tuple[Any, ...]
     nullable: bool
+    recommended: Any
     help: str
 
 
@@ -51,6 +53,7 @@ def option(
     *,
     choices: tuple[Any, ...] = (),
     nullable: bool = False,
+    recommended: Any = None,
     check: Callable[[Any], bool] | None = None,
     rule: str = "",
 ) -> Any:
@@ -61,6 +64,7 @@ def option(
         "choices": choices,
         "nullable": nullable or default is None,
         "required": default is REQUIRED,
+        "recommended": recommended,
         "check": check,
         "rule": rule,
     }
@@ -226,6 +230,7 @@ def option_infos(cls: type) -> list[OptionInfo]:
             required=f.metadata["required"],
             choices=f.metadata["choices"],
             nullable=f.metadata["nullable"],
+            recommended=f.metadata["recommended"],
             help=f.metadata["help"],
         )
         for f in sorted(dataclasses.fields(cls), key=lambda f: f.name)
@@ -504,10 +509,10 @@ class GtpoEntropyOptions(
     version: str = option("choice", "v6", "formula of the shaped reward", choices=("v1", "v1u", "v2", "v6"))
     alpha: float = option("float", 0.1, "v1, v2: entropy weight")
     alpha1: float | None = option(
-        "float", None, "base weight; required for v6, v1u and v2_positive v1u (published 1.0)"
+        "float", None, "base weight; required for v6, v1u and v2_positive v1u", recommended=1.0
     )
     alpha2: float | None = option(
-        "float", None, "entropy weight; required for v6, v1u and v2_positive v1u (published 0.1)"
+        "float", None, "entropy weight; required for v6, v1u and v2_positive v1u", recommended=0.1
     )
     kappa: float | None = option(
         "float", None, "v1u: upper clip alpha1 (1 + 1/kappa); required there", check=lambda k: k > 1, rule="above 1"
@@ -562,8 +567,8 @@ class GtpoEntropyOptions(
 class GrpoSOptions(PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptions, EntropyOptions, ClipOptions):
     version: str = option("choice", "v6", "formula of the shaped reward", choices=("v1", "v2", "v6"))
     beta: float = option("float", 0.1, "v1, v2: entropy weight")
-    beta1: float | None = option("float", None, "base weight; required for v6 (published 1.0)")
-    beta2: float | None = option("float", None, "entropy weight; required for v6 (published 0.1)")
+    beta1: float | None = option("float", None, "base weight; required for v6", recommended=1.0)
+    beta2: float | None = option("float", None, "entropy weight; required for v6", recommended=0.1)
     h_hat: str = option(
         "choice", "arithmetic", "mean of a completion's token entropies", choices=("arithmetic", "geometric")
     )

@@ -17,6 +17,7 @@ from openrlhf_ext.algorithms.blocks import row_blocks
 
 _BITS = {torch.float32: (torch.int32, 32), torch.float64: (torch.int64, 64)}
 _DIGIT = 16
+_SIGN = 1 << (_DIGIT - 1)
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
@@ -34,24 +35,46 @@ def _from_bits(bits: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor(bits, dtype=integer).view(dtype)
 
 
-def order_statistic(values_BT: Tensor, mask_BT: Tensor, rank: int) -> Tensor:
-    """The value of 0-based `rank` in ascending order among the masked entries; float32 or float64, 0-d."""
+def order_statistic(values_BT: Tensor, mask_BT: Tensor, rank: int) -> tuple[Tensor, int]:
+    """The value of 0-based `rank` in ascending order among the masked entries; float32 or float64.
+
+    Returns:
+        the value, 0-d; and how many masked entries are less than or equal to it.
+    """
     width = _BITS[values_BT.dtype][1]
-    known = None
+    known, below = None, 0
     for shift in range(width - _DIGIT, -1, -_DIGIT):
-        counts = torch.zeros(1 << _DIGIT, dtype=torch.int64, device=values_BT.device)
-        for rows in row_blocks(*values_BT.shape):
-            bits = _ordered_bits(values_BT[rows][mask_BT[rows]])
-            if known is not None:
-                bits = bits[(bits >> (shift + _DIGIT)) == known]
-            # The top digit is signed; the lower ones are not.
-            digit = (bits >> shift) + (1 << (_DIGIT - 1)) if known is None else (bits >> shift) & ((1 << _DIGIT) - 1)
-            counts += torch.bincount(digit, minlength=1 << _DIGIT)
-        below = counts.cumsum(0)
-        digit = int(torch.searchsorted(below, rank, right=True))
-        rank -= int(below[digit - 1]) if digit else 0
-        known = digit - (1 << (_DIGIT - 1)) if known is None else (known << _DIGIT) | digit
-    return _from_bits(known, values_BT.dtype).to(values_BT.device)
+        counts = _digit_counts(values_BT, mask_BT, shift, known)
+        reached = counts.cumsum(0) + below
+        digit = int(torch.searchsorted(reached, rank, right=True))
+        below = int(reached[digit - 1]) if digit else below
+        known = digit - _SIGN if known is None else (known << _DIGIT) | digit
+    return _from_bits(known, values_BT.dtype).to(values_BT.device), int(reached[digit])
+
+
+def _digit_counts(values_BT: Tensor, mask_BT: Tensor, shift: int, known: int | None) -> Tensor:
+    """(2^16,) masked entries per digit at `shift`, of those whose higher bits are `known`."""
+    outside = 1 << _DIGIT
+    counts = torch.zeros(outside + 1, dtype=torch.int64, device=values_BT.device)
+    for rows in row_blocks(*values_BT.shape):
+        bits_bT = _ordered_bits(values_BT[rows])
+        # The top digit is signed, the lower ones are not.
+        if known is None:
+            digit_bT = torch.where(mask_BT[rows], (bits_bT >> shift) + _SIGN, outside)
+        else:
+            matches_bT = mask_BT[rows] & ((bits_bT >> (shift + _DIGIT)) == known)
+            digit_bT = torch.where(matches_bT, (bits_bT >> shift) & (outside - 1), outside)
+        counts += torch.bincount(digit_bT.flatten(), minlength=outside + 1)
+    return counts[:-1]
+
+
+def _next_larger(values_BT: Tensor, mask_BT: Tensor, value: Tensor) -> Tensor:
+    """The smallest masked entry above `value`, 0-d."""
+    best = torch.full_like(value, torch.inf)
+    for rows in row_blocks(*values_BT.shape):
+        above_bT = mask_BT[rows] & (values_BT[rows] > value)
+        best = torch.minimum(best, torch.where(above_bT, values_BT[rows], torch.inf).amin())
+    return best
 
 
 def upper_threshold(values_BT: Tensor, mask_BT: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
@@ -66,8 +89,9 @@ def upper_threshold(values_BT: Tensor, mask_BT: Tensor, fraction: float) -> tupl
         return torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=values_BT.dtype, device=values_BT.device)
     position = (1.0 - fraction) * (count - 1)
     below = min(count - 1, math.floor(position))
-    low = order_statistic(values_BT, mask_BT, below)
-    high = order_statistic(values_BT, mask_BT, min(count - 1, below + 1)) if position > below else low
+    low, reached = order_statistic(values_BT, mask_BT, below)
+    between = position > below and reached == below + 1
+    high = _next_larger(values_BT, mask_BT, low) if between else low
     tau = low.double() + (position - below) * (high.double() - low.double())
     cut = tau.to(values_BT.dtype)
     if float(cut) < float(tau):

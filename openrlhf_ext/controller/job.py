@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from openrlhf_ext.controller.deadline import Deadline
 from openrlhf_ext.controller.session import RaySession
@@ -71,6 +72,7 @@ def train(config: Any, session: RaySession) -> None:
     from openrlhf_ext.controller.records import StepRecorder
     from openrlhf_ext.controller.trainer import PolicyTrainer, TrainerLimits
 
+    torch.manual_seed(config.train.seed)  # OpenRLHF's data loader takes its shuffle from the global generator
     recorder = StepRecorder(
         Path(config.logger.metrics_path), Path(config.logger.figure_path), steps, prompts.skipped_overlong,
         title=f"{config.algo.advantage.estimator}, {Path(config.actor.model_name_or_path).name}",

@@ -105,11 +105,15 @@ def _user_traceback(reward_path: str) -> str:
 
 def _die_with(parent_pid: int) -> None:
     """End this process when the pool's process ends, whatever the user's code is doing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    if not _killed_with_parent():
+        threading.Thread(target=_exit_when_orphaned, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it ended before the kernel was asked
         os._exit(1)
-    threading.Thread(target=_exit_when_orphaned, args=(parent_pid,), daemon=True).start()
+
+
+def _killed_with_parent() -> bool:
+    """Ask the Linux kernel for SIGKILL when the parent ends; it reaches native code that holds the interpreter lock."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
 
 
 def _exit_when_orphaned(parent_pid: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,8 @@ from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_w
 from openrlhf_ext.rollout.seeding import RequestSeeds
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
-logger = logging.getLogger(__name__)
+_ANSWER_S = 5.0
+"""Time that an engine that is not stuck needs to answer a question."""
 
 
 class RolloutEngine(compat.RolloutRayActor):
@@ -69,7 +69,7 @@ class RolloutEngine(compat.RolloutRayActor):
         """
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism)
-        self.executor = _make_executor(executor_factory, agent_func_path, remote_rm_url)
+        self.executor = make_executor(executor_factory, agent_func_path, remote_rm_url)
         self._needs_text = _needs_text(self.executor)
         self.kwargs = {"worker_extension_cls": worker_extension.QUALIFIED_NAME, **engine_args}
         self._mm_pad_token_ids = mm_pad_token_ids
@@ -129,7 +129,10 @@ class RolloutEngine(compat.RolloutRayActor):
             raise EngineDied(f"the vLLM engine of this actor died; the end of its log:\n{log_tail()}") from error
 
     async def _describe_stall(self, params: SamplingParams) -> str:
-        paused = "paused" if await self.llm.is_paused() else "not paused"
+        try:
+            paused = "paused" if await asyncio.wait_for(self.llm.is_paused(), _ANSWER_S) else "not paused"
+        except asyncio.TimeoutError:
+            paused = f"in an unknown state (vLLM's process does not answer within {_ANSWER_S:g} s)"
         return (
             f"a request (max_tokens = {params.max_tokens}) did not finish within {self._request_timeout_s:g} s; "
             f"{self._generating.count} requests were waiting, the last one finished "
@@ -238,11 +241,16 @@ class RolloutEngine(compat.RolloutRayActor):
         return describe_process()
 
 
-def _make_executor(
+def make_executor(
     factory: Callable[[], compat.AgentExecutorBase] | None,
     agent_func_path: str | None,
     remote_rm_url: str | list[str] | None,
 ) -> compat.AgentExecutorBase:
+    """What turns a prompt into a graded response; see `RolloutEngine`.
+
+    Raises:
+        ValueError: more than one way was given, or the agent's file is not one.
+    """
     given = {"executor_factory": factory, "agent_func_path": agent_func_path, "remote_rm_url": remote_rm_url}
     named = [name for name, value in given.items() if value]
     if len(named) > 1:

@@ -12,6 +12,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from openrlhf_ext.rollout.tied_head import repack_tied_heads
 from openrlhf_ext.rollout.weight_sync.base import WeightReceiver, WeightStreamAborted, WeightSyncError
 from openrlhf_ext.rollout.weight_sync.gloo import GlooWeightReceiver
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
@@ -57,6 +58,7 @@ class WeightSyncExtension:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         try:
             self.reload_weights(weights_iterator=self._weight_receiver.receive(version))
+            repack_tied_heads(self.model_runner.get_model())
         except Exception as error:
             if not isinstance(error, WeightStreamAborted):
                 self.disconnect_weight_receiver()

@@ -153,8 +153,9 @@ def check_against_reference(name: str, options: dict, groups: list, *, dtype=tor
     if "clipped" in wanted:
         # Whether A is 0 or a rounding residue decides `clipped` there; it changes nothing.
         clear = [abs(a) > 1e-6 for a in flatten(wanted["advantages"])]
-        pairs = zip(clear, flatten(by_place(loss.details["clipped"], places, groups)), flatten(wanted["clipped"]))
-        assert all(got == want for matters, got, want in pairs if matters), "clipped"
+        got = flatten(by_place(loss.details["clipped"], places, groups))
+        pairs = zip(clear, got, flatten(wanted["clipped"]), strict=True)
+        assert all(mine == theirs for matters, mine, theirs in pairs if matters), "clipped"
     if "tau" in wanted:
         assert_close(float(shaped.tau), wanted["tau"], tolerance, "tau")
     check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance)

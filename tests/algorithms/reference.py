@@ -190,9 +190,9 @@ def penalties(group, o):
 
 def group_advantages(group, o):
     """Penalised rewards and A_i of 2.5, without the treatment of degenerate groups."""
-    rewards = [c["reward"] + r for c, r in zip(group, penalties(group, o))]
+    rewards = [c["reward"] + r for c, r in zip(group, penalties(group, o), strict=True)]
     if o["baseline"] == "token":
-        mu = sum(length(c) * r for c, r in zip(group, rewards)) / sum(length(c) for c in group)
+        mu = sum(length(c) * r for c, r in zip(group, rewards, strict=True)) / sum(length(c) for c in group)
     else:
         mu = mean(rewards)
     if not o["normalize_std"]:
@@ -260,14 +260,14 @@ def correction_factors(completion, correction):
     gating, threshold = correction.get("gating", "ratio"), correction.get("threshold", (0.5, 5.0))
     threshold = threshold if isinstance(threshold, (list, tuple)) else [threshold]
     low, high = threshold if len(threshold) == 2 else (0.0, threshold[0])
-    logs = [o - r for o, r in zip(completion["old"], completion["rollout"])]
+    logs = [o - r for o, r in zip(completion["old"], completion["rollout"], strict=True)]
     if gating == "ratio":
         stats = [math.exp(x) for x in logs]
         if level == "seq":
             stats = [math.exp(mean(logs))] * len(logs)
     else:
         stats = []
-        for old, rollout in zip(completion["old"], completion["rollout"]):
+        for old, rollout in zip(completion["old"], completion["rollout"], strict=True):
             p = min(max(math.exp(rollout), 1e-6), 1 - 1e-6)
             q = min(max(math.exp(old), 1e-6), 1 - 1e-6)
             if gating == "tv":
@@ -278,7 +278,7 @@ def correction_factors(completion, correction):
             stats = [mean(stats)] * len(logs)
     if mode == "clip":
         return [min(max(s, low), high) for s in stats]
-    return [math.exp(x) if low <= s <= high else 0.0 for x, s in zip(logs, stats)]
+    return [math.exp(x) if low <= s <= high else 0.0 for x, s in zip(logs, stats, strict=True)]
 
 
 # --- objectives -----------------------------------------------------------------------------------------------------
@@ -342,10 +342,10 @@ def sequence_loss(groups, advantages, kept, o, kind, correction=None):
                 continue
             t_i = length(c)
             if kind == "geometric":
-                s = math.exp(sum(n - b for n, b in zip(c["new"], c["old"])) / t_i)
+                s = math.exp(sum(n - b for n, b in zip(c["new"], c["old"], strict=True)) / t_i)
                 slopes = [s / t_i] * t_i
             else:
-                ws = [math.exp(n - b) for n, b in zip(c["new"], c["old"])]
+                ws = [math.exp(n - b) for n, b in zip(c["new"], c["old"], strict=True)]
                 s = sum(ws) / t_i
                 slopes = [w / t_i for w in ws]
             ratios[g].append(s)

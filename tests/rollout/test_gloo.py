@@ -57,6 +57,7 @@ def transport_cases() -> dict[str, Any]:
 
 def _send_cases(world_size: int, port: int) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    store.set("go", b"yes")
     channel = GlooChannel(store, "127.0.0.1", 0, world_size, 30.0)
     size = max(frame_bytes(bucket) for bucket in plan().buckets)
     staging = (torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8))
@@ -105,10 +106,10 @@ class FakeEngine:
     def behave(self, behaviour: str) -> None:
         self.behaviour = behaviour
 
-    def connect_weight_sync(self, plan: BucketPlan, address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
+    def connect_weight_sync(self, *group: Any) -> None:
         if self.behaviour == "cannot connect":
             raise OSError("no route to the policy")
-        self.receiver = GlooWeightReceiver(plan, address, port, rank, world, timeout_s)
+        self.receiver = GlooWeightReceiver(*group)
 
     def receive_weights(self, version: int) -> None:
         if self.behaviour == "die":
@@ -158,8 +159,9 @@ def test_an_engine_that_fails_gives_its_own_error_and_disconnects(engines: list[
     sender = connected(engines)
     ray.get(engines[1].behave.remote("fail"))
     start = time.monotonic()
-    with pytest.raises(EngineFailed, match="rollout engine 1 failed while receiving weights of version 6(.|\n)*does not fit"):
+    with pytest.raises(EngineFailed, match="does not fit into this model") as error:
         sender.send(state(6).items(), 6)
+    assert "rollout engine 1 failed while receiving weights of version 6" in str(error.value)
     assert time.monotonic() - start < 15
     with pytest.raises(WeightSyncError, match="call connect"):
         sender.send(state(6).items(), 6)
@@ -175,16 +177,18 @@ def test_an_engine_that_cannot_connect_is_named(engines: list[Any]) -> None:
     with pytest.raises(EngineFailed, match="rollout engine 0 failed while joining(.|\n)*no route to the policy"):
         connected(engines)
     ray.get(engines[0].behave.remote("good"))
+    sender = connected(engines)  # the other engine was not left waiting
+    sender.send(state(8).items(), 8)
+    sender.close()
 
 
 def test_a_hanging_engine_is_named_when_the_deadline_passes(ray_session: None) -> None:
     engines = [FakeEngine.remote(), FakeEngine.remote("hang")]
     sender = connected(engines, timeout_s=4.0)
     start = time.monotonic()
-    with pytest.raises(WeightSyncError, match="rollout engines \\[1\\] have not answered within 4 s|imed out") as error:
+    with pytest.raises(WeightSyncTimeout, match="rollout engines \\[1\\] did not answer within 4 s while receiving"):
         sender.send(state(1).items(), 1)
     assert time.monotonic() - start < 20
-    assert isinstance(error.value, WeightSyncTimeout) or "4000ms" in str(error.value)
 
 
 def test_a_dying_engine_is_reported_at_once(ray_session: None) -> None:

@@ -19,6 +19,12 @@ class WeightSyncTimeout(WeightSyncError):
 class WeightTransferFailed(WeightSyncError):
     """The group broke; the message is the transport's."""
 
+    MARK = "weight transfer failed"
+    """In every message: what is left of the type after a way that carries only text."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if self.MARK in message else f"{self.MARK}: {message}")
+
 
 class EngineFailed(WeightSyncError):
     """An engine failed to do its part; the message holds its own error."""
@@ -30,6 +36,8 @@ class WeightStreamMismatch(WeightSyncError):
 
 class WeightStreamAborted(WeightSyncError):
     """The sender gave up in the middle of a stream; the reason is in the sender's own error."""
+
+    MARK = "the sender gave up"
 
 
 class WeightSender(Protocol):

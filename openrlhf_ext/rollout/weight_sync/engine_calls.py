@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from openrlhf_ext.rollout.weight_sync.base import EngineFailed, WeightSyncTimeout
+from openrlhf_ext.rollout.weight_sync.base import (
+    EngineFailed,
+    WeightStreamAborted,
+    WeightSyncTimeout,
+    WeightTransferFailed,
+)
 
-logger = logging.getLogger(__name__)
+_CONSEQUENCES = (WeightTransferFailed, WeightStreamAborted)
+_GRACE_S = 5.0
 
 
 class EngineCalls:
     """Remote calls under way, one per engine, with one deadline.
 
-    A collective with a dead peer fails with "connection closed", or not at all before its timeout. The engine's own
-    error is in its remote call; so that is looked at while the collective runs, and preferred.
+    A collective with a dead peer fails with "connection closed" on every rank, or not at all before its timeout. What
+    happened is in the remote call of the engine that it happened to: so that is looked at while the collective runs,
+    and an engine that only lost its connection is not blamed.
     """
 
     def __init__(self, what: str, references: Sequence[Any], timeout_s: float) -> None:
@@ -30,7 +36,7 @@ class EngineCalls:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._pending = {reference: index for index, reference in enumerate(references)}
-        self._results: list[Any] = [None] * len(references)
+        self._consequences: dict[int, Exception] = {}
 
     @classmethod
     def start(
@@ -40,45 +46,39 @@ class EngineCalls:
         calls = zip(engines, arguments, strict=True)
         return cls(what, [getattr(engine, method).remote(*args) for engine, args in calls], timeout_s)
 
-    def raise_if_failed(self, grace_s: float = 0.0) -> None:
-        """Raise the error of an engine whose call has failed.
-
-        Args:
-            grace_s: seconds to wait for such an error, when it is known that one is on its way.
-        """
-        end = time.monotonic() + grace_s
-        self._collect(0.0)
-        while self._pending and time.monotonic() < end:
-            self._collect(max(0.0, end - time.monotonic()))
-
-    def settle(self, grace_s: float) -> bool:
-        """Let the calls end, with errors that are already known to be the caller's own fault.
-
-        Returns:
-            Whether all of them ended within `grace_s` each.
-        """
-        try:
-            self.raise_if_failed(grace_s)
-        except EngineFailed as error:
-            logger.debug("%s", error)
-            return self.settle(grace_s)
-        return not self._pending
-
     def check(self) -> None:
-        """Raise an engine's error, or `WeightSyncTimeout` once the deadline has passed."""
-        self.raise_if_failed()
+        """Raise `EngineFailed` if an engine has failed by itself, `WeightSyncTimeout` once the deadline has passed."""
+        self._collect(0.0)
         if self._pending and time.monotonic() > self._deadline:
-            raise WeightSyncTimeout(
-                f"rollout engines {sorted(self._pending.values())} have not answered within {self._timeout_s:g} s "
-                f"while {self._what}; they hang, or the timeout is too small for this model"
-            )
+            raise self._late()
 
-    def results(self) -> list[Any]:
-        """Wait for every engine; what they returned, in engine order."""
-        while self._pending:
+    def finish(self) -> None:
+        """Wait until every engine has done its part; raises as `check`, or what broke the connection."""
+        while self._pending and not self._consequences:
             self._collect(min(1.0, max(0.0, self._deadline - time.monotonic())))
             self.check()
-        return self._results
+        if self._consequences:
+            index, error = next(iter(self._consequences.items()))
+            self.explain(WeightTransferFailed(f"rollout engine {index} failed while {self._what}:\n{error}"))
+
+    def explain(self, error: WeightTransferFailed) -> NoReturn:
+        """Raise what lies behind a broken connection: an engine's own failure, engines that hang, else `error`."""
+        if not self.settle():
+            raise self._late() from error
+        raise error
+
+    def settle(self) -> bool:
+        """Give the calls a little time to end; whether all of them did. Raises if an engine fails by itself."""
+        end = time.monotonic() + _GRACE_S
+        while self._pending and time.monotonic() < end:
+            self._collect(max(0.0, end - time.monotonic()))
+        return not self._pending
+
+    def _late(self) -> WeightSyncTimeout:
+        return WeightSyncTimeout(
+            f"rollout engines {sorted(self._pending.values())} did not answer within {self._timeout_s:g} s while "
+            f"{self._what}: they hang, or the timeout is too small for this model"
+        )
 
     def _collect(self, timeout_s: float) -> None:
         import ray  # not at the top: vLLM's worker processes import this package too and have no use for Ray
@@ -89,6 +89,16 @@ class EngineCalls:
         for reference in ready:
             index = self._pending.pop(reference)
             try:
-                self._results[index] = ray.get(reference)
+                ray.get(reference)
             except Exception as error:
-                raise EngineFailed(f"rollout engine {index} failed while {self._what}:\n{error}") from error
+                if not _is_consequence(error):
+                    raise EngineFailed(f"rollout engine {index} failed while {self._what}:\n{error}") from error
+                self._consequences[index] = error
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Whether an engine only saw the connection break, or the sender give up.
+
+    The text counts as well as the type: from an engine in a process of its own, vLLM passes on nothing else.
+    """
+    return isinstance(error, _CONSEQUENCES) or any(kind.MARK in str(error) for kind in _CONSEQUENCES)

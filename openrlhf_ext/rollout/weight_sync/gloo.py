@@ -12,8 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_futures
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from openrlhf_ext.rollout.weight_sync.base import (
     EngineFailed,
+    WeightStreamAborted,
     WeightSyncError,
     WeightSyncTimeout,
     WeightTransferFailed,
@@ -36,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 SENDER_RANK = 0
 _LOOK_AT_ENGINES_S = 0.1
-_ENGINE_ERROR_GRACE_S = 10.0
+_POLL_S = 0.01
+_LEAVE_S = 2.0
+_PRESENT, _GO, _YES = "present/{}", "go", b"yes"
 
 
 class GlooChannel:
@@ -56,19 +57,29 @@ class GlooChannel:
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [_gloo_device(address)]
         self._store = store
-        self._group = ProcessGroupGloo(PrefixStore("weight_sync", store), rank, world_size, options)
+        group = ProcessGroupGloo(PrefixStore("weight_sync", store), rank, world_size, options)
+        self._group: ProcessGroupGloo | None = group
         self.watch: Callable[[], None] | None = None
 
     def start(self, frame: Tensor) -> GlooTransfer:
         """Begin to send or receive a frame; it must stay alive until the transfer's `wait` returns."""
+        if self._group is None:
+            raise WeightTransferFailed("this rank has left the weight-sync group")
         options = dist.BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.rootTensor = 0
         return GlooTransfer(self._group.broadcast([frame], options), self.watch)
 
     def close(self) -> None:
-        """Leave at once: transfers of the other ranks fail with "connection closed"."""
-        self._group.abort()
+        """Leave: transfers of the other ranks fail with "connection closed".
+
+        A transfer of this rank that hangs keeps its connections until its deadline; that is not waited for.
+        """
+        holder = [self._group]
+        self._group = None
+        leaving = threading.Thread(target=holder.clear, name="weight-sync-leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
 
 
 class GlooTransfer:
@@ -85,7 +96,7 @@ class GlooTransfer:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise WeightTransferFailed(f"weight transfer over gloo failed: {error}") from error
+            raise WeightTransferFailed(str(error)) from error
 
     def _poll(self, watch: Callable[[], None]) -> None:
         pause_s = 0.0002
@@ -104,10 +115,11 @@ class GlooWeightReceiver:
     def __init__(
         self, plan: BucketPlan, address: str, port: int, rank: int, world_size: int, timeout_s: float
     ) -> None:
-        """Join the sender's group; see `GlooChannel`."""
+        """Join the sender's group when it is complete; see `GlooChannel`."""
         store = dist.TCPStore(
             address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
+        _await_sender(store, rank)
         self._plan = plan
         self._channel = GlooChannel(store, address, rank, world_size, timeout_s)
 
@@ -165,10 +177,9 @@ class GlooWeightSender:
             for i in range(len(self._engines))
         ]
         calls = EngineCalls.start(self._engines, "connect_weight_sync", arguments, what, self._timeout_s)
-        channel = _watched(
-            lambda: GlooChannel(store, address, SENDER_RANK, self.world_size, self._timeout_s), calls
-        )
-        calls.results()
+        _await_receivers(store, self.world_size, calls)
+        channel = GlooChannel(store, address, SENDER_RANK, self.world_size, self._timeout_s)
+        calls.finish()
         self._channel = channel
         largest = max(frame_bytes(bucket) for bucket in self._plan.buckets)
         self._staging = (torch.empty(largest, dtype=torch.uint8), torch.empty(largest, dtype=torch.uint8))
@@ -199,19 +210,27 @@ class GlooWeightSender:
         self._channel.watch = calls.check
         try:
             send_stream(self._channel, self._plan, self._staging, tensors, version)
-            calls.results()
+            calls.finish()
         except (EngineFailed, WeightSyncTimeout):
             self.close()
             raise
-        except WeightTransferFailed:
+        except WeightTransferFailed as error:
             self.close()
-            calls.raise_if_failed(grace_s=_ENGINE_ERROR_GRACE_S)
-            raise
+            calls.explain(error)
         except Exception:  # the tensors were wrong, or could not be made; the engines were told, the group is intact
-            if not calls.settle(grace_s=_ENGINE_ERROR_GRACE_S):
-                self.close()
+            self._let_refuse(calls)
             raise
         return time.monotonic() - start
+
+    def _let_refuse(self, calls: EngineCalls) -> None:
+        """Wait until the engines have heard that this update is void; those that have not cannot stay in the group."""
+        try:
+            settled = calls.settle()
+        except EngineFailed as error:
+            logger.error("while giving up a weight update: %s", error)
+            settled = False
+        if not settled:
+            self.close()
 
     def close(self) -> None:
         """Leave the group; a no-op when not connected."""
@@ -220,24 +239,26 @@ class GlooWeightSender:
             self._channel = None
 
 
-def _watched(join: Callable[[], GlooChannel], calls: EngineCalls) -> GlooChannel:
-    """Run a blocking `join` while looking out for engines that fail to do theirs."""
-    joined: Future[GlooChannel] = Future()
+def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:
+    """Wait until every receiver is at the door, while looking out for engines that fail on the way.
 
-    def run() -> None:
-        try:
-            joined.set_result(join())
-        except Exception as error:
-            joined.set_exception(error)
-
-    threading.Thread(target=run, name="weight-sync-join", daemon=True).start()
-    while not wait_futures([joined], timeout=_LOOK_AT_ENGINES_S).done:
-        calls.check()
+    Only then is the group built, which every rank has to do at the same time and which cannot be interrupted.
+    """
+    keys = [_PRESENT.format(rank) for rank in range(world_size) if rank != SENDER_RANK]
     try:
-        return joined.result()
-    except RuntimeError as error:
-        calls.raise_if_failed(grace_s=_ENGINE_ERROR_GRACE_S)
-        raise WeightTransferFailed(f"could not build the weight-sync group: {error}") from error
+        while not store.check(keys):
+            calls.check()
+            time.sleep(_POLL_S)
+    except WeightSyncError:
+        store.set(_GO, b"no")
+        raise
+    store.set(_GO, _YES)
+
+
+def _await_sender(store: dist.TCPStore, rank: int) -> None:
+    store.set(_PRESENT.format(rank), b"")
+    if store.get(_GO) != _YES:
+        raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
 
 
 def _own_address() -> str:

@@ -81,23 +81,22 @@ def send_stream(
 
 
 def receive_stream(channel: Channel, plan: BucketPlan, version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(name, tensor)` of a whole update; the next frame is received while the present one is being used.
+    """Yield `(name, tensor)` of a whole update.
 
     Every frame is a new allocation: vLLM's layerwise reload keeps the tensors of a layer until the layer is complete,
-    so that a reused buffer would be overwritten under it.
+    so that a reused buffer would be overwritten under it. No frame is asked for before the one before it was used: a
+    receiver that fails to load a tensor must be able to leave the group at once, which one with a transfer under way
+    cannot.
 
     Raises:
         WeightStreamAborted: the sender gave up.
         WeightSyncError: a frame of another plan, version or position arrived.
     """
-    frame, transfer = _expect(channel, plan.buckets[0])
     for bucket in plan.buckets:
-        transfer.wait()
+        frame = torch.empty(frame_bytes(bucket), dtype=torch.uint8)
+        channel.start(frame).wait()
         _check_header(frame, plan, version, bucket.index)
-        content = frame[HEADER_BYTES:]
-        if bucket is not plan.buckets[-1]:
-            frame, transfer = _expect(channel, plan.buckets[bucket.index + 1])
-        yield from bucket.unpack(content)
+        yield from bucket.unpack(frame[HEADER_BYTES:])
 
 
 class _Arrivals:
@@ -186,17 +185,11 @@ def _stamp(frame: Tensor, plan: BucketPlan, version: int, index: int, status: in
     frame[:HEADER_BYTES].copy_(header.view(torch.uint8))
 
 
-def _expect(channel: Channel, bucket: Bucket) -> tuple[Tensor, Transfer]:
-    frame = torch.empty(frame_bytes(bucket), dtype=torch.uint8)
-    return frame, channel.start(frame)
-
-
 def _check_header(frame: Tensor, plan: BucketPlan, version: int, index: int) -> None:
     magic, fingerprint, sent_version, sent_index, status = frame[:HEADER_BYTES].view(torch.int64)[:5].tolist()
     if (magic, fingerprint, status) == (_MAGIC, plan.fingerprint, _ABORT):
-        raise WeightStreamAborted(
-            f"the sender gave up update {sent_version} at bucket {sent_index} of {len(plan.buckets)}; see its own error"
-        )
+        place = f"update {sent_version} at bucket {sent_index} of {len(plan.buckets)}"
+        raise WeightStreamAborted(f"{WeightStreamAborted.MARK} {place}; see its own error")
     expected = (_MAGIC, plan.fingerprint, version, index)
     arrived = (magic, fingerprint, sent_version, sent_index)
     if arrived != expected:

@@ -1,0 +1,327 @@
+"""What `shape` and `loss` accept, refuse and survive."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from openrlhf_ext.algorithms import RolloutBatch, algorithm_names, get_algorithm
+from tests.algorithms.helpers import random_groups, to_batch
+from tests.algorithms.test_invariants import NAMES, build, mixed_groups
+
+
+def simple_batch(rewards=(1.0, 0.0, 1.0, 0.0), positions: int = 4, **fields) -> RolloutBatch:
+    rows = len(rewards)
+    generator = torch.Generator().manual_seed(1)
+    return RolloutBatch(
+        **{
+            "tokens": torch.arange(rows * positions).view(rows, positions) % 3,
+            "mask": torch.ones(rows, positions, dtype=torch.bool),
+            "rewards": torch.tensor(rewards),
+            "group_ids": torch.arange(rows) // 2,
+            "old_logprobs": -torch.rand(rows, positions, generator=generator),
+            "entropies": torch.rand(rows, positions, generator=generator),
+            "guide_logprobs": -torch.rand(rows, positions, generator=generator),
+            **fields,
+        }
+    )
+
+
+def finite(algorithm, batch: RolloutBatch):
+    new = batch.old_logprobs.float().clone().requires_grad_()
+    loss = algorithm.loss(new, algorithm.shape(batch))
+    (grad,) = torch.autograd.grad(loss.value, new)
+    assert torch.isfinite(loss.value) and torch.isfinite(grad).all()
+    return loss, grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("rewards", "change"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), {}),
+        ((0.0, 0.0, 0.0, 0.0), {}),
+        ((0.3, 0.3, 0.3, 0.3), {}),
+        ((1.0, 0.0, 1.0, 0.0), {"entropies": torch.zeros(4, 4)}),
+        ((1.0, 0.0, 1.0, 0.0), {"mask": torch.tensor([[True, False, False, False]] * 4)}),
+        ((1.0, 0.0, 1.0, 0.0), {"tokens": torch.full((4, 4), 7)}),
+        ((1.0, 0.0, 1.0, 0.0), {"group_ids": torch.arange(4)}),
+        ((1.0,), {"group_ids": torch.tensor([-5])}),
+    ],
+    ids=["all correct", "all wrong", "equal", "zero entropy", "one token", "full cover", "G = 1", "B = 1"],
+)
+@pytest.mark.parametrize("degenerate", ["drop", "zero", "literal"])
+def test_nasty_batches_give_finite_numbers(name: str, rewards: tuple, change: dict, degenerate: str) -> None:
+    options = {} if name == "gtpo_conflict" else {"degenerate": degenerate}
+    finite(build(name, **options), simple_batch(rewards, **change))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_signal_means_no_gradient(name: str) -> None:
+    if name == "gtpo_conflict":
+        options = {"gamma": 0.0}
+    else:
+        options = {"degenerate": "drop"}
+    loss, grad = finite(build(name, **options), simple_batch((1.0, 1.0, 1.0, 1.0)))
+    assert loss.value.item() == 0.0 and not grad.any()
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+@pytest.mark.parametrize("positions", [0, 3])
+def test_an_empty_batch_has_loss_zero(name: str, positions: int) -> None:
+    empty = torch.zeros(0, positions)
+    batch = RolloutBatch(
+        tokens=empty.long(), mask=empty.bool(), rewards=torch.zeros(0), group_ids=torch.zeros(0, dtype=torch.long),
+        old_logprobs=empty, entropies=empty, values=empty, guide_logprobs=empty,
+    )
+    algorithm = build(name)
+    new = empty.clone().requires_grad_()
+    shaped = algorithm.shape(batch)
+    assert algorithm.loss(new, shaped).value.item() == 0.0
+    assert len(shaped.select([])) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_logprobs_are_promoted(name: str) -> None:
+    batch = simple_batch()
+    half = dataclasses.replace(
+        batch, old_logprobs=batch.old_logprobs.bfloat16(), entropies=batch.entropies.bfloat16(),
+        guide_logprobs=batch.guide_logprobs.bfloat16(),
+    )
+    wide = dataclasses.replace(
+        batch, old_logprobs=half.old_logprobs.float(), entropies=half.entropies.float(),
+        guide_logprobs=half.guide_logprobs.float(),
+    )
+    new = half.old_logprobs.clone().requires_grad_()
+    algorithm = build(name)
+    shaped = algorithm.shape(half)
+    assert shaped.advantages.dtype == torch.float32
+    loss = algorithm.loss(new, shaped)
+    assert loss.value.dtype == torch.float32
+    loss.value.backward()
+    assert new.grad.dtype == torch.bfloat16
+    assert torch.equal(loss.value.detach(), algorithm.loss(new.detach().float(), algorithm.shape(wide)).value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
+    batch = simple_batch()
+    batch = dataclasses.replace(batch, old_logprobs=batch.old_logprobs.to(dtype), entropies=batch.entropies.to(dtype))
+    shaped = build("gtpo_entropy").shape(batch)
+    assert {shaped.advantages.dtype, shaped.rho_pos.dtype, shaped.Rpos.dtype} == {torch.promote_types(dtype, torch.float32)}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("tensor", "name", "options"),
+    [
+        ("old_logprobs", "dapo", {}),
+        ("entropies", "gtpo_entropy", {}),
+        ("ref_logprobs", "dapo", {"kl_coef": 0.1}),
+        ("rollout_logprobs", "dapo", {"correction": {"level": "token"}}),
+        ("guide_logprobs", "mixed_policy_dapo", {"zero_batch": True}),
+    ],
+)
+def test_infinite_values_are_named(bad: float, tensor: str, name: str, options: dict) -> None:
+    values = -torch.rand(4, 4)
+    values[2, 1] = bad
+    batch = simple_batch(**{tensor: values})
+    with pytest.raises(ValueError, match=rf"{tensor} must be finite .* row 2, position 1 is"):
+        build(name, **options).shape(batch)
+
+
+def test_infinite_rewards_are_named() -> None:
+    with pytest.raises(ValueError, match="rewards must be finite: row 1 is nan"):
+        build("dapo").shape(simple_batch((1.0, float("nan"), 0.0, 0.0)))
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "kl_cov", "mixed_policy_dapo"])
+def test_infinite_new_logprobs_are_named(name: str) -> None:
+    batch = simple_batch()
+    new = batch.old_logprobs.clone()
+    new[3, 2] = float("nan")
+    algorithm = build(name)
+    with pytest.raises(ValueError, match="new_logprobs must be finite .* row 3, position 2 is nan"):
+        algorithm.loss(new, algorithm.shape(batch))
+
+
+def test_garbage_in_the_padding_is_legal() -> None:
+    mask = torch.tensor([[True, True, False, False]] * 4)
+    values = -torch.rand(4, 4)
+    values[:, 2:] = torch.tensor([float("nan"), float("inf")])
+    batch = simple_batch(mask=mask, old_logprobs=values, entropies=values.abs())
+    algorithm = build("gtpo_entropy")
+    new = values.clone().requires_grad_()
+    loss = algorithm.loss(new, algorithm.shape(batch))
+    loss.value.backward()
+    assert torch.isfinite(new.grad).all() and not new.grad[:, 2:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": torch.tensor([[True] * 4] * 3 + [[False] * 4])}, "row 3 of mask has no completion token"),
+        ({"mask": torch.tensor([[True] * 4] * 3 + [[True, False, True, False]])}, "row 3 has a True token at position 2"),
+        ({"entropies": None}, "needs RolloutBatch.entropies"),
+        ({"group_size": 3}, "group 0 has 2 completions, declared group size is 3"),
+        ({"group_size": {0: 2, 1: 4}}, "group 1 has 2 completions, declared group size is 4"),
+        ({"group_size": {0: 2}}, "group 1 is in the batch but not in group_size"),
+    ],
+)
+def test_illegal_contents_are_refused_by_shape(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build("gtpo_entropy").shape(simple_batch(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"entropies": torch.zeros(4, 5)}, r"entropies must have shape \(4, 4\), got \(4, 5\)"),
+        ({"rewards": torch.zeros(3)}, r"rewards must have shape \(4,\)"),
+        ({"mask": torch.ones(4, 4)}, "mask must be bool"),
+        ({"old_logprobs": torch.zeros(4, 4).long()}, "old_logprobs must be floating point"),
+        ({"group_ids": torch.zeros(4)}, "group_ids must be integer"),
+        ({"tokens": torch.zeros(4, dtype=torch.long)}, r"tokens must have shape \(B, T\)"),
+    ],
+)
+def test_illegal_tensors_are_refused_at_once(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simple_batch(**change)
+
+
+def test_masking_needs_to_know_what_was_truncated() -> None:
+    with pytest.raises(ValueError, match="needs RolloutBatch.truncated"):
+        build("dapo", mask_truncated=True).shape(simple_batch())
+
+
+@pytest.mark.parametrize("name", ["gtpo_entropy", "grpo_s"])
+def test_zero_entropy_without_eps_is_refused_by_name(name: str) -> None:
+    entropies = torch.rand(4, 4) + 0.1
+    entropies[1] = 0.0
+    with pytest.raises(ValueError, match="row 1"):
+        build(name, entropy_eps=0.0).shape(simple_batch(entropies=entropies))
+
+
+def test_zero_std_without_eps_is_refused_by_name() -> None:
+    batch = simple_batch((1.0, 0.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match="adv_eps = 0 needs positive standard deviations, that of group 1 is 0"):
+        build("grpo", adv_eps=0.0).shape(batch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shaped_batch_pickles(name: str) -> None:
+    batch, new, _ = to_batch(mixed_groups(2))
+    algorithm = build(name)
+    shaped = algorithm.shape(batch)
+    copy = pickle.loads(pickle.dumps(shaped))
+    assert copy.names() == shaped.names()
+    assert torch.equal(copy.algorithm.loss(new, copy).value, algorithm.loss(new, shaped).value)
+    lean = pickle.loads(pickle.dumps(algorithm.prepare(new.detach(), shaped).lean()))
+    assert torch.equal(algorithm.loss(new, lean).value, algorithm.loss(new, shaped).value)
+
+
+def test_selections_take_indices_slices_and_masks() -> None:
+    shaped = build("dapo").shape(simple_batch())
+    assert shaped.select([3, 0]).rows.tolist() == [3, 0]
+    assert shaped.select(slice(1, 3)).rows.tolist() == [1, 2]
+    assert shaped.select(torch.tensor([True, False, True, False])).rows.tolist() == [0, 2]
+    assert shaped.select([3, 0]).select([1]).rows.tolist() == [0]
+
+
+def test_loss_refuses_logprobs_of_another_shape() -> None:
+    algorithm = build("dapo")
+    shaped = algorithm.shape(simple_batch())
+    with pytest.raises(ValueError, match=r"new_logprobs has shape \(4, 4\), the shaped batch \(2, 4\)"):
+        algorithm.loss(torch.zeros(4, 4), shaped.select([0, 1]))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_covariance_methods_refuse_to_guess_on_a_share(name: str) -> None:
+    algorithm, batch = build(name), simple_batch()
+    part = algorithm.shape(batch).select([0, 1])
+    with pytest.raises(ValueError, match="prepare"):
+        algorithm.loss(batch.old_logprobs[:2], part)
+    with pytest.raises(ValueError, match="whole mini-batch"):
+        algorithm.prepare(batch.old_logprobs[:2], part)
+
+
+def test_prepare_is_a_no_op_for_the_others() -> None:
+    for name in NAMES:
+        algorithm = build(name)
+        if not algorithm.needs_prepare:
+            shaped = algorithm.shape(simple_batch())
+            assert algorithm.prepare(torch.zeros(4, 4), shaped) is shaped
+
+
+def test_clip_cov_draws_depend_on_the_seed_only() -> None:
+    batch, new, _ = to_batch(mixed_groups(3, max_length=20))
+    algorithm = build("clip_cov", cov_lb=-5.0, cov_ratio=0.1)
+    shaped = algorithm.shape(batch)
+    draws = [algorithm.prepare(new.detach(), shaped, seed=seed).chosen.tolist() for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_perm_selects_candidates_in_its_order() -> None:
+    batch, new, _ = to_batch(mixed_groups(3, max_length=20))
+    options = {"cov_lb": -5.0, "cov_ratio": 1.0}
+    candidates = build("clip_cov", **options)
+    places = candidates.prepare(new.detach(), candidates.shape(batch)).candidates.tolist()
+    algorithm = build("clip_cov", perm=[3, 1], **options)
+    assert algorithm.prepare(new.detach(), algorithm.shape(batch)).chosen.tolist() == [places[3], places[1]]
+    with pytest.raises(ValueError, match="perm must hold distinct indices"):
+        algorithm = build("clip_cov", perm=[10_000], **options)
+        algorithm.prepare(new.detach(), algorithm.shape(batch))
+
+
+def test_unknown_quantities_are_refused_with_the_known_ones() -> None:
+    shaped = build("gtpo_entropy").shape(simple_batch())
+    with pytest.raises(AttributeError, match="gtpo_entropy exposes no 'rho_posi'; it has: .*rho_pos"):
+        _ = shaped.rho_posi
+
+
+def test_kept_groups_are_listed() -> None:
+    shaped = build("dapo").shape(simple_batch((1.0, 0.0, 1.0, 1.0), group_ids=torch.tensor([8, 8, 3, 3])))
+    assert shaped.kept_groups.tolist() == [8]
+
+
+def test_metrics_of_a_batch() -> None:
+    entropies = torch.tensor([[1.0] * 4, [2.0] * 4, [3.0] * 4, [3.0] * 4])
+    shaped = build("dapo").shape(simple_batch((1.0, 0.0, 1.0, 1.0), entropies=entropies))
+    metrics = {key: value.item() for key, value in shaped.metrics.items()}
+    assert metrics["degenerate_groups"] == 0.5
+    assert metrics["kept_completions"] == 0.5
+    assert metrics["success_rate"] == 0.75
+    assert metrics["entropy_correct"] == pytest.approx(7 / 3)
+    assert metrics["entropy_wrong"] == 2.0
+    # Only rows 0 and 1 carry advantages: the two lowest entropies, i.e. the lower half of the tokens.
+    assert metrics["advantage_mass_q1"] == pytest.approx(4 / 8)
+    assert sum(metrics[f"advantage_mass_q{i}"] for i in range(1, 6)) == pytest.approx(1.0)
+
+
+def test_loss_metrics_count_clipped_tokens() -> None:
+    batch = simple_batch()
+    algorithm = build("dapo")
+    shaped = algorithm.shape(batch)
+    new = batch.old_logprobs.clone()
+    new[0, 0] += 1.0
+    new[1, :2] -= 1.0
+    metrics = algorithm.loss(new, shaped).metrics
+    assert metrics["clip_fraction"].item() == pytest.approx(3 / 16)
+    assert metrics["clip_fraction_high"].item() == pytest.approx(1 / 16)
+    assert metrics["policy_kl"].item() == pytest.approx((-1 + 2) / 16, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_correction_weights_leave_the_guides_completions_alone(seed: int) -> None:
+    batch, _, places = to_batch(random_groups(seed))
+    algorithm = get_algorithm("mixed_policy_dapo", correction={"level": "token", "mode": "clip"})
+    shaped = algorithm.shape(batch)
+    assert (shaped.correction[batch.from_guide] == 1).all()
+
+
+def test_another_device_is_reached_with_to() -> None:
+    shaped = build("gtpo_entropy").shape(simple_batch()).to("meta")
+    assert shaped.advantages.device.type == "meta" and shaped.exposed["shares"].device.type == "meta"

@@ -1,0 +1,147 @@
+"""Option parsing: defaults of the specification, nulls, presets, and errors that name the option and the remedy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm
+from tests.algorithms.reference import DEFAULTS, OFFICIAL
+
+REQUIRED = {
+    "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1},
+    "grpo_s": {"beta1": 1.0, "beta2": 0.1},
+    "dr_grpo": {"l_norm": 8.0},
+}
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_keys_and_defaults_are_those_of_the_specification(name: str) -> None:
+    described = {info.name: info.default for info in describe_options(name)}
+    # The token-mean methods of the reference carry `agg` only where it is an option.
+    assert described == DEFAULTS[name]
+
+
+def test_every_option_is_described() -> None:
+    for name in algorithm_names():
+        for info in describe_options(name):
+            assert info.help
+            assert info.kind != "choice" or info.default in info.choices
+
+
+def test_recommended_values_are_described() -> None:
+    recommended = {info.name: info.recommended for info in describe_options("gtpo_entropy") if info.recommended}
+    assert recommended == {"alpha1": 1.0, "alpha2": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"clip_hgh": 0.3}, "unknown option 'clip_hgh'; did you mean 'clip_high'"),
+        ("gtpo_entropy", {"entropy_axes": "row"}, "did you mean 'entropy_axis'"),
+        ("grpo", {"agg": "token_mean"}, "agg must be one of .* got 'token_mean'; did you mean 'token-mean'"),
+        ("grpo", {"clip_low": "x"}, "clip_low must be a finite number, got 'x'"),
+        ("grpo", {"clip_low": True}, "clip_low must be a finite number, got True"),
+        ("grpo", {"mask_truncated": "maybe"}, "mask_truncated must be true or false"),
+        ("grpo", {"ddof_seq": 2}, "ddof_seq must be one of 0, 1, got 2"),
+        ("grpo", {"degenerate": None}, "degenerate must be one of .* null is not accepted"),
+        ("grpo", {"clip_high": None}, "clip_low = 0.2 needs clip_high"),
+        ("grpo", {"dual_clip": 1.0}, "dual_clip must be above 1"),
+        ("grpo", {"adv_eps": -1}, "adv_eps must be at least 0"),
+        ("grpo", {"agg": "seq-mean-token-sum-norm"}, "l_norm is required with agg seq-mean-token-sum-norm"),
+        ("dr_grpo", {}, "l_norm is required"),
+        ("gtpo_entropy", {}, "alpha1 is required with version v6 .published for v6: 1.0"),
+        ("gtpo_entropy", {"alpha1": 1.0}, "alpha2 is required with version v6 .published for v6: 0.1"),
+        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1}, "kappa is required with version v1u"),
+        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.5, "alpha2": 0.5, "kappa": 4.0}, "clip interval .* is empty"),
+        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 1.0}, "kappa must be above 1"),
+        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "v2_positive": "v1u"}, "read only with version v2"),
+        ("gtpo_entropy", {"version": "v3"}, "version must be one of 'v1', 'v1u', 'v2', 'v6'"),
+        ("gtpo_entropy", {"version": "v1", "entropy_clamp": [0.3, 0.2]}, "entropy_clamp must be ordered"),
+        ("grpo_s", {}, "beta1 is required with version v6 .published: 1.0"),
+        ("grpo_s", {"version": "v1u"}, "version must be one of 'v1', 'v2', 'v6'"),
+        ("gtpo_conflict", {"clip_low": 0.2}, "clip_low = 0.2 needs clip_high"),
+        ("gtpo_conflict", {"preset": "papr"}, "preset must be one of 'paper', 'official', got 'papr'; did you mean"),
+        ("clip_cov", {"mask_truncated": True}, "mask_truncated = true is not defined"),
+        ("kl_cov", {"mask_truncated": True}, "mask_truncated = true is not defined"),
+        ("clip_cov", {"kl_coef": 0.1}, "kl_coef = 0.1 is not defined for clip_cov"),
+        ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5}}, "kind 'dapo' requires l_cache"),
+        ("grpo", {"length_penalty": {"kind": "tan_v1", "L1": 5, "L2": 5}}, "requires L2 > L1"),
+        ("grpo", {"length_penalty": {}}, "kind is required"),
+        ("grpo", {"length_penalty": {"kind": "dapo", "lmax": 5}}, "unknown option 'lmax'; did you mean 'l_max'"),
+        ("grpo", {"length_penalty": "dapo"}, "length_penalty must be a mapping"),
+        ("grpo", {"grop_hard_dapo": {"l_max": 5}}, "requires l_cache"),
+        ("grpo", {"grop_gamma1": 1.0}, r"grop_gamma1 must be in \(0, 1\)"),
+        ("grpo", {"correction": {"level": "seq", "mode": "clip"}}, "mode 'clip' requires level 'token'"),
+        ("grpo", {"correction": {"gating": "tv"}}, "upper bound only"),
+        ("grpo", {"correction": {"levle": "seq"}}, "unknown option 'levle'; did you mean 'level'"),
+        ("grpo", {"kl": {"coef": 0.1}, "kl_coef": 0.1}, "both set a penalty"),
+        ("gspo", {"kl": {"coef": 0.1}}, "takes a KL penalty only in the reward"),
+        ("gtpo_conflict", {"kl": {"coef": 0.1}}, "takes a KL penalty not at all"),
+        ("kl_cov", {"kl": {"estimator": "k3"}}, "coef is required"),
+    ],
+)
+def test_errors_name_the_option_and_the_rule(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_algorithm(name, **options)
+
+
+def test_all_violations_are_reported_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        get_algorithm("grpo", agg="x", clip_low=-1.0, nonsense=3)
+    for text in ("agg must be", "clip_low must be", "unknown option 'nonsense'"):
+        assert text in str(error.value)
+
+
+def test_a_key_of_another_algorithm_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        algorithm = get_algorithm("grpo", alpha1=1.0)
+    assert "grpo does not read the option 'alpha1'" in caplog.text
+    assert not hasattr(algorithm.options, "alpha1")
+
+
+def test_null_takes_the_default_but_for_three_keys() -> None:
+    options = get_algorithm("dapo", adv_eps=None, clip_low=None, dual_clip=None).options
+    assert options.adv_eps == 1e-6
+    assert options.clip_low is None
+    assert get_algorithm("gtpo_conflict", h_ini=None).options.h_ini is None
+
+
+def test_clip_high_may_be_null_without_clipping() -> None:
+    assert get_algorithm("dapo", clip_low=None, clip_high=None).options.clip_high is None
+
+
+def test_presets_replace_defaults_and_explicit_keys_win() -> None:
+    official = get_algorithm("gtpo_conflict", preset="official").options
+    assert {key: getattr(official, key) for key in OFFICIAL} == OFFICIAL
+    assert get_algorithm("gtpo_conflict", preset="official", overlap="or").options.overlap == "or"
+    assert get_algorithm("gtpo_conflict", preset="official", gamma=None).options.gamma == 0.1
+
+
+def test_values_may_come_as_text_from_a_command_line() -> None:
+    options = get_algorithm("gtpo_entropy", alpha1="1", alpha2="1e-1", sign_guard="true").options
+    assert (options.alpha1, options.alpha2, options.sign_guard) == (1.0, 0.1, True)
+
+
+def test_the_bare_name_gtpo_is_refused_with_both_methods_named() -> None:
+    with pytest.raises(ValueError, match="gtpo_entropy and gtpo_conflict"):
+        get_algorithm("gtpo")
+
+
+def test_unknown_algorithms_get_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="unknown algorithm 'dappo'; did you mean 'dapo'"):
+        get_algorithm("dappo")
+
+
+def test_v2_warns_of_positive_advantages_of_failures(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        get_algorithm("gtpo_entropy", version="v2")
+    assert "T-8" in caplog.text
+
+
+def test_mixed_policy_says_that_it_is_a_reconstruction(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        algorithm = get_algorithm("mixed_policy_dapo")
+    assert "experimental reconstruction" in caplog.text
+    assert "RECONSTRUCTION" in type(algorithm).__doc__

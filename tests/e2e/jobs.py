@@ -1,0 +1,113 @@
+"""Whole training jobs as a user starts them, on a tiny random policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.models import make_tiny_policy
+
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    completion = queries[0][len(prompts[0]):]
+    share = sum(c.isalnum() for c in completion) / max(1, len(completion))
+    return {"rewards": share, "scores": float(share > 0.4), "extra_logs": {"alnum": share}}
+"""
+
+
+@dataclass
+class Task:
+    """A folder with a policy, prompts and a reward function."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path, prompts: int = 24, reward: str = REWARD) -> Task:
+        make_tiny_policy(folder / "policy")
+        records = [{"question": f"{i} + {i + 1} = ", "answer": f"#### {2 * i + 1}"} for i in range(prompts)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        (folder / "reward.py").write_text(reward)
+        return cls(folder)
+
+    def options(self, name: str, **more: object) -> list[str]:
+        """Command line of a small TP2 job: 8 prompts x 4 samples a step, results in ``<folder>/<name>``."""
+        out = self.folder / name
+        options = {
+            "actor.model_name_or_path": self.folder / "policy", "actor.num_gpus_per_node": 2, "actor.adam.lr": 1e-3,
+            "megatron.tensor_parallel_size": 2, "megatron.param_dtype": "fp32", "algo.advantage.estimator": "grpo",
+            "data.prompt_dataset": self.folder / "prompts.jsonl", "data.input_key": "question",
+            "data.label_key": "answer", "data.max_len": 64, "rollout.batch_size": 8, "rollout.n_samples_per_prompt": 4,
+            "rollout.max_new_tokens": 12, "rollout.micro_batch_size": 16, "train.batch_size": 32,
+            "train.micro_batch_size": 8, "reward.remote_url": self.folder / "reward.py", "ckpt.output_dir": out,
+        }  # fmt: skip
+        options |= {key.replace("__", "."): value for key, value in more.items()}
+        return [part for key, value in options.items() for part in (f"--{key}", str(value))]
+
+    def metrics(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+class Job:
+    """A running ``openrlhf_ext.cli.train_ppo_ray``."""
+
+    def __init__(self, options: list[str], log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *options]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
+            )
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, timeout_s: float = 200) -> None:
+        """Returns when the job has printed a match."""
+        deadline = time.monotonic() + timeout_s
+        while not re.search(pattern, self.text):
+            assert self.process.poll() is None, f"the job ended ({self.process.returncode}):\n{self.text}"
+            assert time.monotonic() < deadline, f"no {pattern!r} after {timeout_s} s:\n{self.text}"
+            time.sleep(0.2)
+        self.look()
+
+    def look(self) -> None:
+        """Keeps hold of every process of the job."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            self.seen.setdefault(process.pid, process)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to the first worker process whose title contains ``name``."""
+        self.look()
+        victims = [p for p in self.seen.values() if p.is_running() and name in " ".join(p.cmdline())]
+        assert victims, f"no process {name!r} among {[' '.join(p.cmdline())[:60] for p in self.seen.values()]}"
+        victims[0].send_signal(signal.SIGKILL)
+
+    def finish(self, timeout_s: float) -> int:
+        """The exit code; fails if the job does not end in time or leaves a process."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.text}") from None
+        left = [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        names = [" ".join(p.cmdline())[:80] for p in left]
+        self.stop()
+        assert not left, f"processes left behind: {names}"
+        return code
+
+    def stop(self) -> None:
+        for process in [*self.seen.values()]:
+            if process.is_running():
+                process.kill()
+        self.process.kill()

@@ -1,0 +1,48 @@
+"""A job that cannot go on ends, says why in the failing part's own words, and leaves no process."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.e2e.jobs import REWARD, Job, Task
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+FIRST_STEP = r"(?m)^ *1/\d+ "
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return Task.make(tmp_path_factory.mktemp("task"), prompts=4000)  # never finishes by itself
+
+
+def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_path):
+    task = Task.make(
+        tmp_path, reward=REWARD.replace("    share =", "    raise ZeroDivisionError('no grade')\n    share =")
+    )
+    job = Job(task.options("out", reward__max_failures=2), tmp_path / "log")
+    assert job.finish(280) == 1
+    for part in ("ZeroDivisionError: no grade", "--reward.max_failures", "3 samples could not be graded", " + "):
+        assert part in job.text, job.text
+
+
+@pytest.mark.parametrize(
+    ("title", "name"), [("ray::PolicyActor", "policy rank"), ("ray::RolloutEngine", "rollout engine")]
+)
+def test_a_killed_process_ends_the_job(task, tmp_path, title, name):
+    job = Job(task.options(tmp_path.name), tmp_path / "log")
+    job.wait_for(FIRST_STEP)
+    job.kill(title)
+    assert job.finish(60) == 1
+    assert name in job.text and "dead processes" in job.text, job.text
+
+
+def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(task, tmp_path):
+    job = Job(task.options(tmp_path.name), tmp_path / "log")
+    job.wait_for(FIRST_STEP)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(60) == 130
+    out = task.folder / tmp_path.name
+    assert not (out / "config.json").exists() and not list(task.folder.glob("*.incomplete"))
+    assert task.metrics(tmp_path.name), "the records written so far are complete"

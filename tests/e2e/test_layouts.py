@@ -1,0 +1,40 @@
+"""The same rollouts give the same training in every layout."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.jobs import Job, Task
+
+LAYOUTS = {
+    "tp2": {},
+    "pp2": {"megatron__tensor_parallel_size": 1, "megatron__pipeline_parallel_size": 2},
+    "dp2": {"megatron__tensor_parallel_size": 1},
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_tp2_pp2_and_dp2_train_alike(tmp_path):
+    task = Task.make(tmp_path)
+    for name, layout in LAYOUTS.items():
+        job = Job([*task.options(name, **layout), "--train.full_determinism_enable"], tmp_path / f"{name}.log")
+        assert job.finish(280) == 0, job.text
+    runs = {name: task.metrics(name) for name in LAYOUTS}
+    assert [record["step"] for record in runs["tp2"]] == [1, 2, 3]
+    for name, records in runs.items():
+        for expected, got in zip(runs["tp2"], records, strict=True):
+            for metric in ("reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated"):
+                assert got[metric] == expected[metric], (name, got["step"], metric)
+            for metric in ("loss/policy", "grad_norm", "entropy/mean"):
+                assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), (name, got["step"], metric)
+            assert got["kl/rollout_max_abs"] < 1e-4
+            assert got["weight_sync/probe_max_abs_diff"] < 1e-4
+    trained = load_file(tmp_path / "tp2/model.safetensors")
+    before = load_file(tmp_path / "policy/model.safetensors")
+    assert any((trained[name] != before[name]).any() for name in before), "three steps changed no weight"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pp2")
+    for name, parameter in model.named_parameters():
+        assert parameter.allclose(trained[name], atol=1e-4), name

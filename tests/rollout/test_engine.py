@@ -1,0 +1,264 @@
+"""A real vLLM engine under Ray on CPU: one start, many claims."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from openrlhf_ext.rollout import EngineStartError, GenerationTimeout, InvalidWeights, WeightSyncMismatch, launch
+from openrlhf_ext.rollout.engine import make_executor
+from openrlhf_ext.rollout.probe import check_sync, probe_tokens
+from openrlhf_ext.rollout.weight_sync import BucketPlan, EngineFailed, TensorSpec, WeightStreamMismatch, make_sender
+from tests.rollout import tiny
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CACHE_BLOCK = 128
+PROBE = probe_tokens(tiny.VOCAB, CACHE_BLOCK + 20, seed=0, avoid=range(3))
+TOLERANCE = 1e-4
+
+
+class Rig:
+    """The engine, a sender, and the model whose weights were sent last."""
+
+    def __init__(self, engine: Any, tied: bool) -> None:
+        self.engine = engine
+        self.tied = tied
+        self.model = tiny.random_model(seed=0, tied=tied)
+        specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors()]
+        # Buckets smaller than a layer: vLLM must be able to keep the first tensors of a layer until it has the rest.
+        self.sender = make_sender("gloo", BucketPlan.build(specs, 20_000), [engine], 1, timeout_s=30.0)
+        self.sender.connect()
+        self.version = 0
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        shared = {"lm_head.weight"} if self.tied else set()
+        return [(name, tensor) for name, tensor in self.model.state_dict().items() if name not in shared]
+
+    def send(self, seed: int, change: Any = None) -> float:
+        self.model = tiny.random_model(seed, self.tied)
+        self.version += 1
+        tensors: Iterable[tuple[str, Tensor]] = self.tensors()
+        return self.sender.send(tensors if change is None else change(tensors), self.version)
+
+    def check(self) -> float:
+        engine_logprobs = [ray.get(self.engine.probe_logprobs.remote(PROBE))]
+        return check_sync(tiny.logprobs(self.model, PROBE), engine_logprobs, TOLERANCE, self.version)
+
+    def generate(self, prompts: list[list[int]], **params: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        asked = SamplingParams(**{"max_tokens": 12, "temperature": 1.0, "ignore_eos": True, "logprobs": 1, **params})
+        return ray.get([self.engine.generate.remote(prompt, asked) for prompt in prompts], timeout=60)
+
+
+def start(model_path: Path, **options: Any) -> Any:
+    defaults = {
+        "num_engines": 1, "tensor_parallel_size": 1, "seed": 3, "dtype": "float32", "max_model_len": 256,
+        "enable_prefix_caching": True, "enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_mib": 32,
+        "seed_requests": True, "request_timeout_s": 60.0, "use_gpu": False,
+    }  # fmt: skip
+    return launch.create_rollout_engines(model_path=str(model_path), **{**defaults, **options})[0]
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One for most tests, one with tied embeddings, and one that cannot start: started together to save time."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for tied in (False, True):
+        tiny.save_checkpoint(folder / str(tied), tied)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "RolloutEngine", tiny.SabotagedEngine)
+        good = start(folder / "False", executor_factory=partial(tiny.CountingExecutor, 0.2))
+        tied = start(folder / "True")
+        bad = start(folder / "False", max_model_len=100_000)
+    launch.wait_until_ready([good, tied], timeout_s=200)
+    return {"good": good, "tied": tied, "bad": bad}
+
+
+@pytest.fixture(scope="module")
+def rig(engines: dict[str, Any]) -> Rig:
+    return Rig(engines["good"], tied=False)
+
+
+def sampled_logprobs(output: Any) -> list[float]:
+    completion = output.outputs[0]
+    return [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+
+def test_an_engine_that_cannot_start_gives_its_own_error(engines: dict[str, Any]) -> None:
+    with pytest.raises(EngineStartError, match="rollout engine 1 did not start(.|\n)*max_model_len"):
+        launch.wait_until_ready([engines["good"], engines["bad"]], timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"kv_cache_mib": None}, ValueError, "kv_cache_mib must be given on CPU"),
+        ({"enable_sleep": True}, ValueError, "enable_sleep has no effect on CPU"),
+        ({"num_engines": 99}, EngineStartError, "99 rollout engines need 99 CPUs, the Ray cluster has 8"),
+    ],
+)
+def test_options_that_do_not_fit_the_machine_are_refused(
+    ray_session: None, tmp_path: Path, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        start(tmp_path, **options)
+
+
+def test_an_agent_file_must_define_an_executor(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("from tests.rollout.tiny import CountingExecutor\nclass AgentExecutor: pass\n")
+    with pytest.raises(ValueError, match="must define a class AgentExecutor"):
+        make_executor(None, str(path), None)
+    path.write_text("from tests.rollout.tiny import CountingExecutor\n")
+    path.write_text(path.read_text() + "class AgentExecutor(CountingExecutor):\n    def __init__(self): pass\n")
+    assert type(make_executor(None, str(path), None)).__name__ == "AgentExecutor"
+    with pytest.raises(ValueError, match="existing Python file"):
+        make_executor(None, str(tmp_path / "absent.py"), None)
+    with pytest.raises(ValueError, match="got agent_func_path and remote_rm_url"):
+        make_executor(None, str(path), "reward.py")
+
+
+def test_the_engine_tells_where_it_runs(rig: Rig) -> None:
+    info = ray.get(rig.engine.process_info.remote())
+    os.kill(info["pid"], 0)
+    assert info["logs"]
+
+
+def test_weights_from_disk_score_as_in_transformers(rig: Rig) -> None:
+    assert rig.check() < TOLERANCE
+    assert ray.get(rig.engine.weight_version.remote()) == 0
+
+
+def test_after_a_sync_the_engine_scores_and_samples_as_the_policy(rig: Rig) -> None:
+    for seed in (1, 2):
+        assert rig.send(seed) < 10
+        assert rig.check() < TOLERANCE
+        assert ray.get(rig.engine.weight_version.remote()) == rig.version
+    prompts = [PROBE[:n] for n in (5, 40, 140)]
+    for prompt, output in zip(prompts, rig.generate(prompts, temperature=0.7), strict=True):
+        tokens = prompt + list(output.outputs[0].token_ids)
+        expected = tiny.logprobs(rig.model, tokens, temperature=0.7)[len(prompt) - 1 :]
+        assert (expected - torch.tensor(sampled_logprobs(output))).abs().max() < TOLERANCE
+
+
+def test_tied_embeddings_are_replaced_in_the_output_layer_too(engines: dict[str, Any]) -> None:
+    rig = Rig(engines["tied"], tied=True)
+    assert rig.check() < TOLERANCE
+    for seed in (1, 2):
+        rig.send(seed)
+        assert rig.check() < TOLERANCE
+    rig.sender.close()
+
+
+def test_keys_and_values_of_old_weights_in_the_prefix_cache_are_caught(rig: Rig) -> None:
+    ray.get(rig.engine.sabotage.remote(forget_to_reset=True))
+    rig.check()  # puts the probe's blocks into the cache
+    rig.send(seed=3)
+    with pytest.raises(WeightSyncMismatch, match=f"worst at position {len(PROBE) - 2}: policy"):
+        rig.check()
+    ray.get(rig.engine.sabotage.remote(forget_to_reset=False))
+    rig.send(seed=4)
+    assert rig.check() < TOLERANCE
+
+
+def test_a_wrong_value_in_one_tensor_is_caught(rig: Rig) -> None:
+    def corrupt(tensors: list[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor + 0.05 if name == "model.layers.1.mlp.up_proj.weight" else tensor
+
+    rig.send(5, corrupt)
+    with pytest.raises(WeightSyncMismatch, match="policy -\\d+.*, engine -\\d+"):
+        rig.check()
+
+
+def test_an_incomplete_update_makes_the_engine_refuse_until_the_next_one(rig: Rig) -> None:
+    missing = "model.layers.1.self_attn.k_proj.bias"
+    with pytest.raises(WeightStreamMismatch, match=f"missing: \\['{missing}'\\]"):
+        rig.send(6, lambda tensors: [item for item in tensors if item[0] != missing])
+    with pytest.raises(InvalidWeights, match="update to version \\d+ failed(.|\n)*the sender gave up"):
+        ray.get(rig.engine.probe_logprobs.remote(PROBE))
+    with pytest.raises(InvalidWeights):
+        rig.generate([PROBE[:5]])
+    rig.send(seed=7)
+    assert rig.check() < TOLERANCE
+
+
+def test_samples_do_not_depend_on_the_order_of_prompts(rig: Rig) -> None:
+    from vllm import SamplingParams
+
+    prompts = ["what is 12 times 31?", "12", "Answer: 372", "31 + 31", "is", "372?"]
+
+    def sample(seed: int, order: Iterable[int]) -> dict[int, list[list[int]]]:
+        rig.version = 100  # the same version for the same weights: a step that is repeated
+        rig.send(seed)
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        order = list(order)
+        groups = [rig.engine.generate_responses.remote(prompts[i], "", params, 64, None, num_samples=3) for i in order]
+        return {i: [r["tokens"] for r in group] for i, group in zip(order, ray.get(groups, timeout=60), strict=True)}
+
+    first = sample(8, range(len(prompts)))
+    assert first == sample(8, [4, 0, 5, 2, 1, 3])
+    assert all(len({tuple(tokens) for tokens in group}) == 3 for group in first.values())
+    assert first != sample(9, range(len(prompts)))
+
+
+def test_custom_executors_run_and_their_time_is_told_apart(rig: Rig) -> None:
+    from vllm import SamplingParams
+
+    ray.get(rig.engine.rollout_stats.remote())
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    responses = ray.get(rig.engine.generate_responses.remote("what?", "1", params, 64, None, num_samples=4))
+    stats = ray.get(rig.engine.rollout_stats.remote())
+    assert [len(response["tokens"]) for response in responses] == [8] * 4
+    assert all(response["text"] == "" for response in responses)
+    assert stats["generated_tokens"] == 32 and stats["generated_sequences"] == 4
+    assert stats["grading"] == {"calls": 4}
+    assert 0 < stats["generation_s"]
+    assert 0.15 < stats["exposed_grading_s"] < 2
+    assert ray.get(rig.engine.rollout_stats.remote())["generated_tokens"] == 0
+
+
+def test_a_request_that_outlives_its_deadline_says_what_it_waited_for(rig: Rig) -> None:
+    ray.get([rig.engine.pause_generation.remote(), rig.engine.sabotage.remote(request_timeout_s=0.5)])
+    with pytest.raises(GenerationTimeout, match="within 0.5 s; 1 requests were waiting.*generation is paused"):
+        rig.generate([PROBE[:5]])
+    ray.get([rig.engine.resume_generation.remote(), rig.engine.sabotage.remote()])
+    assert len(rig.generate([PROBE[:5]])[0].outputs[0].token_ids) == 12
+    assert ray.get(rig.engine.get_num_unfinished_requests.remote()) == 0
+
+
+def test_requests_in_flight_go_on_with_the_new_weights(rig: Rig) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0)
+    running = [rig.engine.generate.remote(PROBE[:60], params) for _ in range(8)]
+    time.sleep(0.05)
+    rig.send(seed=10)
+    assert rig.check() < TOLERANCE
+    assert [len(output.outputs[0].token_ids) for output in ray.get(running, timeout=60)] == [100] * 8
+
+
+def test_a_killed_engine_surfaces_at_once_in_generation_and_in_weight_sync(rig: Rig) -> None:
+    from vllm import SamplingParams
+
+    pid = ray.get(rig.engine.process_info.remote())["pid"]
+    running = rig.engine.generate.remote(PROBE[:5], SamplingParams(max_tokens=200, ignore_eos=True))
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(running, timeout=60)
+    with pytest.raises(EngineFailed, match="rollout engine 0 failed while receiving weights"):
+        rig.send(seed=11)
+    assert time.monotonic() - start < 30

@@ -1,0 +1,23 @@
+"""What vLLM's worker processes have to import must stay light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("openrlhf_ext.rollout", ["torch", "ray", "vllm", "openrlhf"]),
+        ("openrlhf_ext.rollout.weight_sync", ["ray", "vllm", "openrlhf"]),
+        ("openrlhf_ext.rollout.worker_extension", ["openrlhf", "deepspeed"]),
+    ],
+)
+def test_importing_does_not_import(module: str, absent: list[str]) -> None:
+    code = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "[]"

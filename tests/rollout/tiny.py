@@ -1,0 +1,87 @@
+"""A checkpoint that vLLM serves on CPU, and the agent and the engine that the engine tests run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from openrlhf_ext.compat import AgentExecutorBase
+from openrlhf_ext.rollout.engine import RolloutEngine
+
+VOCAB = 512
+
+
+def save_checkpoint(path: Path, tied: bool) -> None:
+    """A random Qwen2 with head size 32 (vLLM's CPU attention has no smaller one) and a byte-level tokenizer."""
+    random_model(0, tied).save_pretrained(path)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["what is 12 times 31? Answer: 372"], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    ).save_pretrained(path)
+
+
+def random_model(seed: int, tied: bool) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=2,
+        bos_token_id=None, initializer_range=0.1,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).float().eval()
+
+
+@torch.no_grad()
+def logprobs(model: Qwen2ForCausalLM, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """(T-1,) log-prob of every token but the first, by transformers."""
+    logits_TV = model(torch.tensor([tokens])).logits[0, :-1].float() / temperature
+    return logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+
+
+class CountingExecutor(AgentExecutorBase):
+    """An agent that generates once, grades by waiting, and reports its grading."""
+
+    needs_text = False
+
+    def __init__(self, grading_s: float) -> None:
+        self.grading_s = grading_s
+        self.graded = 0
+
+    async def execute(
+        self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        output = await llm_engine.generate([ord(letter) for letter in prompt], sampling_params)
+        await asyncio.sleep(self.grading_s)
+        self.graded += 1
+        return {"tokens": list(output.outputs[0].token_ids), "text": output.outputs[0].text}
+
+    def grading_stats(self, reset: bool = False) -> dict[str, float]:
+        stats = {"calls": self.graded}
+        self.graded = 0
+        return stats
+
+
+class SabotagedEngine(RolloutEngine):
+    """An engine whose failures can be switched on."""
+
+    forget_to_reset = False
+
+    async def sabotage(self, *, forget_to_reset: bool = False, request_timeout_s: float = 60.0) -> None:
+        self.forget_to_reset = forget_to_reset
+        self._request_timeout_s = request_timeout_s
+
+    async def reset_prefix_cache(self) -> None:
+        if not self.forget_to_reset:
+            await super().reset_prefix_cache()
