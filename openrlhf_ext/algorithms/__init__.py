@@ -11,6 +11,7 @@ This package imports torch and nothing else of the stack.
 from openrlhf_ext.algorithms import baselines, conflict_mask, entropy_shaping, gae, mixed_policy  # noqa: F401
 from openrlhf_ext.algorithms.base import Algorithm, Inputs, SequenceAlgorithm, TokenAlgorithm
 from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms.conflict_mask import mean_entropies
 from openrlhf_ext.algorithms.options import OptionInfo, option
 from openrlhf_ext.algorithms.registry import algorithm_names, describe_options, get_algorithm, register_algorithm
 
@@ -26,6 +27,7 @@ __all__ = [
     "algorithm_names",
     "describe_options",
     "get_algorithm",
+    "mean_entropies",
     "option",
     "register_algorithm",
 ]

@@ -266,6 +266,15 @@ def conflict_weights(
     return torch.where(forward_BT, weight_B, one) * torch.where(backward_BT, weight_B, one)
 
 
+def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
+
+    `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
+    sampled at training temperature before the first step.
+    """
+    return row_sums(entropies_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
+
+
 @register_algorithm("gtpo_conflict", GtpoConflictOptions)
 class GtpoConflict(TokenAlgorithm):
     """GTPO, Group-relative Trajectory-based Policy Optimization (Simoni et al.).
@@ -274,6 +283,8 @@ class GtpoConflict(TokenAlgorithm):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    loss_inputs: ClassVar[tuple[str, ...]] = ("divisor",)
+    kl_places: ClassVar[tuple[str, ...]] = ()
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
         """Classes by the sign of A; no group is dropped or zeroed."""
@@ -305,7 +316,7 @@ class GtpoConflict(TokenAlgorithm):
         forward = conflict_spans(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
         backward = conflict_spans(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
         forward_BT, backward_BT = (spans.mask(batch.mask.shape[1]) for spans in (forward, backward))
-        h_bar_B = row_sums(batch.entropies, batch.mask) / groups.lengths_B
+        h_bar_B = mean_entropies(batch.entropies, batch.mask)
         delta_B = self._delta(a_B, h_bar_B)
         tilde_B = delta_B * (a_B - options.gamma * h_bar_B)
         if options.zero_adv == "skip":

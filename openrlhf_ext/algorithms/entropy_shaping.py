@@ -458,7 +458,7 @@ def _where_rows(rows_B: Tensor, values_BT: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def mean_entropies(prepared: PreparedEntropy, entropies_BT: Tensor, mask_BT: Tensor, kind: str) -> Tensor:
+def sequence_entropies(prepared: PreparedEntropy, entropies_BT: Tensor, mask_BT: Tensor, kind: str) -> Tensor:
     """(B,) float64 mean of each completion's H', arithmetic or geometric (0 if some H' is not positive)."""
     mean_B = torch.zeros(len(mask_BT), dtype=torch.float64, device=mask_BT.device)
     for rows in row_blocks(*mask_BT.shape):
@@ -501,7 +501,7 @@ class GrpoS(SequenceAlgorithm):
         part, options = inputs.part, self.options
         success_B, failure_B = part.success_B & part.kept_B, part.failure_B & part.kept_B
         prepared = PreparedEntropy.of(options)
-        h_hat_B = mean_entropies(prepared, inputs.batch.entropies, inputs.batch.mask, options.h_hat)
+        h_hat_B = sequence_entropies(prepared, inputs.batch.entropies, inputs.batch.mask, options.h_hat)
         share_B = self._shares(inputs, prepared, h_hat_B, success_B, failure_B)
         reward_B = self._shaped_rewards(inputs, share_B, success_B, failure_B)
         ones_B = torch.ones_like(reward_B)

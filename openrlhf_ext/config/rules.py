@@ -50,8 +50,8 @@ def checkpoint_violations(*, save_steps: int, save_hf: bool) -> Iterator[Violati
     if save_steps != -1 and not save_hf:
         yield Violation(
             ("ckpt.save_steps", "ckpt.save_hf"),
-            f"ckpt.save_steps {save_steps} needs ckpt.save_hf: checkpoints that a run can resume from are not built yet, "
-            "only Hugging Face ones; add --ckpt.save_hf, or leave ckpt.save_steps out",
+            f"ckpt.save_steps {save_steps} needs ckpt.save_hf: only Hugging Face checkpoints are built, not yet those "
+            "that a run can resume from; add --ckpt.save_hf, or leave ckpt.save_steps out",
         )
 
 
@@ -173,7 +173,7 @@ def length_violations(
     max_len: int,
     overlong_buffer: float | None,
     overlong_factor: float,
-    probe_length: int,
+    probe_length: int | None,
 ) -> Iterator[Violation]:
     """Responses fit into sequences, and the overlong buffer into responses."""
     if max_new_tokens is not None and max_new_tokens >= max_len:
@@ -182,10 +182,10 @@ def length_violations(
             f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {max_new_tokens} and "
             f"{max_len} tokens",
         )
-    if probe_length > max_len:
+    if probe_length is not None and probe_length >= max_len:
         yield Violation(
             ("weight_sync.probe_length", "data.max_len"),
-            f"weight_sync.probe_length must not exceed data.max_len: got {probe_length} and {max_len} tokens",
+            f"weight_sync.probe_length must be below data.max_len: got {probe_length} and {max_len} tokens",
         )
     if overlong_buffer is None:
         if overlong_factor != 1:

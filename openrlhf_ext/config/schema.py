@@ -16,6 +16,7 @@ from openrlhf_ext.config.entities.rollout import Reward, Rollout, Vllm, WeightSy
 from openrlhf_ext.config.entities.run import Ckpt, Data, Eval, Logger, Train
 from openrlhf_ext.config.upstream import upstream_namespace
 
+_PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
 
 
@@ -103,6 +104,11 @@ class RunConfig(Entity):
             return self.weight_sync.probe_tolerance
         coarser = "bf16" if "bf16" in (self.megatron.param_dtype, self.rollout_dtype) else "fp32"
         return _PROBE_TOLERANCE[coarser]
+
+    @property
+    def probe_length(self) -> int:
+        """Tokens of the probe prompt, with its default resolved; the engine generates one token after it."""
+        return self.weight_sync.probe_length or max(2, min(_PROBE_LENGTH, self.data.max_len - 1))
 
     def algorithm_options(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         """Arguments of ``get_algorithm``: (name, options, importance correction or None)."""

@@ -256,7 +256,7 @@ def sync_settings(config: Any):
     transport = "gloo" if config.vllm.sync_backend == "auto" else config.vllm.sync_backend
     return SyncSettings(
         transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
-        config.probe_tolerance, config.weight_sync.probe_length,
+        config.probe_tolerance, config.probe_length,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
     batch = simple_batch()
     batch = dataclasses.replace(batch, old_logprobs=batch.old_logprobs.to(dtype), entropies=batch.entropies.to(dtype))
     shaped = build("gtpo_entropy").shape(batch)
-    assert {shaped.advantages.dtype, shaped.rho_pos.dtype, shaped.Rpos.dtype} == {torch.promote_types(dtype, torch.float32)}
+    assert {shaped.advantages.dtype, shaped.rho_pos.dtype, shaped.Rpos.dtype} == {dtype}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -164,7 +164,7 @@ def test_garbage_in_the_padding_is_legal() -> None:
     ("change", "message"),
     [
         ({"mask": torch.tensor([[True] * 4] * 3 + [[False] * 4])}, "row 3 of mask has no completion token"),
-        ({"mask": torch.tensor([[True] * 4] * 3 + [[True, False, True, False]])}, "row 3 has a True token at position 2"),
+        ({"mask": torch.tensor([[True] * 4] * 3 + [[True, False, True, False]])}, "row 3 has a True .* position 2"),
         ({"entropies": None}, "needs RolloutBatch.entropies"),
         ({"group_size": 3}, "group 0 has 2 completions, declared group size is 3"),
         ({"group_size": {0: 2, 1: 4}}, "group 1 has 2 completions, declared group size is 4"),
@@ -180,7 +180,7 @@ def test_illegal_contents_are_refused_by_shape(change: dict, message: str) -> No
     ("change", "message"),
     [
         ({"entropies": torch.zeros(4, 5)}, r"entropies must have shape \(4, 4\), got \(4, 5\)"),
-        ({"rewards": torch.zeros(3)}, r"rewards must have shape \(4,\)"),
+        ({"truncated": torch.zeros(3, dtype=torch.bool)}, r"truncated must have shape \(4,\)"),
         ({"mask": torch.ones(4, 4)}, "mask must be bool"),
         ({"old_logprobs": torch.zeros(4, 4).long()}, "old_logprobs must be floating point"),
         ({"group_ids": torch.zeros(4)}, "group_ids must be integer"),
@@ -221,6 +221,7 @@ def test_a_shaped_batch_pickles(name: str) -> None:
     assert torch.equal(copy.algorithm.loss(new, copy).value, algorithm.loss(new, shaped).value)
     lean = pickle.loads(pickle.dumps(algorithm.prepare(new.detach(), shaped).lean()))
     assert torch.equal(algorithm.loss(new, lean).value, algorithm.loss(new, shaped).value)
+    assert torch.equal(algorithm.loss(new, lean.mini_batch(slice(None))).value, algorithm.loss(new, shaped).value)
 
 
 def test_selections_take_indices_slices_and_masks() -> None:

@@ -61,7 +61,13 @@ class WeightSync(Entity):
         gt=0,
         default_text="1e-4 in fp32, 0.2 in bf16",
     )
-    probe_length: int = option(32, "tokens of the fixed prompt that is compared after every sync", ge=2)
+    probe_length: int | None = option(
+        None,
+        "tokens of the fixed prompt that is compared after every sync; more than a cache block (16 on GPU, 128 on CPU) "
+        "proves the prefix cache too",
+        ge=2,
+        default_text="160, or data.max_len - 1 if that is less",
+    )
 
 
 class Reward(Entity):

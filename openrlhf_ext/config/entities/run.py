@@ -81,7 +81,8 @@ class Ckpt(Entity):
     save_steps: Interval = option(-1, "training steps between checkpoints, -1 = only the final one; needs ckpt.save_hf")
     path: str = option("./ckpt/checkpoints_ppo_ray", "folder of the checkpoints made during training", path="output")
     save_hf: bool = option(
-        False, "write the checkpoints of ckpt.save_steps, in Hugging Face form (weights only: a run cannot be resumed yet)"
+        False,
+        "write the checkpoints of ckpt.save_steps, in Hugging Face form (weights only: a run cannot be resumed yet)",
     )
     disable_ds: bool = no_meaning(
         False,
@@ -104,7 +105,7 @@ class Ckpt(Entity):
     )
     best_metric_key: str = option(
         "",
-        "evaluation metric whose best value is kept as a checkpoint of its own, such as eval/accuracy; empty or none = no",
+        "evaluation metric whose best value is kept as a checkpoint of its own, such as eval/accuracy; empty = none is",
     )
     output_dir: str = option(
         "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"

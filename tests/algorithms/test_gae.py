@@ -1,0 +1,78 @@
+"""GAE against the definition, and PPO with a critic as an algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from openrlhf_ext.algorithms import get_algorithm
+from openrlhf_ext.algorithms.gae import gae, token_rewards, value_loss
+from tests.algorithms.helpers import random_groups, to_batch
+
+
+def ragged(seed: int):
+    batch, new, _ = to_batch(random_groups(seed), garbage=False)
+    values = torch.randn(batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    values[~batch.mask] = float("nan")
+    return dataclasses.replace(batch, values=values), new
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.95), (0.99, 0.0)])
+def test_gae_is_the_discounted_sum_of_deltas(seed: int, gamma: float, lambd: float) -> None:
+    batch, _ = ragged(seed)
+    rewards = token_rewards(batch.rewards, batch.mask)
+    advantages, returns = gae(rewards, batch.values, batch.mask, gamma=gamma, lambd=lambd)
+    for row, length in enumerate(batch.mask.sum(dim=1).tolist()):
+        v = [*batch.values[row, :length].tolist(), 0.0]
+        r = [0.0] * (length - 1) + [batch.rewards[row].item()]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
+        for t in range(length):
+            wanted = sum((gamma * lambd) ** (s - t) * delta[s] for s in range(t, length))
+            assert advantages[row, t].item() == pytest.approx(wanted)
+            assert returns[row, t].item() == pytest.approx(wanted + v[t])
+        assert not advantages[row, length:].any() and not returns[row, length:].any()
+
+
+def test_gae_algorithm_whitens_over_all_tokens_and_exposes_returns() -> None:
+    batch, new = ragged(1)
+    algorithm = get_algorithm("gae", lambd=0.95)
+    shaped = algorithm.shape(batch)
+    tokens = shaped.advantages[batch.mask]
+    assert tokens.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert tokens.std(unbiased=False).item() == pytest.approx(1.0, abs=1e-6)
+    whole = algorithm.loss(new, shaped).value.item()
+    halves = [algorithm.loss(new[rows], shaped.select(rows)).value.item() for rows in ([0], slice(1, None))]
+    assert sum(halves) == pytest.approx(whole)
+    assert shaped.lean().returns.shape == batch.mask.shape
+
+
+def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:
+    batch, _ = ragged(2)
+    shaped = get_algorithm("gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False).shape(batch)
+    kl = torch.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+    wanted, _ = gae(
+        token_rewards(batch.rewards, batch.mask, 0.5 * kl), batch.values, batch.mask, gamma=1.0, lambd=1.0
+    )
+    assert torch.allclose(shaped.advantages, wanted)
+
+
+def test_value_loss_shares_add_up_and_clip() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 4, 5, dtype=torch.float64, generator=generator)
+    mask = torch.arange(5) < torch.tensor([5, 2, 3, 1])[:, None]
+    tokens = mask.sum()
+    whole = value_loss(values, old, returns, mask, clip=0.2, tokens=tokens)
+    parts = [value_loss(values[r], old[r], returns[r], mask[r], clip=0.2, tokens=tokens) for r in ([0, 2], [1, 3])]
+    assert sum(parts).item() == pytest.approx(whole.item())
+    near = old + (values - old).clamp(-0.2, 0.2)
+    wanted = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)[mask].mean()
+    assert whole.item() == pytest.approx(wanted.item())
+
+
+def test_gae_needs_values() -> None:
+    batch, _ = ragged(0)
+    with pytest.raises(ValueError, match="needs RolloutBatch.values"):
+        get_algorithm("gae").shape(dataclasses.replace(batch, values=None))
