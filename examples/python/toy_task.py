@@ -9,8 +9,8 @@ has exactly the keys and the form of GSM8K::
 Train and held-out problems can never meet: a question belongs to one of the two splits by a hash of its text, whatever
 the seed and the number of problems. A policy warm-started on the train split has therefore seen no held-out question.
 
-Left out on purpose: division and negative numbers (a two-digit world keeps the facts few enough for a million
-parameters), word problems (every token costs time on a CPU), right-nested brackets.
+Left out on purpose: division and negative numbers (values within 0..50 keep the facts few enough to be learnt
+in a minute), word problems (every token costs time on a CPU), right-nested brackets.
 
     python examples/python/toy_task.py --output_dir data/ --train_size 4096 --heldout_size 512
     python examples/python/toy_task.py --output_dir data/ --difficulty 2:0.5 3:0.5 --seed 7
@@ -22,15 +22,15 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 Split = Literal["train", "heldout"]
 
-LARGEST_VALUE = 99
-FIRST_OPERANDS = range(1, 21)
+LARGEST_VALUE = 50
+FIRST_OPERANDS = range(1, 10)
 OPERANDS = {"+": range(1, 10), "-": range(1, 10), "*": range(2, 10)}
 HELDOUT_SHARE = 8  # one question in eight belongs to the held-out split
 DEFAULT_DIFFICULTY: Mapping[int, float] = {2: 0.1, 3: 0.4, 4: 0.5}
@@ -39,21 +39,26 @@ MAX_MISSES_IN_A_ROW = 2000
 
 @dataclass(frozen=True)
 class Problem:
-    """One question, the steps that solve it, and its answer."""
+    """A chain of operations on a first operand, e.g. ``Problem(3, (("+", 4), ("*", 2)))`` for ``(3+4)*2``."""
 
-    question: str
-    steps: tuple[str, ...]
-    answer: int
-
-    @property
-    def solution(self) -> str:
-        """GSM8K's answer text: the steps, one a line, then ``#### answer``."""
-        return "\n".join([*self.steps, f"#### {self.answer}"])
+    first: int
+    operations: tuple[tuple[str, int], ...]
 
     @property
-    def completion(self) -> str:
-        """What the policy should write after the question (without the end-of-text token)."""
-        return f"<reasoning>{';'.join(self.steps)}</reasoning><answer>{self.answer}</answer>"
+    def question(self) -> str:
+        """The expression with the brackets that left-to-right order needs, then ``=?``."""
+        text, ends_in_sum = str(self.first), False
+        for operator, operand in self.operations:
+            if operator == "*" and ends_in_sum:
+                text = f"({text})"
+            text += f"{operator}{operand}"
+            ends_in_sum = operator != "*"
+        return f"{text}=?"
+
+    @property
+    def solution(self) -> Solution:
+        """The correct solution."""
+        return self.solve()
 
     @property
     def split(self) -> Split:
@@ -61,32 +66,36 @@ class Problem:
         digest = hashlib.sha256(self.question.encode()).digest()
         return "heldout" if digest[0] % HELDOUT_SHARE == 0 else "train"
 
-
-def draw_problem(rng: random.Random, operands: int) -> Problem:
-    """One problem with the given number of operands; every value on the way stays within 0..99."""
-    value = rng.choice(FIRST_OPERANDS)
-    expression, steps, ends_in_sum = str(value), [], False
-    for _ in range(operands - 1):
-        operator, operand = _draw_operation(rng, value)
-        result = _apply(operator, value, operand)
-        steps.append(f"{value}{operator}{operand}={result}")
-        if operator == "*" and ends_in_sum:
-            expression = f"({expression})"
-        expression += f"{operator}{operand}"
-        value, ends_in_sum = result, operator != "*"
-    return Problem(question=f"{expression}=?", steps=tuple(steps), answer=value)
+    def solve(self, write_result: Callable[[int], int] = lambda result: result) -> Solution:
+        """Works the chain; ``write_result`` may change each result, and the next step goes on from what was written."""
+        value, steps = self.first, []
+        for operator, operand in self.operations:
+            result = write_result(apply(operator, value, operand))
+            steps.append(f"{value}{operator}{operand}={result}")
+            value = result
+        return Solution(tuple(steps), value)
 
 
-def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
-    allowed = {
-        operator: [operand for operand in operands if 0 <= _apply(operator, value, operand) <= LARGEST_VALUE]
-        for operator, operands in OPERANDS.items()
-    }
-    operator = rng.choice([operator for operator, operands in allowed.items() if operands])
-    return operator, rng.choice(allowed[operator])
+@dataclass(frozen=True)
+class Solution:
+    """The steps of a solution and its answer."""
+
+    steps: tuple[str, ...]
+    answer: int
+
+    @property
+    def label(self) -> str:
+        """GSM8K's answer text: the steps, one a line, then ``#### answer``."""
+        return "\n".join([*self.steps, f"#### {self.answer}"])
+
+    @property
+    def completion(self) -> str:
+        """What a policy writes after the question (without the end-of-text token)."""
+        return f"<reasoning>{';'.join(self.steps)}</reasoning><answer>{self.answer}</answer>"
 
 
-def _apply(operator: str, left: int, right: int) -> int:
+def apply(operator: str, left: int, right: int) -> int:
+    """``left operator right`` for one of the three operators."""
     match operator:
         case "+":
             return left + right
@@ -95,6 +104,26 @@ def _apply(operator: str, left: int, right: int) -> int:
         case "*":
             return left * right
     raise ValueError(f"operator must be one of {sorted(OPERANDS)}, got {operator!r}")
+
+
+def draw_problem(rng: random.Random, operands: int) -> Problem:
+    """A problem with that many operands; every value on the way stays within 0..50."""
+    value = first = rng.choice(FIRST_OPERANDS)
+    operations = []
+    for _ in range(operands - 1):
+        operator, operand = _draw_operation(rng, value)
+        operations.append((operator, operand))
+        value = apply(operator, value, operand)
+    return Problem(first, tuple(operations))
+
+
+def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
+    allowed = {
+        operator: [operand for operand in operands if 0 <= apply(operator, value, operand) <= LARGEST_VALUE]
+        for operator, operands in OPERANDS.items()
+    }
+    operator = rng.choice([operator for operator, operands in allowed.items() if operands])
+    return operator, rng.choice(allowed[operator])
 
 
 def problem_stream(seed: int, split: Split, difficulty: Mapping[int, float] = DEFAULT_DIFFICULTY) -> Iterator[Problem]:
@@ -140,7 +169,7 @@ def check_difficulty(difficulty: Mapping[int, float]) -> None:
 
 def write_problems(path: Path, problems: Iterable[Problem]) -> None:
     """One JSON object a line, keys ``question`` and ``answer`` as in GSM8K."""
-    lines = (json.dumps({"question": p.question, "answer": p.solution}) for p in problems)
+    lines = (json.dumps({"question": p.question, "answer": p.solution.label}) for p in problems)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -152,7 +181,10 @@ def write_task(
     seed: int = 42,
     difficulty: Mapping[int, float] = DEFAULT_DIFFICULTY,
 ) -> dict[Split, Path]:
-    """Writes ``train.jsonl`` and ``heldout.jsonl``: no question twice, none in both. Returns the two paths."""
+    """Writes ``train.jsonl`` and ``heldout.jsonl``: no question twice, none in both. Returns the two paths.
+
+    Repeats are skipped: a length with few different problems may end below its share.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
     sizes: dict[Split, int] = {"train": train_size, "heldout": heldout_size}
     paths: dict[Split, Path] = {}

@@ -22,8 +22,10 @@ from openrlhf_ext.algorithms.base import (
     masked_log_ratio,
     penalised_rewards,
     promote,
+    tokens_of,
 )
 from openrlhf_ext.algorithms.batch import Loss, ShapedBatch
+from openrlhf_ext.algorithms.blocks import row_blocks, row_counts
 from openrlhf_ext.algorithms.options import (
     ClipCovOptions,
     DapoOptions,
@@ -86,9 +88,11 @@ class EntropyAdvantage(GroupRelative):
         fields = super().advantages(inputs)
         live_B = inputs.part.kept_B & ~inputs.part.zeroed_B
         limit_B1 = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)[:, None]
-        bonus_BT = torch.minimum(self.options.ent_alpha * inputs.batch.entropies, limit_B1)
-        bonus_BT = torch.where(inputs.batch.mask & live_B[:, None], bonus_BT, 0.0)
-        return {**fields, "advantages": fields["advantages"].add_(bonus_BT)}
+        advantages_BT = fields["advantages"]
+        for rows in row_blocks(*advantages_BT.shape):
+            bonus_bT = torch.minimum(self.options.ent_alpha * inputs.batch.entropies[rows], limit_B1[rows])
+            advantages_BT[rows] += torch.where(inputs.batch.mask[rows] & live_B[rows, None], bonus_bT, 0.0)
+        return fields
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
@@ -102,15 +106,15 @@ class HighEntropyTokens(GroupRelative):
         return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        pool_BT = shaped.mask & shaped.kept[:, None]
+        pool_BT = tokens_of(shaped.mask, shaped.kept)
         tau, cut = upper_threshold(shaped.exposed["entropies"], pool_BT, self.options.top_rho)
         return super().loss_level(dataclasses.replace(shaped, pools={"tau": tau, "cut": cut}))
 
     def loss_mask(self, shaped: ShapedBatch) -> Tensor:
-        return super().loss_mask(shaped) & (shaped.exposed["entropies"] >= shaped.pools["cut"])
+        return self._selected(shaped) & shaped.active[:, None]
 
     def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
-        return loss_mask_BT.sum(dim=1)
+        return row_counts(loss_mask_BT)
 
     def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
         if self.options.mask_denominator == "all":
@@ -118,7 +122,11 @@ class HighEntropyTokens(GroupRelative):
         return self.loss_tokens(shaped, loss_mask_BT)
 
     def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
-        return {"token_mask": lambda shaped: shaped.mask & (shaped.exposed["entropies"] >= shaped.pools["cut"])}
+        return {"token_mask": self._selected}
+
+    def _selected(self, shaped: ShapedBatch) -> Tensor:
+        """(B, T) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
+        return (shaped.exposed["entropies"] >= shaped.pools["cut"]) & shaped.mask
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -45,3 +45,11 @@ def row_sums(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     for rows in row_blocks(*values_BT.shape):
         out_B[rows] = torch.where(mask_BT[rows], values_BT[rows], 0.0).sum(dim=1, dtype=torch.float64)
     return out_B
+
+
+def row_counts(mask_BT: Tensor) -> Tensor:
+    """(B,) int64 True entries per row."""
+    out_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
+    for rows in row_blocks(*mask_BT.shape):
+        out_B[rows] = mask_BT[rows].sum(dim=1)
+    return out_B

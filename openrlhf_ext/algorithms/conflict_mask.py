@@ -22,7 +22,7 @@ from torch import Tensor
 from openrlhf_ext.algorithms import losses
 from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, broadcast, divide_by_std
 from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch
-from openrlhf_ext.algorithms.blocks import row_blocks, row_sums
+from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
 from openrlhf_ext.algorithms.groups import Groups, Partition, sequence_moments, usable_rows
 from openrlhf_ext.algorithms.options import LN2, GtpoConflictOptions
 from openrlhf_ext.algorithms.registry import register_algorithm
@@ -259,11 +259,16 @@ def conflict_weights(
     forward_BT: Tensor, backward_BT: Tensor, sign_B: Tensor, w_pos: float, overlap: str, dtype: torch.dtype
 ) -> Tensor:
     """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones, else 1."""
-    weight_B = torch.where(sign_B > 0, w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)[:, None]
+    weight_B1 = torch.where(sign_B > 0, w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)[:, None]
     one = torch.ones((), dtype=dtype, device=sign_B.device)
-    if overlap == "or":
-        return torch.where(forward_BT | backward_BT, weight_B, one)
-    return torch.where(forward_BT, weight_B, one) * torch.where(backward_BT, weight_B, one)
+    lambda_BT = torch.empty(forward_BT.shape, dtype=dtype, device=sign_B.device)
+    for rows in row_blocks(*forward_BT.shape):
+        forward_bT, backward_bT, weight_b1 = forward_BT[rows], backward_BT[rows], weight_B1[rows]
+        if overlap == "or":
+            lambda_BT[rows] = torch.where(forward_bT | backward_bT, weight_b1, one)
+        else:
+            lambda_BT[rows] = torch.where(forward_bT, weight_b1, one) * torch.where(backward_bT, weight_b1, one)
+    return lambda_BT
 
 
 def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -272,7 +277,7 @@ def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
     `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
     sampled at training temperature before the first step.
     """
-    return row_sums(entropies_BT, mask_BT) / mask_BT.sum(dim=1).clamp(min=1)
+    return row_sums(entropies_BT, mask_BT) / row_counts(mask_BT).clamp(min=1)
 
 
 @register_algorithm("gtpo_conflict", GtpoConflictOptions)

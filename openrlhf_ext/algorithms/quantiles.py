@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.blocks import row_blocks
+from openrlhf_ext.algorithms.blocks import row_blocks, row_counts
 
 _BITS = {torch.float32: (torch.int32, 32), torch.float64: (torch.int64, 64)}
 _DIGIT = 16
@@ -84,7 +84,7 @@ def upper_threshold(values_BT: Tensor, mask_BT: Tensor, fraction: float) -> tupl
         tau, 0-d float64; and the smallest number >= tau in the dtype of the values, so that `values >= cut` decides
         exactly as a comparison with tau itself.
     """
-    count = int(mask_BT.sum())
+    count = int(row_counts(mask_BT).sum())
     if count == 0:
         return torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=values_BT.dtype, device=values_BT.device)
     position = (1.0 - fraction) * (count - 1)

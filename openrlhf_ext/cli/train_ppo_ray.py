@@ -6,11 +6,7 @@ import logging
 import os
 import sys
 import warnings
-
-NOT_IN_TRAINER = (
-    "not supported by the trainer yet: it selects tokens with statistics of the whole mini-batch under the current "
-    "policy; use an estimator without such a selection, for example grpo, dapo, gtpo_entropy or high_entropy_tokens"
-)
+from collections.abc import Iterator
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,8 +49,9 @@ def check(config) -> None:
     violations = []
     try:
         algorithm = get_algorithm(name, correction=correction, **options)
-        if algorithm.needs_prepare:
-            violations.append(Violation((f"algo.{name}",), f"algo.advantage.estimator {name} is {NOT_IN_TRAINER}"))
+        violations += [
+            Violation((f"algo.{name}",), f"algo.{name}: {rule}") for rule in trainer_rules(config, algorithm)
+        ]
     except ValueError as error:
         violations.append(Violation((f"algo.{name}",), f"algo.{name}: {error}"))
     model = config.actor.model_name_or_path
@@ -65,6 +62,25 @@ def check(config) -> None:
         violations.append(Violation(("actor.model_name_or_path",), f"actor.model_name_or_path: {error}"))
     if violations:
         raise ConfigError(violations)
+
+
+def trainer_rules(config, algorithm) -> Iterator[str]:
+    """What an algorithm asks for and the trainer does not give."""
+    if getattr(algorithm.options, "kl_coef", 0.0) > 0:
+        yield f"kl_coef must be 0, there is no reference model yet: got {algorithm.options.kl_coef}"
+    if getattr(algorithm.options, "zero_batch", False):
+        yield "zero_batch must be false, there is no guiding policy: it needs the guide's log-probs"
+    one_update = config.samples_per_rollout == config.train.batch_size and config.train.max_epochs == 1
+    if algorithm.needs_prepare and not one_update:
+        yield (
+            "it chooses tokens by statistics of the policy that is about to be updated, which the controller has for "
+            "one update per batch of rollouts only: train.batch_size must be rollout.batch_size * "
+            f"rollout.n_samples_per_prompt = {config.samples_per_rollout} and train.max_epochs 1, got "
+            f"{config.train.batch_size} and {config.train.max_epochs}"
+        )
+    prompts = config.initial_entropy_prompts
+    if not isinstance(prompts, int) or isinstance(prompts, bool) or prompts < 0:
+        yield f"initial_entropy_prompts must be a number of prompts, 0 or more (0 = do not measure), got {prompts!r}"
 
 
 def dry_run(config) -> int:

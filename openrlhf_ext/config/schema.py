@@ -17,6 +17,8 @@ from openrlhf_ext.config.entities.run import Ckpt, Data, Eval, Logger, Train
 from openrlhf_ext.config.upstream import upstream_namespace
 
 _PROBE_LENGTH = 160
+_MEASURED = ("gtpo_conflict", "initial_entropy_prompts")  # an option of the trainer, not of the algorithm
+_INITIAL_ENTROPY_PROMPTS = 100
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
 
 
@@ -112,7 +114,20 @@ class RunConfig(Entity):
 
     def algorithm_options(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         """Arguments of ``get_algorithm``: (name, options, importance correction or None)."""
-        return merged_algorithm_options(self)
+        name, options, correction = merged_algorithm_options(self)
+        return name, {k: v for k, v in options.items() if (name, k) != _MEASURED}, correction
+
+    @property
+    def initial_entropy_prompts(self) -> int:
+        """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 = it does not.
+
+        Not where ``h_ini`` is given, the filter is off, or the preset is ``official``, which knows no initial entropy.
+        """
+        options = self.algo.gtpo_conflict
+        given = "h_ini" in options or options.get("filter") == "off" or options.get("preset") == "official"
+        if self.algo.advantage.estimator != _MEASURED[0] or given:
+            return 0
+        return options.get(_MEASURED[1], _INITIAL_ENTROPY_PROMPTS)
 
     def upstream_args(self) -> SimpleNamespace:
         """The nested namespace that OpenRLHF 0.11.2's classes read; every option of its parser is present."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +23,10 @@ class PromptData:
 
     dataset: PromptDataset
     skipped_overlong: int
+
+    def first(self, count: int) -> PromptData:
+        """The first ``count`` prompts."""
+        return PromptData(_keep(copy(self.dataset), range(min(count, len(self)))), 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -60,7 +66,11 @@ def load_prompts(
         logger.warning(
             "%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens
         )
+    return PromptData(_keep(dataset, keep), skipped)
+
+
+def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
     for name in ("prompts", "labels", "images", "datasources"):
         values = getattr(dataset, name)
-        setattr(dataset, name, [values[i] for i in keep])
-    return PromptData(dataset, skipped)
+        setattr(dataset, name, [values[i] for i in rows])
+    return dataset

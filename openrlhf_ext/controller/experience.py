@@ -30,6 +30,7 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
         self.mini_batch_size = mini_batch_size
         self.data_parallel_size = data_parallel_size
         self.metrics: dict[str, float] = {}
+        self._batches = 0
 
     @torch.no_grad()
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[TrainingShard]:
@@ -37,7 +38,7 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
         samples = in_group_order(rollout_samples, self.group_size)
         batch = sequence_batch([s.sequences[0] for s in samples], [s.action_mask[0] for s in samples])
         started = time.perf_counter()
-        old = self._old_logprobs(batch)
+        old = self.old_logprobs(batch)
         scored = time.perf_counter()
         rollout = rollout_batch(samples, batch, old, self.group_size)
         shaped = self.algorithm.shape(rollout)
@@ -46,7 +47,7 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
         self.metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
         return shards
 
-    def _old_logprobs(self, batch: SequenceBatch) -> LogprobEntropy:
+    def old_logprobs(self, batch: SequenceBatch) -> LogprobEntropy:
         """(B, T) log-probs and entropies under the policy that is about to be trained."""
         parts = balance_rows(batch.lengths_B, self.data_parallel_size)
         refs = self.actor_model_group.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
@@ -58,7 +59,10 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
         return merged
 
     def _shards(self, samples: list[Experience], batch: SequenceBatch, shaped: Any) -> list[TrainingShard]:
-        ranks = mini_batch_shards(batch, shaped, self.group_size, self.mini_batch_size, self.data_parallel_size)
+        self._batches += 1
+        ranks = mini_batch_shards(
+            batch, shaped, self.group_size, self.mini_batch_size, self.data_parallel_size, seed=self._batches
+        )
         rewards = torch.cat([s.rewards for s in samples]).float()
         lengths, truncated = (torch.cat([getattr(s, k) for s in samples]) for k in ("response_length", "truncated"))
         shards = []
@@ -136,7 +140,7 @@ def batch_metrics(samples: list[Experience], rollout: RolloutBatch) -> dict[str,
         "tokens/generated": tokens,
     }
     if rollout.rollout_logprobs is not None:
-        difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.mask].float()
+        difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.mask].double()
         # k3 estimator of KL(rollout || policy): E_rollout[r - 1 - log r], r = policy / rollout
         metrics["kl/rollout"] = ((-difference).exp() - 1 + difference).mean()
         metrics["kl/rollout_max_abs"] = difference.abs().max()

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import ray
 import torch
 
+from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.controller.deadline import Deadline
 from openrlhf_ext.controller.session import RaySession
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -43,13 +45,37 @@ def run(config: Any) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a running job consists of before it trains."""
+
+    strategy: Any
+    tokenizer: Any
+    policy: Any
+    engines: list
+    prompts: Any
+    held_out: Any
+    steps: int
+
+
 def train(config: Any, session: RaySession) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
-    # the engines and the policy ranks start while this process imports OpenRLHF and reads the data
+    parts = build_parts(config, session)
+    trainer = build_trainer(config, parts)
+    session.remember_children()
+    if config.initial_entropy_prompts:
+        set_initial_entropy(config, trainer, parts)
+    trainer.fit()
+    trainer.recorder.close()
+    logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
+    ray.get(parts.policy.async_run_method("save_model", config.ckpt.output_dir), timeout=config.train.step_timeout_s)
+
+
+def build_parts(config: Any, session: RaySession) -> Parts:
+    """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the data."""
     start = Deadline()
-    with start.limit(
-        config.vllm.start_timeout_s, "starting the rollout engines and the policy ranks", "vllm.start_timeout_s"
-    ):
+    doing = "starting the rollout engines and the policy ranks"
+    with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat
@@ -67,23 +93,25 @@ def train(config: Any, session: RaySession) -> None:
         logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
         start.doing = "building the policy and connecting it to the engines"
         initialize_everything(config, session, policy, engines, steps)
+    return Parts(strategy, tokenizer, policy, engines, prompts, held_out, steps)
 
+
+def build_trainer(config: Any, parts: Parts):
+    """OpenRLHF's trainer with our experience maker and records."""
     from openrlhf_ext.controller.experience import ShapingExperienceMaker
     from openrlhf_ext.controller.records import StepRecorder
     from openrlhf_ext.controller.trainer import PolicyTrainer, TrainerLimits
 
     torch.manual_seed(config.train.seed)  # OpenRLHF's data loader takes its shuffle from the global generator
-    recorder = StepRecorder(
-        Path(config.logger.metrics_path), Path(config.logger.figure_path), steps, prompts.skipped_overlong,
-        title=f"{config.algo.advantage.estimator}, {Path(config.actor.model_name_or_path).name}",
-    )  # fmt: skip
-    trainer = PolicyTrainer(
-        strategy=strategy,
-        tokenizer=tokenizer,
-        policy_group=policy,
-        engines=engines,
-        prompts_dataloader=dataloader(strategy, prompts, shuffle=True, workers=config.data.dataloader_num_workers),
-        eval_dataloader=dataloader(strategy, held_out, shuffle=False, workers=0) if held_out else None,
+    workers, held_out = config.data.dataloader_num_workers, parts.held_out
+    name, options, correction = config.algorithm_options()
+    return PolicyTrainer(
+        strategy=parts.strategy,
+        tokenizer=parts.tokenizer,
+        policy_group=parts.policy,
+        engines=parts.engines,
+        prompts_dataloader=dataloader(parts.strategy, parts.prompts, shuffle=True, workers=workers),
+        eval_dataloader=dataloader(parts.strategy, held_out) if held_out else None,
         generate_kwargs={
             "max_len": config.data.max_len,
             "max_new_tokens": config.rollout.max_new_tokens,
@@ -95,19 +123,30 @@ def train(config: Any, session: RaySession) -> None:
         },
         make_experience_maker=partial(
             ShapingExperienceMaker,
-            algorithm=algorithm_settings(config).build(),
+            algorithm=get_algorithm(name, correction=correction, **options),
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
             data_parallel_size=config.data_parallel_size,
         ),
-        recorder=recorder,
+        recorder=StepRecorder(
+            Path(config.logger.metrics_path),
+            Path(config.logger.figure_path),
+            parts.steps,
+            parts.prompts.skipped_overlong,
+            title=f"{name}, {Path(config.actor.model_name_or_path).name}",
+        ),
         limits=TrainerLimits(config.train.step_timeout_s, config.rollout.timeout_s, config.rollout.max_filter_batches),
     )
-    session.remember_children()
-    trainer.fit()
-    recorder.close()
-    logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
-    ray.get(policy.async_run_method("save_model", config.ckpt.output_dir), timeout=config.train.step_timeout_s)
+
+
+def set_initial_entropy(config: Any, trainer: Any, parts: Parts) -> None:
+    """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and tells the algorithm."""
+    first = parts.prompts.first(config.initial_entropy_prompts)
+    entropy = trainer.measure_initial_entropy(dataloader(parts.strategy, first))
+    logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
+    trainer.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
+    name, options, correction = config.algorithm_options()
+    trainer.experience_maker.algorithm = get_algorithm(name, correction=correction, **options, h_ini=entropy)
 
 
 # ---- processes --------------------------------------------------------------------------------------------------
@@ -196,7 +235,6 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
     infos = ray.get(
         policy.async_init_model_from_pretrained(
             policy_settings(config, steps),
-            algorithm_settings(config),
             sync_settings(config),
             CheckpointSettings(config.ckpt.path, config.ckpt.max_num),
             config.train.max_epochs,
@@ -239,13 +277,6 @@ def policy_settings(config: Any, steps: int):
             distributed=megatron.distributed_optimizer_enable,
         ),
     )  # fmt: skip
-
-
-def algorithm_settings(config: Any):
-    """Name and options of the estimator."""
-    from openrlhf_ext.controller.policy_actor import AlgorithmSettings
-
-    return AlgorithmSettings(*config.algorithm_options())
 
 
 def sync_settings(config: Any):
@@ -308,7 +339,7 @@ def load_data(config: Any, strategy: Any, tokenizer: Any) -> tuple[Any, Any]:
     )
 
 
-def dataloader(strategy: Any, data: Any, *, shuffle: bool, workers: int) -> Any:
+def dataloader(strategy: Any, data: Any, *, shuffle: bool = False, workers: int = 0) -> Any:
     """OpenRLHF's resumable loader, one prompt at a time."""
     return strategy.setup_dataloader(data.dataset, 1, True, shuffle, data.dataset.collate_fn, num_workers=workers)
 

@@ -19,7 +19,6 @@ import ray
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.compat import BaseModelActor
 from openrlhf_ext.controller.shards import TrainingShard
 from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
@@ -28,18 +27,6 @@ from openrlhf_ext.rollout.probe import check_sync, probe_tokens
 from openrlhf_ext.rollout.weight_sync import BucketPlan, TensorSpec, make_sender
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AlgorithmSettings:
-    """Arguments of ``get_algorithm``."""
-
-    name: str
-    options: dict[str, Any]
-    correction: dict[str, Any] | None = None
-
-    def build(self):
-        return get_algorithm(self.name, correction=self.correction, **self.options)
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,6 @@ class PolicyActor(BaseModelActor):
     def init_model_from_pretrained(
         self,
         settings: PolicySettings,
-        algorithm: AlgorithmSettings,
         sync: SyncSettings,
         checkpoints: CheckpointSettings,
         max_epochs: int,
@@ -78,7 +64,6 @@ class PolicyActor(BaseModelActor):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
         self.policy = MegatronPolicy(settings)
-        self.algorithm = algorithm.build()
         self.sync, self.checkpoints, self.engines, self.max_epochs = sync, checkpoints, engines, max_epochs
         self.shard: TrainingShard | None = None
         self.version = 0
@@ -114,7 +99,7 @@ class PolicyActor(BaseModelActor):
     def fit(self, kl_ctl: float = 0.0) -> dict[str, float]:
         """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
         steps = [
-            self.policy.train_step(mini.batch, mini.shaped, self.algorithm)
+            self.policy.train_step(mini.batch, mini.shaped, mini.shaped.algorithm)
             for _ in range(self.max_epochs)
             for mini in self.shard.mini_batches
         ]

@@ -37,12 +37,22 @@ def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterato
 
 
 def mini_batch_shards(
-    batch: SequenceBatch, shaped: ShapedBatch, group_size: int, mini_batch_size: int, data_parallel_size: int
+    batch: SequenceBatch,
+    shaped: ShapedBatch,
+    group_size: int,
+    mini_batch_size: int,
+    data_parallel_size: int,
+    seed: int = 0,
 ) -> list[list[MiniBatchShard]]:
-    """For each data-parallel rank, its shard of every optimizer step."""
+    """For each data-parallel rank, its shard of every optimizer step.
+
+    ``prepare`` gets the old log-probs as those of the policy about to be updated: the same for a single update per
+    rollout batch, which is what algorithms that need it are restricted to. ``seed`` seeds its random choices.
+    """
     ranks: list[list[MiniBatchShard]] = [[] for _ in range(data_parallel_size)]
     for rows in group_chunks(len(batch), group_size, mini_batch_size):
         step_batch, step_shaped = batch.select(rows), shaped.mini_batch(rows)
+        step_shaped = step_shaped.algorithm.prepare(step_shaped.old_logprobs, step_shaped, seed=seed).lean()
         for rank, part in enumerate(balance_rows(step_batch.lengths_B, data_parallel_size)):
             shard = MiniBatchShard([rows[i] for i in part], step_batch.select(part), step_shaped.select(part))
             ranks[rank].append(shard)

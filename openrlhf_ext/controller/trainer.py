@@ -18,6 +18,7 @@ from openrlhf_ext.compat import BasePPOTrainer, Experience, PPOTrainer, SamplesG
 from openrlhf_ext.controller.deadline import Deadline
 from openrlhf_ext.controller.experience import ShapingExperienceMaker
 from openrlhf_ext.controller.records import StepRecorder
+from openrlhf_ext.megatron.batch import sequence_batch
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,24 @@ class PolicyTrainer(PPOTrainer):
                 "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
             }
             self.evaluate(global_step, **{**self.generate_kwargs, **sampling})
+
+    def measure_initial_entropy(self, dataloader: Any) -> float:
+        """Mean over completions of their mean token entropy, before training (``<H>_ini`` of gtpo_conflict), nats."""
+        generator = BoundedSamplesGenerator(
+            self.strategy,
+            None,
+            dataloader,
+            self.tokenizer,
+            self.vllm_engines,
+            limits=self.limits,
+            deadline=self.deadline,
+        )
+        with self.deadline.limit(self.limits.rollout_timeout_s, "measuring the initial entropy", "rollout.timeout_s"):
+            samples = generator.generate_eval_samples(**self.generate_kwargs)
+            batch = sequence_batch([s.sequences[0] for s in samples], [s.action_mask[0] for s in samples])
+            entropies_BT = self.experience_maker.old_logprobs(batch).entropies_BT
+        self._rollout_stats()
+        return float((entropies_BT.sum(1) / batch.mask_BT.sum(1)).mean())
 
     def fit(self, global_step: int = 0) -> None:
         """OpenRLHF's loop, with an evaluation before the first and after the last step."""

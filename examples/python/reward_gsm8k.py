@@ -1,0 +1,67 @@
+"""A reward function for GSM8K itself: the number after ``####`` in the label against the one the completion states.
+
+The stated answer is looked for in this order: the last ``<answer>...</answer>``, the last ``\\boxed{...}``, the last
+``#### ...``, and, where a completion has none of them, its last number. Numbers are compared exactly, as fractions:
+``$1,080.00``, ``1080`` and ``2160/2`` are equal; thousands separators, currency and per cent signs do not count.
+
+* ``rewards`` and ``scores``: 1 if the numbers are equal, else 0.
+* ``extra_logs``: ``accuracy`` (as the score) and ``answered`` (1 if the answer was marked, not guessed from the text).
+
+Left out on purpose: partial credit (see reward_arithmetic.py for that) and symbolic answers (see
+openrlhf_ext/rewards/maths.py).
+
+    python -m openrlhf_ext.cli.train_ppo_ray --reward.remote_url examples/python/reward_gsm8k.py \\
+        --data.prompt_dataset gsm8k/train.jsonl --data.input_key question --data.label_key answer ...
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer
+
+NUMBER = re.compile(r"-?[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+LABEL_ANSWER = re.compile(r"####[ \t]*(\S.*)")
+PROMPT_END_CHARACTERS = 64
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+    """OpenRLHF's reward convention, called with lists of one element."""
+    (query,), (prompt,), (label,) = queries, prompts, labels
+    completion = completion_of(query, prompt)
+    marked = extract_answer(completion)
+    stated = marked if marked is not None else last_number(completion)
+    correct = float(stated is not None and answers_equal(stated, label_answer(label)))
+    return {
+        "rewards": correct,
+        "scores": correct,
+        "extra_logs": {"accuracy": correct, "answered": float(marked is not None)},
+    }
+
+
+def label_answer(label: str) -> str:
+    """The text after the last ``####`` of a GSM8K label; raises ValueError if there is none."""
+    answers = LABEL_ANSWER.findall(label)
+    if not answers:
+        raise ValueError(f"label must hold '#### <answer>' as in GSM8K (--data.label_key answer), got {label!r}")
+    return answers[-1].strip()
+
+
+def last_number(text: str) -> str | None:
+    """The last number written in a text, without its currency sign."""
+    numbers = NUMBER.findall(text)
+    return re.sub("[$€£]", "", numbers[-1]) if numbers else None
+
+
+def completion_of(query: str, prompt: str) -> str:
+    """What follows the prompt in the query.
+
+    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    """
+    for written in (prompt, unicodedata.normalize("NFC", prompt)):
+        if query.startswith(written):
+            return query[len(written) :]
+    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
+    return query.partition(ending)[2] if ending in query else query

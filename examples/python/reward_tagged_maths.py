@@ -1,0 +1,67 @@
+"""The mathematics reward of the conflict paper (arXiv 2508.03772): format and answer, ten points each.
+
+The completion should read::
+
+    <reasoning>48+24=72</reasoning><answer>72</answer><|im_end|>
+
+``REWARD_TAGGED_MODE`` chooses the form, read once at import: ``paper`` (default; the paper's appendix 8.2) or
+``official`` (the authors' released code). openrlhf_ext/rewards/tagged.py says how they differ.
+
+* ``rewards``: format + accuracy, 0 to 20.
+* ``scores``: 1 if the answer is right, else 0. Accuracy and dynamic filtering use it.
+* ``extra_logs``: ``accuracy`` (as the score) and ``format`` (points, 0 to 10).
+
+The label is GSM8K's (``... #### 72``) or the bare answer. The gold string is compared as it stands: the paper's mode
+takes ``1080`` for wrong where the label says ``1,080``.
+
+gtpo_conflict reads these rewards as they are. The other methods ask whether a reward is above ``success_threshold``,
+whose default of 0.5 would call every well-formed wrong answer a success: set it to 10.5.
+
+    REWARD_TAGGED_MODE=paper python -m openrlhf_ext.cli.train_ppo_ray \\
+        --reward.remote_url examples/python/reward_tagged_maths.py --algo.advantage.estimator gtpo_conflict ...
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from openrlhf_ext.rewards.tagged import FULL, MODES, gold_answer, tagged_reward
+
+END_TOKENS = re.compile(r"(?:<\|im_end\|>|<\|endoftext\|>)+\Z")
+PROMPT_END_CHARACTERS = 64
+
+
+def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str:
+    """Reads REWARD_TAGGED_MODE; raises ValueError if it is not a mode."""
+    mode = environment.get("REWARD_TAGGED_MODE", MODES[0])
+    if mode not in MODES:
+        raise ValueError(f"REWARD_TAGGED_MODE must be one of {', '.join(MODES)}, got {mode!r}")
+    return mode
+
+
+MODE = mode_from_environment()
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+    """OpenRLHF's reward convention, called with lists of one element."""
+    (query,), (prompt,), (label,) = queries, prompts, labels
+    completion = END_TOKENS.sub("", completion_of(query, prompt))
+    reward = tagged_reward(completion, gold_answer(label), MODE)
+    score = reward.accuracy / FULL
+    return {"rewards": reward.total, "scores": score, "extra_logs": {"accuracy": score, "format": reward.format}}
+
+
+def completion_of(query: str, prompt: str) -> str:
+    """What follows the prompt in the query; the prompt may show the tags itself, as an instruction.
+
+    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    """
+    for written in (prompt, unicodedata.normalize("NFC", prompt)):
+        if query.startswith(written):
+            return query[len(written) :]
+    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
+    return query.partition(ending)[2] if ending in query else query

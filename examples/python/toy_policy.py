@@ -1,0 +1,385 @@
+"""A language model of a million parameters that half knows arithmetic: the policy that the quickstart trains.
+
+Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in about a minute:
+
+1. a Qwen2 architecture (4 layers, width 128, head size 32, fp32) and a byte-level tokenizer without merges: every text
+   has tokens, every digit is one token, and so are ``<reasoning> </reasoning> <answer> </answer>``;
+2. a supervised warm start in two phases on problems of the train split (toy_task.py): first correct solutions, until
+   the model knows most of its arithmetic, then the homework of a careless teacher, who gets every third step wrong and
+   goes on from there. The model copies the carelessness, not only the knowledge: its most likely step is nearly always
+   right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %;
+3. an ordinary Hugging Face checkpoint, which plain transformers and vLLM load.
+
+What reinforcement learning then has to find out is which of its own habits pay. The checkpoint is cached by a hash of
+this code and its settings; a second call copies it within a second.
+
+Left out on purpose: a learned subword vocabulary and a chat template with roles (tokens cost time on a CPU), bf16,
+more than one process. The matrices are trained by Muon, which needs about a quarter of AdamW's steps here.
+
+    python examples/python/toy_policy.py --output_dir runs/toy/warm_start --data_dir runs/toy/data
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import reward_arithmetic
+import toy_task
+from toy_task import Problem, Solution
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+# transformers 5 loads the tokenizer of every qwen2 model as Qwen2Tokenizer, which adds <|endoftext|> if it is missing.
+PAD, EOS = "<|endoftext|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS)
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}<|im_end|>{% endif %}"
+    "{% endfor %}"
+)
+SLIPS = (-10, -1, 1, 10)
+MAX_NEW_TOKENS = 48  # the longest correct completion has 33
+MARKER = "toy_policy.json"
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Everything that decides the weights; part of the cache key."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    max_positions: int = 2048  # room for real questions, a token a byte
+    initializer_range: float = 0.05
+    knowledge_steps: int = 190
+    careless_steps: int = 60
+    slip_rate: float = 0.33  # of the careless teacher, per step of a solution
+    batch_size: int = 32
+    muon_lr: float = 0.02
+    adamw_lr: float = 0.016
+    warmup_steps: int = 20
+    max_grad_norm: float = 1.0
+    seed: int = 42
+
+    @property
+    def steps(self) -> int:
+        return self.knowledge_steps + self.careless_steps
+
+
+def build_tokenizer(model_max_length: int = PolicySettings.max_positions) -> Qwen2Tokenizer:
+    """Byte-level tokenizer of 263 tokens: 3 special ones, 4 tags (kept by ``skip_special_tokens``), 256 bytes."""
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    words = [*SPECIAL_TOKENS, *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Qwen2Tokenizer(
+        vocab={word: index for index, word in enumerate(words)},
+        merges=[],
+        eos_token=EOS,
+        pad_token=PAD,
+        extra_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=model_max_length,
+    )
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(settings: PolicySettings, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    """The untrained policy, initialised from ``settings.seed``."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    token_ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=settings.max_positions,
+        initializer_range=settings.initializer_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        **token_ids,
+    )
+    torch.manual_seed(settings.seed)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **token_ids)
+    return model
+
+
+def build_policy(
+    out_dir: Path, settings: PolicySettings | None = None, log: bool = False
+) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+    """Trains a policy from nothing and saves model and tokenizer to ``out_dir``."""
+    settings = settings or PolicySettings()
+    tokenizer = build_tokenizer(settings.max_positions)
+    model = build_model(settings, tokenizer)
+    warm_start(model, tokenizer, settings, log=log)
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    return model, tokenizer
+
+
+def warm_start(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, settings: PolicySettings, log: bool = False
+) -> list[float]:
+    """Supervised training in place: correct solutions, then careless ones. Returns the loss of every step (nats)."""
+    import torch
+
+    optimizers = _optimizers(model, settings)
+    examples = _examples(settings)
+    losses = []
+    model.train()
+    for step in range(settings.steps):
+        _set_learning_rates(optimizers, _schedule(step, settings))
+        loss = model(**_batch(tokenizer, list(islice(examples, settings.batch_size)))).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if log and (step + 1) % 50 == 0:
+            teacher = "correct" if step < settings.knowledge_steps else "careless"
+            print(f"  step {step + 1}/{settings.steps}  {teacher} teacher  loss {losses[-1]:.3f}", flush=True)
+    model.eval()
+    return losses
+
+
+def careless_solution(problem: Problem, rng: random.Random, slip_rate: float) -> Solution:
+    """A solution in which each step's result is wrong with probability ``slip_rate``: by one, or by ten."""
+
+    def write_result(result: int) -> int:
+        if rng.random() >= slip_rate:
+            return result
+        return result + rng.choice([slip for slip in SLIPS if result + slip >= 0])
+
+    return problem.solve(write_result)
+
+
+def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, Solution]]:
+    """The teachers' solutions, in training order; never a held-out problem."""
+    rng = random.Random(settings.seed)
+    correct_ones = settings.knowledge_steps * settings.batch_size
+    for index, problem in enumerate(toy_task.problem_stream(settings.seed, "train")):
+        slip_rate = 0.0 if index < correct_ones else settings.slip_rate
+        yield problem, careless_solution(problem, rng, slip_rate)
+
+
+def _batch(tokenizer: Qwen2Tokenizer, examples: list[tuple[Problem, Solution]]) -> dict[str, torch.Tensor]:
+    """``input_ids`` and ``labels`` of shape (batch, longest), padded on the right; only completions have labels."""
+    import torch
+
+    prompts = tokenizer([problem.question for problem, _ in examples])["input_ids"]
+    completions = tokenizer([solution.completion + EOS for _, solution in examples])["input_ids"]
+    longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
+    shape = (len(examples), longest)
+    input_ids = torch.full(shape, tokenizer.pad_token_id)
+    labels = torch.full(shape, IGNORE_INDEX)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : end] = torch.tensor(completion)
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _optimizers(model: Qwen2ForCausalLM, settings: PolicySettings) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices; AdamW for embeddings, head, biases and norms."""
+    import torch
+
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "layers" in name else others).append(parameter)
+    optimizers = [
+        torch.optim.Muon(matrices, lr=settings.muon_lr, momentum=0.9, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return optimizers
+
+
+def _set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+
+
+def _schedule(step: int, settings: PolicySettings) -> float:
+    """Linear warm-up, then half a cosine down to a twentieth."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+    return min(1.0, (step + 1) / settings.warmup_steps) * (0.05 + 0.95 * cosine)
+
+
+def sampled_accuracy(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    problems: list[Problem],
+    *,
+    seed: int = 0,
+    greedy: bool = False,
+    batch_size: int = 256,
+) -> float:
+    """Share of problems whose completion is graded correct: one sample each at temperature 1, or the greedy one."""
+    import torch
+
+    correct = 0
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for start in range(0, len(problems), batch_size):
+            batch = problems[start : start + batch_size]
+            for problem, completion in zip(batch, _complete(model, tokenizer, batch, greedy), strict=True):
+                correct += reward_arithmetic.grade(completion, problem.solution.label).correct
+    return correct / len(problems)
+
+
+def _complete(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], greedy: bool
+) -> list[str]:
+    prompts = tokenizer([p.question for p in problems], padding=True, padding_side="left", return_tensors="pt")
+    choice: dict[str, Any] = {"do_sample": False, "top_k": None, "top_p": None, "temperature": None} if greedy else {}
+    output = model.generate(**prompts, max_new_tokens=MAX_NEW_TOKENS, **choice)
+    return tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :])
+
+
+def cached_policy(cache_dir: Path, settings: PolicySettings, heldout_size: int = 512) -> Path:
+    """The folder of the trained policy for these settings; trains it first if the cache does not have it.
+
+    The checkpoint is written beside its final place and renamed, so that an interrupted run leaves nothing half-made.
+    """
+    folder = cache_dir / f"toy_policy-{cache_key(settings)}"
+    if (folder / MARKER).is_file():
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".toy_policy-", dir=cache_dir) as scratch:
+        draft = Path(scratch) / "policy"
+        _train_into(draft, settings, heldout_size)
+        _move_into_place(draft, folder)
+    return folder
+
+
+def cache_key(settings: PolicySettings) -> str:
+    """Hash of the settings and of the code that turns them into weights."""
+    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+    for source in (Path(__file__), Path(toy_task.__file__)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _train_into(folder: Path, settings: PolicySettings, heldout_size: int) -> None:
+    print(f"warm start: {settings.steps} steps of {settings.batch_size} problems", flush=True)
+    start = time.monotonic()
+    model, tokenizer = build_policy(folder, settings, log=True)
+    seconds = time.monotonic() - start
+    problems = toy_task.distinct_problems(toy_task.problem_stream(settings.seed, "heldout"), heldout_size)
+    marker = {
+        "key": cache_key(settings),
+        "settings": asdict(settings),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "warm_start_seconds": round(seconds, 1),
+        "heldout_problems": len(problems),
+        "heldout_accuracy_sampled": sampled_accuracy(model, tokenizer, problems),
+        "heldout_accuracy_greedy": sampled_accuracy(model, tokenizer, problems, greedy=True),
+    }
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+
+
+def _move_into_place(draft: Path, folder: Path) -> None:
+    try:
+        draft.rename(folder)
+    except OSError:
+        if not (folder / MARKER).is_file():  # otherwise another process was faster with the same policy
+            raise
+
+
+def copy_policy(source: Path, output_dir: Path) -> None:
+    """Copies a cached policy to ``output_dir``, replacing an older toy policy there.
+
+    Raises:
+        FileExistsError: ``output_dir`` holds something else.
+    """
+    if output_dir.exists():
+        if any(output_dir.iterdir()) and not (output_dir / MARKER).is_file():
+            raise FileExistsError(f"--output_dir must be new, empty or hold a toy policy ({MARKER}): {output_dir}")
+        shutil.rmtree(output_dir)
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    draft = output_dir.with_name(f".{output_dir.name}.{os.getpid()}")
+    shutil.copytree(source, draft)
+    draft.rename(output_dir)
+
+
+def default_cache_dir() -> Path:
+    """``$OPENRLHF_EXT_CACHE``, or ``~/.cache/openrlhf_ext``."""
+    return Path(os.environ.get("OPENRLHF_EXT_CACHE") or "~/.cache/openrlhf_ext").expanduser()
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # What to write
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--data_dir", type=Path, help="folder for train.jsonl and heldout.jsonl (default: not written)")
+    parser.add_argument("--train_size", type=int, default=4096, help="problems in train.jsonl")
+    parser.add_argument("--heldout_size", type=int, default=512, help="problems in heldout.jsonl, and of the accuracy")
+    # The warm start
+    parser.add_argument("--seed", type=int, default=PolicySettings.seed, help="of the weights and of the problems")
+    parser.add_argument("--knowledge_steps", type=int, default=PolicySettings.knowledge_steps, help="correct teacher")
+    parser.add_argument("--careless_steps", type=int, default=PolicySettings.careless_steps, help="careless teacher")
+    parser.add_argument(
+        "--slip_rate", type=float, default=PolicySettings.slip_rate, help="share of wrong steps of the careless teacher"
+    )
+    # Where and how
+    parser.add_argument("--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="CPU threads of torch")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _parse_arguments()
+    settings = PolicySettings(
+        seed=args.seed,
+        knowledge_steps=args.knowledge_steps,
+        careless_steps=args.careless_steps,
+        slip_rate=args.slip_rate,
+    )
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is imported, only if there is training to do
+    folder = cached_policy(args.cache_dir, settings, args.heldout_size)
+    copy_policy(folder, args.output_dir)
+    marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    print(f"policy: {args.output_dir} ({marker['parameters']:,} parameters, cached in {folder})")
+    print(
+        f"held-out accuracy: {marker['heldout_accuracy_sampled']:.1%} sampled at temperature 1, "
+        f"{marker['heldout_accuracy_greedy']:.1%} greedy ({marker['heldout_problems']} problems)"
+    )
+    if args.data_dir:
+        paths = toy_task.write_task(
+            args.data_dir, train_size=args.train_size, heldout_size=args.heldout_size, seed=args.seed
+        )
+        for split, path in paths.items():
+            print(f"{split} problems: {path}")
+
+
+if __name__ == "__main__":
+    main()
