@@ -9,8 +9,8 @@ Parts:
   conflict  conflict masks against the textbook triple loop
   growth    `shape` over G and T, and the conflict masks on data that makes them work hardest
 
-Every time is the minimum over the repeats; mean, standard deviation and maximum are kept in the JSON. The baseline of
-a part is measured again next to every method, so that a change of load hits both.
+A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the JSON. Method and
+baseline run in turns, so that a change of load hits both.
 """
 
 from __future__ import annotations
@@ -85,15 +85,16 @@ class Timing:
         }
 
 
-def measure(function: Callable[[], object], repeats: int) -> Timing:
-    """Time a function after one warm-up run."""
-    function()
-    seconds = []
-    for _ in range(repeats):
-        start = clock()
-        function()
-        seconds.append(clock() - start)
-    return Timing(seconds)
+def measure(*functions: Callable[[], object], repeats: int) -> list[Timing]:
+    """Time functions in turns, after one warm-up run of each."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    for turn in range(repeats + 1):
+        for function, times in zip(functions, seconds, strict=True):
+            start = clock()
+            function()
+            if turn:
+                times.append(clock() - start)
+    return [Timing(times) for times in seconds]
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int | None:
@@ -198,8 +199,11 @@ def part_shape(args: argparse.Namespace) -> dict:
     out: dict = {}
     for label, name, options in configurations(args.methods):
         algorithm = get_algorithm(name, **options)
-        baseline = measure(lambda: masked_mean_std(batch.entropies, batch.mask), args.repeats)
-        timing = measure(lambda algorithm=algorithm: algorithm.shape(batch), args.repeats)
+        timing, baseline = measure(
+            lambda algorithm=algorithm: algorithm.shape(batch),
+            lambda: masked_mean_std(batch.entropies, batch.mask),
+            repeats=args.repeats,
+        )
         extra = peak_extra_bytes(lambda algorithm=algorithm: algorithm.shape(batch))
         out[label] = {
             "options": options,
@@ -231,7 +235,7 @@ def part_loss(args: argparse.Namespace) -> dict:
             algorithm.loss(new_BT, shaped).value.backward()
             new_BT.grad = None
 
-        baseline, timing = measure(ppo, args.repeats), measure(loss, args.repeats)
+        timing, baseline = measure(loss, ppo, repeats=args.repeats)
         out[label] = {
             "options": options,
             "seconds": timing.summary(),
@@ -239,8 +243,9 @@ def part_loss(args: argparse.Namespace) -> dict:
             "ratio": timing.best / baseline.best,
         }
         if algorithm.needs_prepare:
-            prepare = measure(lambda a=algorithm, b=batch: a.prepare(new_BT.detach(), a.shape(b)), 1)
-            out[label]["shape_and_prepare_seconds"] = prepare.summary()
+            fresh = algorithm.shape(batch)
+            (prepare,) = measure(lambda a=algorithm, s=fresh: a.prepare(new_BT.detach(), s), repeats=args.repeats)
+            out[label]["prepare_seconds"] = prepare.summary()
         report("loss", label, out[label])
     return out
 
@@ -282,7 +287,7 @@ def part_conflict(args: argparse.Namespace) -> dict:
 
         if not all(torch.equal(a, b) for a, b in zip(ours(), textbook(), strict=True)):
             raise AssertionError(f"conflict masks differ from the triple loop on {kind} tokens")
-        timing, baseline = measure(ours, max(5, args.repeats)), measure(textbook, 2)
+        timing, baseline = measure(ours, textbook, repeats=args.repeats)
         out[kind] = {
             "seconds": timing.summary(),
             "baseline_seconds": baseline.summary(),
@@ -298,11 +303,14 @@ def part_growth(args: argparse.Namespace) -> dict:
     for prompts, size, positions in cases:
         for kind in ("text", "small", "shared", "distinct"):
             batch = make_batch(prompts, size, positions, tokens=kind)
-            baseline = measure(lambda b=batch: masked_mean_std(b.entropies, b.mask), args.repeats)
             methods = ("gtpo_conflict",) if kind != "text" else ("dapo", "gtpo_entropy", "grpo_s", "gtpo_conflict")
             for name in methods:
                 algorithm = get_algorithm(name, **METHODS[name])
-                timing = measure(lambda a=algorithm, b=batch: a.shape(b), args.repeats)
+                timing, baseline = measure(
+                    lambda a=algorithm, b=batch: a.shape(b),
+                    lambda b=batch: masked_mean_std(b.entropies, b.mask),
+                    repeats=args.repeats,
+                )
                 label = f"{name} {kind} {prompts}x{size}x{positions}"
                 out[label] = {
                     "seconds": timing.summary(),

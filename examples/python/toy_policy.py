@@ -69,13 +69,14 @@ class PolicySettings:
     kv_heads: int = 2
     max_positions: int = 2048  # room for real questions, a token a byte
     initializer_range: float = 0.05
-    knowledge_steps: int = 190
-    careless_steps: int = 60
+    knowledge_steps: int = 240
+    careless_steps: int = 50
     slip_rate: float = 0.33  # of the careless teacher, per step of a solution
     batch_size: int = 32
     muon_lr: float = 0.02
     adamw_lr: float = 0.016
     warmup_steps: int = 20
+    careless_lr_share: float = 0.15  # learning rate of the careless phase, as a share of the peak
     max_grad_norm: float = 1.0
     seed: int = 42
 
@@ -229,9 +230,12 @@ def _set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) 
 
 
 def _schedule(step: int, settings: PolicySettings) -> float:
-    """Linear warm-up, then half a cosine down to a twentieth."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-    return min(1.0, (step + 1) / settings.warmup_steps) * (0.05 + 0.95 * cosine)
+    """Factor of the learning rates: warm-up, half a cosine down to the careless phase's share, then linearly to 0."""
+    last = settings.careless_lr_share
+    if step >= settings.knowledge_steps:
+        return last * (settings.steps - step) / settings.careless_steps
+    cosine = 0.5 * (1 + math.cos(math.pi * step / settings.knowledge_steps))
+    return min(1.0, (step + 1) / settings.warmup_steps) * (last + (1 - last) * cosine)
 
 
 def sampled_accuracy(

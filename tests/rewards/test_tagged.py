@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rewards import RewardImportError, RewardPool
+from openrlhf_ext.rewards import RewardPool
 from openrlhf_ext.rewards.tagged import gold_answer, tagged_reward
 
 FILE = Path(__file__).parents[2] / "examples" / "python" / "reward_tagged_maths.py"
@@ -129,9 +130,7 @@ def load_file() -> dict:
     return namespace
 
 
-def test_reward_file_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
+def test_reward_file_in_the_pool() -> None:
     with RewardPool(FILE, num_workers=1, timeout_s=30) as pool:
         result = asyncio.run(pool.grade("What?" + GOOD + "<|im_end|>", "What?", "#### 72"))
     assert (result.reward, result.score, result.extra_logs) == (20, 1, {"accuracy": 1, "format": 10})
@@ -141,8 +140,6 @@ def test_a_wrong_mode_is_refused_when_the_file_loads(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("REWARD_TAGGED_MODE", "strict")
     with pytest.raises(ValueError, match="REWARD_TAGGED_MODE must be one of paper, official, got 'strict'"):
         load_file()
-    with pytest.raises(RewardImportError, match="REWARD_TAGGED_MODE"):
-        RewardPool(FILE, num_workers=1, timeout_s=30)
 
 
 def test_the_module_is_light() -> None:

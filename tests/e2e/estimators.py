@@ -1,0 +1,50 @@
+"""Trains three steps with every estimator on one set of Ray actors: ``python -m tests.e2e.estimators FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from openrlhf_ext.config import load_config
+from openrlhf_ext.controller import job
+from openrlhf_ext.controller.session import RaySession
+from tests.e2e.jobs import Task
+
+OPTIONS = {
+    "grpo": {},
+    "dapo": {"algo__dapo__length_penalty": "{kind: dapo, l_max: 12, l_cache: 4}"},
+    "dr_grpo": {},
+    "gspo": {},
+    "gtpo_entropy": {},
+    "grpo_s": {},
+    "gtpo_conflict": {"algo__gtpo_conflict__initial_entropy_prompts": 4},
+    "entropy_advantage": {},
+    "high_entropy_tokens": {},
+    "clip_cov": {},
+    "kl_cov": {},
+    "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
+}
+
+
+def config_of(task: Task, estimator: str):
+    options = {"algo__advantage__estimator": estimator, **OPTIONS[estimator]}
+    return load_config(task.options(estimator, **options))
+
+
+def main(folder: Path) -> None:
+    task = Task(folder)
+    base = config_of(task, "grpo")
+    session = RaySession(policy_ranks=2, engines=1, env=job.worker_env(base), verbose=False)
+    with session:
+        parts = job.build_parts(base, session)
+        for estimator in OPTIONS:
+            config = config_of(task, estimator)
+            trainer = job.build_trainer(config, parts)
+            if config.initial_entropy_prompts:
+                job.set_initial_entropy(config, trainer, parts)
+            trainer.fit()
+            trainer.recorder.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
