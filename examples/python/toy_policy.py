@@ -175,7 +175,7 @@ def careless_solution(problem: Problem, rng: random.Random, slip_rate: float) ->
     def write_result(result: int) -> int:
         if rng.random() >= slip_rate:
             return result
-        return result + rng.choice([slip for slip in SLIPS if result + slip >= 0])
+        return result + rng.choice([slip for slip in SLIPS if slip > 0 or result + slip >= 0])
 
     return problem.solve(write_result)
 
@@ -260,9 +260,7 @@ def sampled_accuracy(
     return correct / len(problems)
 
 
-def _complete(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], greedy: bool
-) -> list[str]:
+def _complete(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Problem], greedy: bool) -> list[str]:
     prompts = tokenizer([p.question for p in problems], padding=True, padding_side="left", return_tensors="pt")
     choice: dict[str, Any] = {"do_sample": False, "top_k": None, "top_p": None, "temperature": None} if greedy else {}
     output = model.generate(**prompts, max_new_tokens=MAX_NEW_TOKENS, **choice)
@@ -340,7 +338,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("OPENRLHF_EXT_CACHE") or "~/.cache/openrlhf_ext").expanduser()
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     # What to write
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the checkpoint")
@@ -357,11 +355,11 @@ def _parse_arguments() -> argparse.Namespace:
     # Where and how
     parser.add_argument("--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="CPU threads of torch")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = _parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = _parse_arguments(argv)
     settings = PolicySettings(
         seed=args.seed,
         knowledge_steps=args.knowledge_steps,

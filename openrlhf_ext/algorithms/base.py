@@ -60,9 +60,7 @@ class Algorithm:
     needs_prepare: ClassVar[bool] = False
     kl_places: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self, options: Any, *, correction: Correction | None = None, kl: KLPenalty | None = None
-    ) -> None:
+    def __init__(self, options: Any, *, correction: Correction | None = None, kl: KLPenalty | None = None) -> None:
         self.options = options
         self.correction = correction
         self.kl = kl

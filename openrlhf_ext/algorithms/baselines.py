@@ -171,9 +171,7 @@ class CovarianceControl(GroupRelative):
         cov_BT = centred_B1.to(new_BT.dtype) * (new_BT - mean_new.to(new_BT.dtype))
         return torch.where(shaped.loss_mask, cov_BT, 0.0)
 
-    def choose(
-        self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None
-    ) -> ShapedBatch:
+    def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
         """The mini-batch with `selection` and the covariances set."""
         raise NotImplementedError
 
@@ -217,9 +215,7 @@ class ClipCov(CovarianceControl):
 
     kl_places: ClassVar[tuple[str, ...]] = ("reward",)
 
-    def choose(
-        self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None
-    ) -> ShapedBatch:
+    def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
         _, clipped_BT = self.surrogate(log_ratio_BT, dataclasses.replace(shaped, selection=None))
         in_band_BT = (cov_BT > self.options.cov_lb) & (cov_BT < self.options.cov_ub)
         row, position, places = natural_tokens(in_band_BT & ~clipped_BT & shaped.loss_mask, shaped)
@@ -250,9 +246,7 @@ class ClipCov(CovarianceControl):
 class KLCov(CovarianceControl):
     """KL-Cov: tokens with the highest covariances are held back by `ppo_kl_coef |new - old|`; no clipping."""
 
-    def choose(
-        self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None
-    ) -> ShapedBatch:
+    def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
         count = self.number_chosen(shaped)
         if count == 0:
             empty = torch.zeros(0, dtype=torch.long, device=cov_BT.device)

@@ -345,5 +345,3 @@ def _require_whole_groups(part: ShapedBatch) -> None:
             f"{int(part.group_sizes[row])} completions in this mini-batch: mini-batches consist of whole groups "
             "(use `select` for micro-batches)"
         )
-
-

@@ -30,7 +30,7 @@ from openrlhf_ext.algorithms.registry import register_algorithm
 FIRST_WINDOW = 64
 WINDOW_GROWTH = 4
 WINDOW_ELEMENTS = 1 << 20
-LEADER_ROUNDS = 4
+LEADER_ROUNDS = 8
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -242,6 +242,11 @@ def _window_tokens(tokens_BT: Tensor, scan: _Scan, position: int, width: int, ba
 def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor, scan: _Scan) -> Tensor:
     """(R, W) conflicts, by way of the padded (group, slot) table."""
     table = (*scan.table_shape, token_RW.shape[1])
+    if table[0] * table[1] == len(token_RW):
+        # Groups of equal size fill the table as they stand.
+        return conflicting_tokens(token_RW.view(table), valid_RW.view(table), scan.positive_R.view(table[:2])).view(
+            token_RW.shape
+        )
     place = (scan.group_R, scan.slot_R)
     token_gSW = token_RW.new_zeros(table)
     valid_gSW = valid_RW.new_zeros(table)

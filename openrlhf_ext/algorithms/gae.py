@@ -29,9 +29,7 @@ def token_rewards(rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None 
     return rewards_BT if penalty_BT is None else rewards_BT - torch.where(mask_BT, penalty_BT, 0.0)
 
 
-def gae(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lambd: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Advantages `sum_l (gamma lambda)^l delta_{t+l}` and returns `A + V`, both (B, T) and 0 in padding.
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, with V = 0 after the last token. No gradient flows.
@@ -88,13 +86,9 @@ class Gae(TokenAlgorithm):
         batch, options = inputs.batch, self.options
         penalty_BT = None
         if self.kl is not None and self.kl.place == "reward":
-            penalty_BT = self.kl.coef * masked_kl(
-                self.kl.estimator, batch.old_logprobs, batch.ref_logprobs, batch.mask
-            )
+            penalty_BT = self.kl.coef * masked_kl(self.kl.estimator, batch.old_logprobs, batch.ref_logprobs, batch.mask)
         rewards_BT = token_rewards(batch.rewards.to(batch.float_dtype), batch.mask, penalty_BT)
-        advantages_BT, returns_BT = gae(
-            rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd
-        )
+        advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd)
         if options.whiten:
             advantages_BT = self._whiten(advantages_BT, batch.mask)
         return {"advantages": advantages_BT, "exposed": {"returns": returns_BT, "values": batch.values}}

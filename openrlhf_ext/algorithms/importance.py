@@ -32,11 +32,16 @@ class Correction(Options):
     level: str = option("choice", "token", "unit of the statistic", choices=("off", "token", "seq"))
     mode: str = option("choice", "mask", "drop units outside the band, or clamp their weight", choices=("mask", "clip"))
     gating: str = option(
-        "choice", "ratio", "statistic: w, or the sampled token's binary KL or total variation",
+        "choice",
+        "ratio",
+        "statistic: w, or the sampled token's binary KL or total variation",
         choices=("ratio", "binary_kl", "tv"),
     )
     threshold: tuple[float, float] = option(
-        "pair", (0.5, 5.0), "band [low, high]; one number is the upper end", check=lambda t: 0 <= t[0] <= t[1],
+        "pair",
+        (0.5, 5.0),
+        "band [low, high]; one number is the upper end",
+        check=lambda t: 0 <= t[0] <= t[1],
         rule="[low, high] with 0 <= low <= high",
     )
 

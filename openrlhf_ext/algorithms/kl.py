@@ -44,7 +44,9 @@ class KLPenalty(Options):
     coef: float = option("float", None, "coefficient", check=lambda c: c >= 0, rule="at least 0")
     estimator: str = option("choice", "k3", "estimator of the KL", choices=tuple(KL_ESTIMATORS))
     place: str = option(
-        "choice", "loss", "subtracted from each token's objective, or its sum from the reward",
+        "choice",
+        "loss",
+        "subtracted from each token's objective, or its sum from the reward",
         choices=("loss", "reward"),
     )
 

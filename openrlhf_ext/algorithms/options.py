@@ -365,8 +365,12 @@ class PenaltyOptions(Options):
 
 def clip_low(default: float | None) -> Any:
     return option(
-        "float", default, "lower clip: ratio >= 1 - clip_low; null: no clipping at all", nullable=True,
-        check=_not_negative, rule="at least 0",
+        "float",
+        default,
+        "lower clip: ratio >= 1 - clip_low; null: no clipping at all",
+        nullable=True,
+        check=_not_negative,
+        rule="at least 0",
     )
 
 
@@ -383,8 +387,11 @@ class ClipOptions(Options):
     clip_low: float | None = clip_low(0.2)
     clip_high: float | None = clip_high(0.2)
     dual_clip: float | None = option(
-        "float", None, "lower bound k * A of the surrogate where A < 0; null: off",
-        check=lambda k: k > 1, rule="above 1",
+        "float",
+        None,
+        "lower bound k * A of the surrogate where A < 0; null: off",
+        check=lambda k: k > 1,
+        rule="above 1",
     )
 
     def violations(self) -> Iterator[str]:
@@ -403,7 +410,9 @@ class KLOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class ScopeOptions(Options):
     agg_scope: str = option(
-        "choice", "batch", "token-mean over the whole batch, or per prompt and then over prompts",
+        "choice",
+        "batch",
+        "token-mean over the whole batch, or per prompt and then over prompts",
         choices=("batch", "group"),
     )
 
@@ -421,8 +430,11 @@ class AggregationOptions(ScopeOptions):
 
     agg: str = agg("token-mean")
     l_norm: float | None = option(
-        "float", None, "constant length normaliser of seq-mean-token-sum-norm: the maximum completion length",
-        check=_positive, rule="positive",
+        "float",
+        None,
+        "constant length normaliser of seq-mean-token-sum-norm: the maximum completion length",
+        check=_positive,
+        rule="positive",
     )
 
     def violations(self) -> Iterator[str]:
@@ -436,7 +448,9 @@ class EntropyOptions(Options):
     """Block E."""
 
     base_reward: str = option(
-        "choice", "binary", "reward inside shaped rewards: 1 for success, or the reward itself",
+        "choice",
+        "binary",
+        "reward inside shaped rewards: 1 for success, or the reward itself",
         choices=("binary", "raw"),
     )
     entropy_eps: float = option("float", 1e-6, "numerical constant", check=_not_negative, rule="at least 0")
@@ -456,7 +470,6 @@ class EntropyOptions(Options):
     adv_pool: str = option(
         "choice", "all", "pools contain the other class's zeros, or the own class only", choices=("all", "own")
     )
-
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -519,7 +532,9 @@ class GtpoEntropyOptions(
     )
     v2_positive: str = option("choice", "v1", "v2: formula for successful completions", choices=("v1", "v1u"))
     entropy_axis: str = option(
-        "choice", "column", "entropies compared at equal positions, inside a completion, or all together",
+        "choice",
+        "column",
+        "entropies compared at equal positions, inside a completion, or all together",
         choices=("column", "row", "matrix"),
     )
     inverse_floor: float = option(
@@ -654,9 +669,7 @@ class EntropyAdvantageOptions(GroupOptions, ClipOptions, KLOptions, AggregationO
 
 @dataclass(frozen=True, kw_only=True)
 class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOptions):
-    top_rho: float = option(
-        "float", 0.2, "share of tokens kept", check=lambda r: 0 < r <= 1, rule="in (0, 1]"
-    )
+    top_rho: float = option("float", 0.2, "share of tokens kept", check=lambda r: 0 < r <= 1, rule="in (0, 1]")
     mask_denominator: str = option(
         "choice", "selected", "denominators count the selected tokens, or all", choices=("selected", "all")
     )

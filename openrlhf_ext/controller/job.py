@@ -231,7 +231,7 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
 
     wait_until_ready(engines, config.vllm.start_timeout_s)
     for i, info in enumerate(ray.get([engine.process_info.remote() for engine in engines])):
-        session.remember(f"rollout engine {i}", info["pid"])
+        session.remember(f"rollout engine {i}", info["pid"], info["host"])
     infos = ray.get(
         policy.async_init_model_from_pretrained(
             policy_settings(config, steps),
@@ -242,7 +242,7 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
         )
     )
     for info in infos:
-        session.remember(f"policy rank {info['rank']}", info["pid"])
+        session.remember(f"policy rank {info['rank']}", info["pid"], info["host"])
     gauge = ray.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
     logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
 

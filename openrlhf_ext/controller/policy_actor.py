@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class PolicyActor(BaseModelActor):
         self.shard: TrainingShard | None = None
         self.version = 0
         self.sender = self._connect() if dist.get_rank() == 0 and engines else None
-        return {"rank": dist.get_rank(), "pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+        return {"rank": dist.get_rank(), "pid": os.getpid(), "host": socket.gethostname()}
 
     def _connect(self):
         specs = [TensorSpec(name, shape, dtype) for name, shape, dtype in self.policy.hf_specs()]

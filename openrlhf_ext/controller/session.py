@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,9 +58,10 @@ class RaySession:
             local["object_store_memory"] = 256 << 20
         return common | local
 
-    def remember(self, name: str, pid: int) -> None:
-        """Names a process, so that its log can be shown if it dies."""
-        self.pids[name] = pid
+    def remember(self, name: str, pid: int, host: str) -> None:
+        """Names a process of this host, so that its log can be shown if it dies (Ray reports deaths on other hosts)."""
+        if host == socket.gethostname():
+            self.pids[name] = pid
         self.remember_children()
 
     def remember_children(self) -> None:
@@ -79,14 +81,16 @@ class RaySession:
 
     def describe_failure(self, error: BaseException) -> str:
         """The failing process's own error text: its traceback, or the end of its log if it died without one."""
-        cause = error
         if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
             return str(error)
-        dead = [f"{name} (pid {pid})" for name, pid in self.pids.items() if not _alive(pid)]
-        tails = [f"--- last output of {name} (pid {pid})\n{tail}" for name, pid in self.pids.items()
-                 if not _alive(pid) and (tail := _log_tail(pid))]  # fmt: skip
-        head = f"{type(cause).__name__}: {cause}"
-        return "\n".join([head, *([f"dead processes: {', '.join(dead)}"] if dead else []), *tails])
+        lines = [f"{type(error).__name__}: {error}"]
+        dead = {name: pid for name, pid in self.pids.items() if not _alive(pid)}
+        if dead:
+            lines.append("dead processes: " + ", ".join(f"{name} (pid {pid})" for name, pid in dead.items()))
+        for name, pid in dead.items():
+            if tail := _log_tail(pid):
+                lines.append(f"--- last output of {name} (pid {pid})\n{tail}")
+        return "\n".join(lines)
 
 
 def _terminate(*_) -> None:

@@ -62,8 +62,15 @@ def rounded(groups: list, dtype: torch.dtype) -> list:
     return [[{key: cast(value) for key, value in c.items()} for c in group] for group in groups]
 
 
-def to_batch(groups: list, *, dtype: torch.dtype = torch.float64, shuffle: int | None = None, extra_padding: int = 0,
-             garbage: bool = True, **fields):
+def to_batch(
+    groups: list,
+    *,
+    dtype: torch.dtype = torch.float64,
+    shuffle: int | None = None,
+    extra_padding: int = 0,
+    garbage: bool = True,
+    **fields,
+):
     """A RolloutBatch with rows shuffled over groups and garbage in the padding.
 
     Returns:
@@ -82,7 +89,7 @@ def to_batch(groups: list, *, dtype: torch.dtype = torch.float64, shuffle: int |
         out = torch.full((len(rows), width), default, dtype=kind)
         for b, c in enumerate(rows):
             if garbage and kind.is_floating_point:
-                out[b, len(c["tokens"]):] = GARBAGE[b % len(GARBAGE)]
+                out[b, len(c["tokens"]) :] = GARBAGE[b % len(GARBAGE)]
             out[b, : len(c["tokens"])] = torch.tensor(c[key], dtype=kind)
         return out
 
@@ -126,12 +133,37 @@ def assert_close(got, wanted, tolerance: float, what: str) -> None:
         assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), f"{what}[{index}]: {a!r} is not {b!r}"
 
 
-TOKEN_QUANTITIES = ("advantages", "Rpos", "Rneg", "rho_pos", "rho_neg", "lambda", "forward_mask", "backward_mask",
-                    "token_mask", "A", "A_tilde", "delta", "H_bar", "H_hat", "seq_advantages", "rewards")
+TOKEN_QUANTITIES = (
+    "advantages",
+    "Rpos",
+    "Rneg",
+    "rho_pos",
+    "rho_neg",
+    "lambda",
+    "forward_mask",
+    "backward_mask",
+    "token_mask",
+    "A",
+    "A_tilde",
+    "delta",
+    "H_bar",
+    "H_hat",
+    "seq_advantages",
+    "rewards",
+)
 
 
-def check_against_reference(name: str, options: dict, groups: list, *, dtype=torch.float64, tolerance=1e-9,
-                            shuffle=None, correction=None, **extra) -> None:
+def check_against_reference(
+    name: str,
+    options: dict,
+    groups: list,
+    *,
+    dtype=torch.float64,
+    tolerance=1e-9,
+    shuffle=None,
+    correction=None,
+    **extra,
+) -> None:
     """Product and reference agree in loss, gradient and every exposed quantity; shares add up to the whole."""
     groups = rounded(groups, dtype)
     batch, new, places = to_batch(groups, dtype=dtype, shuffle=shuffle, extra_padding=1)

@@ -30,53 +30,153 @@ _TOKEN_MEAN = {"agg": "token-mean", "agg_scope": "batch", "l_norm": None}
 
 DEFAULTS = {
     "grpo": {
-        **_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN, "clip_high": 0.2, "degenerate": "literal", "kl_coef": 0.0,
+        **_A,
+        **_B,
+        **_C,
+        **_CLIP,
+        **_TOKEN_MEAN,
+        "clip_high": 0.2,
+        "degenerate": "literal",
+        "kl_coef": 0.0,
         "agg": "seq-mean-token-mean",
     },
     "dapo": {**_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN, "degenerate": "drop", "kl_coef": 0.0},
     "dr_grpo": {
-        **_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN, "clip_high": 0.2, "degenerate": "literal", "kl_coef": 0.0,
-        "agg": "seq-mean-token-sum-norm", "normalize_std": False,
+        **_A,
+        **_B,
+        **_C,
+        **_CLIP,
+        **_TOKEN_MEAN,
+        "clip_high": 0.2,
+        "degenerate": "literal",
+        "kl_coef": 0.0,
+        "agg": "seq-mean-token-sum-norm",
+        "normalize_std": False,
     },
     "gspo": {
-        **_A, **_B, **_C, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "degenerate": "literal",
+        **_A,
+        **_B,
+        **_C,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": None,
+        "degenerate": "literal",
     },
     "gtpo_entropy": {
-        **_A, **_C, **_E, **_CLIP, "version": "v6", "alpha": 0.1, "alpha1": None, "alpha2": None, "kappa": None,
-        "v2_positive": "v1", "entropy_axis": "column", "inverse_floor": 0.0, "ddof_tok": 0, "sign_guard": False,
-        "degenerate": "drop", "kl_coef": 0.0, "agg_scope": "batch",
+        **_A,
+        **_C,
+        **_E,
+        **_CLIP,
+        "version": "v6",
+        "alpha": 0.1,
+        "alpha1": None,
+        "alpha2": None,
+        "kappa": None,
+        "v2_positive": "v1",
+        "entropy_axis": "column",
+        "inverse_floor": 0.0,
+        "ddof_tok": 0,
+        "sign_guard": False,
+        "degenerate": "drop",
+        "kl_coef": 0.0,
+        "agg_scope": "batch",
     },
     "grpo_s": {
-        **_A, **_C, **_E, **_CLIP, "version": "v6", "beta": 0.1, "beta1": None, "beta2": None, "h_hat": "arithmetic",
-        "w_hat": "arithmetic", "ddof_seq": 1, "degenerate": "drop",
+        **_A,
+        **_C,
+        **_E,
+        **_CLIP,
+        "version": "v6",
+        "beta": 0.1,
+        "beta1": None,
+        "beta2": None,
+        "h_hat": "arithmetic",
+        "w_hat": "arithmetic",
+        "ddof_seq": 1,
+        "degenerate": "drop",
     },
     "gtpo_conflict": {
-        "preset": "paper", "gamma": 0.1, "entropy_threshold": LN2, "h_ini": None, "filter": "all",
-        "use_conflict": True, "w_pos": 2.0, "anchor": "start", "overlap": "or", "zero_adv": "literal",
-        "conflict_divisor": "none", "group_reduce": "mean", "normalize_std": True, "ddof_seq": 1, "adv_eps": 1e-6,
-        "sign_tol": 1e-8, "clip_low": None, "clip_high": None, "mask_truncated": False,
+        "preset": "paper",
+        "gamma": 0.1,
+        "entropy_threshold": LN2,
+        "h_ini": None,
+        "filter": "all",
+        "use_conflict": True,
+        "w_pos": 2.0,
+        "anchor": "start",
+        "overlap": "or",
+        "zero_adv": "literal",
+        "conflict_divisor": "none",
+        "group_reduce": "mean",
+        "normalize_std": True,
+        "ddof_seq": 1,
+        "adv_eps": 1e-6,
+        "sign_tol": 1e-8,
+        "clip_low": None,
+        "clip_high": None,
+        "mask_truncated": False,
     },
     "entropy_advantage": {
-        **_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN, "ent_alpha": 0.4, "ent_kappa": 2.0, "degenerate": "zero",
+        **_A,
+        **_B,
+        **_C,
+        **_CLIP,
+        **_TOKEN_MEAN,
+        "ent_alpha": 0.4,
+        "ent_kappa": 2.0,
+        "degenerate": "zero",
         "kl_coef": 0.0,
     },
     "high_entropy_tokens": {
-        **_A, **_B, **_C, **_CLIP, "top_rho": 0.2, "mask_denominator": "selected", "degenerate": "drop",
-        "kl_coef": 0.0, "agg_scope": "batch",
+        **_A,
+        **_B,
+        **_C,
+        **_CLIP,
+        "top_rho": 0.2,
+        "mask_denominator": "selected",
+        "degenerate": "drop",
+        "kl_coef": 0.0,
+        "agg_scope": "batch",
     },
     "clip_cov": {
-        **_A, **_B, **_C, "cov_ratio": 2e-4, "cov_lb": 1.0, "cov_ub": 5.0, "perm": None, "degenerate": "drop",
-        "clip_low": 1.0, "clip_high": 1.0, "dual_clip": None, "agg_scope": "batch", "kl_coef": 0.0,
+        **_A,
+        **_B,
+        **_C,
+        "cov_ratio": 2e-4,
+        "cov_lb": 1.0,
+        "cov_ub": 5.0,
+        "perm": None,
+        "degenerate": "drop",
+        "clip_low": 1.0,
+        "clip_high": 1.0,
+        "dual_clip": None,
+        "agg_scope": "batch",
+        "kl_coef": 0.0,
     },
     "kl_cov": {
-        **_A, **_B, **_C, "cov_ratio": 2e-3, "ppo_kl_coef": 1.0, "degenerate": "drop", "kl_coef": 0.0,
-        "agg_scope": "batch", "clip_low": None, "clip_high": None, "dual_clip": None,
+        **_A,
+        **_B,
+        **_C,
+        "cov_ratio": 2e-3,
+        "ppo_kl_coef": 1.0,
+        "degenerate": "drop",
+        "kl_coef": 0.0,
+        "agg_scope": "batch",
+        "clip_low": None,
+        "clip_high": None,
+        "dual_clip": None,
     },
 }
 DEFAULTS["mixed_policy_dapo"] = {**DEFAULTS["dapo"], "zero_batch": False, "zero_weight": 1.0}
 OFFICIAL = {
-    "normalize_std": False, "entropy_threshold": 0.7, "h_ini": None, "overlap": "product",
-    "conflict_divisor": "max_run", "group_reduce": "sum", "gamma": 0.1, "w_pos": 2.0,
+    "normalize_std": False,
+    "entropy_threshold": 0.7,
+    "h_ini": None,
+    "overlap": "product",
+    "conflict_divisor": "max_run",
+    "group_reduce": "sum",
+    "gamma": 0.1,
+    "w_pos": 2.0,
 }
 
 
@@ -294,8 +394,20 @@ def kl_term(estimator, ref, new):
     return math.exp(x) - x - 1, -(math.exp(x) - 1)
 
 
-def token_loss(groups, advantages, omegas, o, *, token_mask=None, factors=None, correction=None, removed=(),
-               penalised=(), kl=None, ratio_base=None):
+def token_loss(
+    groups,
+    advantages,
+    omegas,
+    o,
+    *,
+    token_mask=None,
+    factors=None,
+    correction=None,
+    removed=(),
+    penalised=(),
+    kl=None,
+    ratio_base=None,
+):
     """Loss, gradient and clipped flags of a token-level objective."""
     loss, grad, clipped = 0.0, zeros(groups), zeros(groups)
     kl_coef, estimator = (o.get("kl_coef", 0.0), "k3") if kl is None else kl
@@ -378,15 +490,27 @@ def run_group_relative(groups, o, correction=None, kl=None):
     kept, rewards, seq, counted, tokens = group_relative(groups, o)
     omegas = token_omegas(groups, kept, counted, o)
     loss, grad, clipped = token_loss(groups, tokens, omegas, o, correction=correction, kl=kl)
-    return {"loss": loss, "grad": grad, "advantages": tokens, "seq_advantages": seq, "rewards": rewards,
-            "clipped": clipped}
+    return {
+        "loss": loss,
+        "grad": grad,
+        "advantages": tokens,
+        "seq_advantages": seq,
+        "rewards": rewards,
+        "clipped": clipped,
+    }
 
 
 def run_gspo(groups, o, correction=None):
     kept, rewards, seq, _, tokens = group_relative(groups, o)
     loss, grad, ratios = sequence_loss(groups, seq, kept, o, "geometric", correction)
-    return {"loss": loss, "grad": grad, "advantages": tokens, "seq_advantages": seq, "rewards": rewards,
-            "ratios": ratios}
+    return {
+        "loss": loss,
+        "grad": grad,
+        "advantages": tokens,
+        "seq_advantages": seq,
+        "rewards": rewards,
+        "ratios": ratios,
+    }
 
 
 def run_entropy_advantage(groups, o, correction=None):
@@ -428,9 +552,7 @@ def covariances(groups, kept, seq):
         return entries, {}
     mean_a = mean([seq[g][i] for g, i, _ in entries])
     mean_new = mean([groups[g][i]["new"][t] for g, i, t in entries])
-    return entries, {
-        (g, i, t): (seq[g][i] - mean_a) * (groups[g][i]["new"][t] - mean_new) for g, i, t in entries
-    }
+    return entries, {(g, i, t): (seq[g][i] - mean_a) * (groups[g][i]["new"][t] - mean_new) for g, i, t in entries}
 
 
 def run_clip_cov(groups, o, correction=None):
@@ -465,12 +587,17 @@ def run_mixed(groups, o, correction=None):
     kept, _, seq, counted, tokens = group_relative(groups, o)
     omegas = token_omegas(groups, kept, counted, o)
     loss, grad, _ = token_loss(
-        groups, tokens, omegas, o, correction=correction,
+        groups,
+        tokens,
+        omegas,
+        o,
+        correction=correction,
         ratio_base=lambda c: c["guide"] if c.get("behavior") == "guide" else c["old"],
     )
     if o["zero_batch"]:
-        members = [(g, c, i) for g, group in enumerate(groups) if not partition(group, o)[0]
-                   for i, c in enumerate(group)]
+        members = [
+            (g, c, i) for g, group in enumerate(groups) if not partition(group, o)[0] for i, c in enumerate(group)
+        ]
         total = sum(length(c) for _, c, _ in members)
         for g, c, i in members:
             for t in range(length(c)):
@@ -576,8 +703,16 @@ def run_gtpo_entropy(groups, o, correction=None, kl=None):
     counted = [[0 if masked(c, o) or not kept[g] else length(c) for c in group] for g, group in enumerate(groups)]
     omegas = token_omegas(groups, kept, counted, o)
     loss, grad, clipped = token_loss(groups, advantages, omegas, o, correction=correction, kl=kl)
-    return {"loss": loss, "grad": grad, "advantages": advantages, "Rpos": r_pos, "Rneg": r_neg, "rho_pos": rho_pos,
-            "rho_neg": rho_neg, "clipped": clipped}
+    return {
+        "loss": loss,
+        "grad": grad,
+        "advantages": advantages,
+        "Rpos": r_pos,
+        "Rneg": r_neg,
+        "rho_pos": rho_pos,
+        "rho_neg": rho_neg,
+        "clipped": clipped,
+    }
 
 
 def run_grpo_s(groups, o, correction=None):
@@ -634,8 +769,15 @@ def run_grpo_s(groups, o, correction=None):
                 continue
             seq[g][i] = (table[g][i] - mean(values)) / (std(values, o["ddof_seq"]) + o["adv_eps"])
     loss, grad, ratios = sequence_loss(groups, seq, kept, o, o["w_hat"], correction)
-    return {"loss": loss, "grad": grad, "seq_advantages": seq, "Rpos": r_pos, "Rneg": r_neg, "H_hat": h_hat,
-            "ratios": ratios}
+    return {
+        "loss": loss,
+        "grad": grad,
+        "seq_advantages": seq,
+        "Rpos": r_pos,
+        "Rneg": r_neg,
+        "H_hat": h_hat,
+        "ratios": ratios,
+    }
 
 
 # --- conflicts ------------------------------------------------------------------------------------------------------
@@ -701,8 +843,15 @@ def run_gtpo_conflict(groups, o, correction=None):
                 weight /= max(1, sum(fw[i]), sum(bw[i]))
             omega.append(0.0 if masked(c, o) else weight)
         omegas.append(omega)
-        for key, value in (("A", a), ("A_tilde", tilde), ("delta", delta), ("lambda", lam), ("forward_mask", fw),
-                           ("backward_mask", bw), ("H_bar", h_bar)):
+        for key, value in (
+            ("A", a),
+            ("A_tilde", tilde),
+            ("delta", delta),
+            ("lambda", lam),
+            ("forward_mask", fw),
+            ("backward_mask", bw),
+            ("H_bar", h_bar),
+        ):
             result[key].append(value)
     tokens = [[[result["A_tilde"][g][i]] * length(c) for i, c in enumerate(group)] for g, group in enumerate(groups)]
     loss, grad, _ = token_loss(groups, tokens, omegas, o, factors=result["lambda"], correction=correction)

@@ -26,7 +26,10 @@ PARTITION = {
 }
 TRUNCATION = {"mask_truncated": [False, True]}
 SEQUENCE = {
-    "adv_eps": [1e-6, 1e-4], "ddof_seq": [1, 0], "normalize_std": [True, False], "baseline": ["seq", "token"],
+    "adv_eps": [1e-6, 1e-4],
+    "ddof_seq": [1, 0],
+    "normalize_std": [True, False],
+    "baseline": ["seq", "token"],
 }
 PENALTY = {
     "length_penalty": PENALTIES,
@@ -57,7 +60,13 @@ OPTIONS = {
     "dr_grpo": {**GROUP, **CLIP, **KL, **AGG},
     "gspo": {**GROUP, "clip_low": [3e-4, 0.2, None], "clip_high": [4e-4, 0.1], "dual_clip": [None, 1.1]},
     "gtpo_entropy": {
-        **PARTITION, **TRUNCATION, **PENALTY, **ENTROPY, **CLIP, **KL, **SCOPE,
+        **PARTITION,
+        **TRUNCATION,
+        **PENALTY,
+        **ENTROPY,
+        **CLIP,
+        **KL,
+        **SCOPE,
         "version": ["v6", "v1", "v1u", "v2"],
         "alpha": [0.1, 0.0, 0.5],
         "alpha1": [1.0, 0.9],
@@ -70,7 +79,11 @@ OPTIONS = {
         "sign_guard": [False, True],
     },
     "grpo_s": {
-        **PARTITION, **TRUNCATION, **PENALTY, **ENTROPY, **CLIP,
+        **PARTITION,
+        **TRUNCATION,
+        **PENALTY,
+        **ENTROPY,
+        **CLIP,
         "version": ["v6", "v1", "v2"],
         "beta": [0.1, 0.4],
         "beta1": [1.0, 0.9],
@@ -102,11 +115,21 @@ OPTIONS = {
     },
     "entropy_advantage": {**GROUP, **CLIP, **KL, **AGG, "ent_alpha": [0.4, 0.1, 3.0], "ent_kappa": [2.0, 1.5]},
     "high_entropy_tokens": {
-        **GROUP, **CLIP, **KL, **SCOPE, "top_rho": [0.2, 0.5, 1.0, 0.33], "mask_denominator": ["selected", "all"],
+        **GROUP,
+        **CLIP,
+        **KL,
+        **SCOPE,
+        "top_rho": [0.2, 0.5, 1.0, 0.33],
+        "mask_denominator": ["selected", "all"],
     },
     "clip_cov": {
-        **COV, "cov_ratio": [2e-4, 0.2], "cov_lb": [0.05, -5.0], "cov_ub": [5.0, 0.3],
-        "clip_low": [1.0, 0.2, None], "clip_high": [1.0, 0.2], "dual_clip": [None, 1.1],
+        **COV,
+        "cov_ratio": [2e-4, 0.2],
+        "cov_lb": [0.05, -5.0],
+        "cov_ub": [5.0, 0.3],
+        "clip_low": [1.0, 0.2, None],
+        "clip_high": [1.0, 0.2],
+        "dual_clip": [None, 1.1],
     },
     "kl_cov": {**COV, **KL, "cov_ratio": [2e-3, 0.3], "ppo_kl_coef": [1.0, 0.0, 0.4]},
     "mixed_policy_dapo": {**GROUP, **CLIP, **KL, **AGG, "zero_batch": [False, True], "zero_weight": [1.0, 0.3]},
@@ -139,7 +162,8 @@ def legal(name: str, options: dict) -> dict:
 def base_options(name: str) -> dict:
     """First (default or required) value of the keys without a default."""
     required = {
-        "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1, "kappa": 2.0}, "grpo_s": {"beta1": 1.0, "beta2": 0.1},
+        "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1, "kappa": 2.0},
+        "grpo_s": {"beta1": 1.0, "beta2": 0.1},
         "dr_grpo": {"l_norm": 7.0},
     }.get(name, {})
     if name == "clip_cov":

@@ -74,8 +74,14 @@ def test_no_signal_means_no_gradient(name: str) -> None:
 def test_an_empty_batch_has_loss_zero(name: str, positions: int) -> None:
     empty = torch.zeros(0, positions)
     batch = RolloutBatch(
-        tokens=empty.long(), mask=empty.bool(), rewards=torch.zeros(0), group_ids=torch.zeros(0, dtype=torch.long),
-        old_logprobs=empty, entropies=empty, values=empty, guide_logprobs=empty,
+        tokens=empty.long(),
+        mask=empty.bool(),
+        rewards=torch.zeros(0),
+        group_ids=torch.zeros(0, dtype=torch.long),
+        old_logprobs=empty,
+        entropies=empty,
+        values=empty,
+        guide_logprobs=empty,
     )
     algorithm = build(name)
     new = empty.clone().requires_grad_()
@@ -88,11 +94,15 @@ def test_an_empty_batch_has_loss_zero(name: str, positions: int) -> None:
 def test_bfloat16_logprobs_are_promoted(name: str) -> None:
     batch = simple_batch()
     half = dataclasses.replace(
-        batch, old_logprobs=batch.old_logprobs.bfloat16(), entropies=batch.entropies.bfloat16(),
+        batch,
+        old_logprobs=batch.old_logprobs.bfloat16(),
+        entropies=batch.entropies.bfloat16(),
         guide_logprobs=batch.guide_logprobs.bfloat16(),
     )
     wide = dataclasses.replace(
-        batch, old_logprobs=half.old_logprobs.float(), entropies=half.entropies.float(),
+        batch,
+        old_logprobs=half.old_logprobs.float(),
+        entropies=half.entropies.float(),
         guide_logprobs=half.guide_logprobs.float(),
     )
     new = half.old_logprobs.clone().requires_grad_()
@@ -255,6 +265,26 @@ def test_prepare_is_a_no_op_for_the_others() -> None:
         if not algorithm.needs_prepare:
             shaped = algorithm.shape(simple_batch())
             assert algorithm.prepare(torch.zeros(4, 4), shaped) is shaped
+
+
+def test_a_mini_batch_of_a_prepared_batch_is_prepared_anew() -> None:
+    batch, new, _ = to_batch(mixed_groups(3, max_length=20))
+    algorithm = build("kl_cov")
+    prepared = algorithm.prepare(new.detach(), algorithm.shape(batch))
+    assert prepared.selection is not None and prepared.mini_batch(slice(None)).selection is None
+
+
+def test_a_reward_at_the_threshold_is_no_success() -> None:
+    shaped = build("gtpo_entropy").shape(simple_batch((1.0, 0.5, 1.0, 0.5)))
+    assert shaped.success.tolist() == [True, False, True, False]
+
+
+def test_failures_without_a_pool_of_successes_get_nothing() -> None:
+    """Specification 3.6 step 3: `own` in v1 with an empty P, whatever the penalty."""
+    options = {"version": "v1", "adv_pool": "own", "degenerate": "literal"}
+    penalty = {"kind": "dapo", "l_max": 4, "l_cache": 3}
+    shaped = get_algorithm("grpo_s", length_penalty=penalty, **options).shape(simple_batch((0.0, 0.0, 1.0, 0.0)))
+    assert shaped.seq_advantages[:2].tolist() == [0.0, 0.0] and shaped.seq_advantages[3] != 0
 
 
 def test_clip_cov_draws_depend_on_the_seed_only() -> None:

@@ -60,8 +60,13 @@ def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, 
     shaped = algorithm.shape(batch)
     ours = algorithm.loss(new, shaped)
     policy_loss = upstream.PolicyLoss(
-        clip_eps_low=0.2, clip_eps_high=0.28, dual_clip=dual_clip, is_correction_level=level, is_correction_mode=mode,
-        is_correction_gating=gating, is_correction_threshold=threshold,
+        clip_eps_low=0.2,
+        clip_eps_high=0.28,
+        dual_clip=dual_clip,
+        is_correction_level=level,
+        is_correction_mode=mode,
+        is_correction_gating=gating,
+        is_correction_threshold=threshold,
     )
     theirs, clip_ratio, ppo_kl, vllm_kl, filtered = policy_loss(
         new, batch.old_logprobs, shaped.advantages, action_mask=batch.mask, rollout_log_probs=batch.rollout_logprobs

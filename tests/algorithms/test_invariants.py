@@ -379,8 +379,14 @@ def test_v6_failures_lose_when_they_are_few_enough(seed: int) -> None:
 def test_v6_failures_can_gain_when_they_are_many() -> None:
     def completion(reward, length, entropy):
         floats = dict.fromkeys(("old", "new", "ref", "guide", "rollout"), [-1.0] * length)
-        return {"tokens": [0] * length, "reward": reward, "H": [entropy] * length, "truncated": False,
-                "behavior": "old", **floats}
+        return {
+            "tokens": [0] * length,
+            "reward": reward,
+            "H": [entropy] * length,
+            "truncated": False,
+            "behavior": "old",
+            **floats,
+        }
 
     batch, _, _ = to_batch([[completion(1.0, 1, 1.0), completion(0.0, 10, 0.01), completion(0.0, 10, 5.0)]])
     shaped = build("gtpo_entropy", alpha2=0.5).shape(batch)

@@ -25,8 +25,10 @@ def penalties(lengths: list[int], rewards: list[float], **options) -> list[float
     width = max(lengths)
     zeros = torch.zeros(len(lengths), width, dtype=torch.float64)
     batch = RolloutBatch(
-        tokens=zeros.long(), mask=torch.arange(width) < torch.tensor(lengths)[:, None],
-        rewards=torch.tensor(rewards, dtype=torch.float64), group_ids=torch.zeros(len(lengths), dtype=torch.long),
+        tokens=zeros.long(),
+        mask=torch.arange(width) < torch.tensor(lengths)[:, None],
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.zeros(len(lengths), dtype=torch.long),
         old_logprobs=zeros,
     )
     shaped = get_algorithm("grpo", length_penalty={"kind": "grop"}, **options).shape(batch)

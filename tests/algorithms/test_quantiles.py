@@ -37,6 +37,14 @@ def test_threshold_is_the_interpolated_quantile(dtype: torch.dtype, fraction: fl
     assert torch.equal(values >= cut, values.double() >= tau)
 
 
+def test_a_threshold_between_neighbouring_floats_excludes_the_lower_one() -> None:
+    low = torch.tensor(1.0)
+    values = torch.stack([low, torch.nextafter(low, torch.tensor(2.0))])[None]
+    tau, cut = upper_threshold(values, torch.ones(1, 2, dtype=torch.bool), 0.7)
+    assert low.double() < tau < values[0, 1].double()
+    assert (values >= cut).tolist() == [[False, True]]
+
+
 def test_no_entries_give_zero() -> None:
     tau, cut = upper_threshold(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), 0.2)
     assert tau.item() == 0.0 and cut.item() == 0.0

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import unicodedata
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import toy_policy
+import toy_task
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TINY = toy_policy.PolicySettings(
+    hidden_size=32,
+    intermediate_size=32,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    knowledge_steps=1,
+    careless_steps=1,
+    batch_size=4,
+)
+TOKENIZER = toy_policy.build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_policy.cached_policy(tmp_path_factory.mktemp("cache"), TINY, heldout_size=4)
+
+
+@given(text=st.text())
+def test_any_text_survives_the_tokenizer_up_to_composed_accents(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == unicodedata.normalize("NFC", text)
+
+
+def test_digits_and_tags_are_single_tokens() -> None:
+    solution = toy_task.Problem(3, (("*", 4), ("+", 2))).solution
+    pieces = TOKENIZER.convert_ids_to_tokens(TOKENIZER(solution.completion + toy_policy.EOS)["input_ids"])
+    reasoning = ["3", "*", "4", "=", "1", "2", ";", "1", "2", "+", "2", "=", "1", "4"]
+    answer = ["<answer>", "1", "4", "</answer>", "<|im_end|>"]
+    assert pieces == ["<reasoning>", *reasoning, "</reasoning>", *answer]
+
+
+def test_tags_survive_decoding_without_special_tokens() -> None:
+    ids = TOKENIZER("<reasoning>1+1=2</reasoning><answer>2</answer><|im_end|><|endoftext|>")["input_ids"]
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<reasoning>1+1=2</reasoning><answer>2</answer>"
+
+
+def test_the_chat_template_adds_nothing_to_a_question() -> None:
+    chat = [{"role": "user", "content": "1+1=?"}]
+    assert TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "1+1=?"
+
+
+def test_transformers_loads_the_saved_policy_with_the_same_vocabulary(tiny_policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
+    assert model.dtype == torch.float32
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    assert len(tokenizer) == model.config.vocab_size == model.get_input_embeddings().num_embeddings == 263
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert tokenizer.padding_side == TOKENIZER.padding_side
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert tokenizer.chat_template == TOKENIZER.chat_template
+
+
+def test_default_architecture_suits_tensor_and_pipeline_parallel_ranks() -> None:
+    model = toy_policy.build_model(toy_policy.PolicySettings(), TOKENIZER)
+    config = model.config
+    assert config.hidden_size // config.num_attention_heads == 32  # the smallest that vLLM has on CPU
+    assert config.num_key_value_heads % 2 == config.num_hidden_layers % 2 == 0
+    assert 0.5e6 < model.num_parameters() < 1.5e6
+    assert config.max_position_embeddings >= 2048
+
+
+def test_the_warm_start_is_deterministic_and_lowers_the_loss() -> None:
+    settings = toy_policy.PolicySettings(layers=1, knowledge_steps=20, careless_steps=5, batch_size=8, warmup_steps=5)
+
+    def losses() -> list[float]:
+        return toy_policy.warm_start(toy_policy.build_model(settings, TOKENIZER), TOKENIZER, settings)
+
+    first = losses()
+    assert first == losses()
+    assert first[-1] < 0.5 * first[0]
+
+
+def test_the_careless_teacher_errs_at_the_given_rate_and_goes_on_from_the_error() -> None:
+    rng = random.Random(0)
+    wrong = steps = 0
+    for problem in islice(toy_task.problem_stream(0, "train"), 2000):
+        solution = toy_policy.careless_solution(problem, rng, 0.3)
+        value = problem.first
+        for (operator, operand), step in zip(problem.operations, solution.steps, strict=True):
+            left, right = step.split("=")
+            assert left == f"{value}{operator}{operand}"
+            wrong += int(right) != toy_task.apply(operator, value, operand)
+            value, steps = int(right), steps + 1
+        assert solution.answer == value
+    assert wrong / steps == pytest.approx(0.3, abs=0.03)
+
+
+def test_a_careless_teacher_without_slips_is_correct() -> None:
+    problem = toy_task.Problem(3, (("*", 4), ("-", 5)))
+    assert toy_policy.careless_solution(problem, random.Random(0), 0.0) == problem.solution
+
+
+def test_accuracy_is_that_of_the_graded_samples(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = list(islice(toy_task.problem_stream(0, "heldout"), 4))
+    model = AutoModelForCausalLM.from_pretrained(tiny_policy)
+    assert toy_policy.sampled_accuracy(model, TOKENIZER, problems) == 0.0
+    right = {problem.question: problem.solution.completion for problem in problems[:3]}
+    monkeypatch.setattr(toy_policy, "_complete", lambda m, t, ps, greedy: [right.get(p.question, "?") for p in ps])
+    assert toy_policy.sampled_accuracy(model, TOKENIZER, problems) == 0.75
+
+
+def test_a_second_call_trains_nothing(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_policy, "_train_into", lambda *_: pytest.fail("trained again"))
+    assert toy_policy.cached_policy(tiny_policy.parent, TINY) == tiny_policy
+    assert toy_policy.cache_key(TINY) != toy_policy.cache_key(toy_policy.PolicySettings())
+
+
+def test_an_interrupted_training_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(folder: Path, *_: object) -> None:
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(toy_policy, "_train_into", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        toy_policy.cached_policy(tmp_path, TINY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_losing_the_race_for_the_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_while_another_finishes(draft: Path, *_: object) -> None:
+        for folder in (draft, tmp_path / f"toy_policy-{toy_policy.cache_key(TINY)}"):
+            folder.mkdir()
+            (folder / toy_policy.MARKER).write_text("{}")
+
+    monkeypatch.setattr(toy_policy, "_train_into", train_while_another_finishes)
+    assert (toy_policy.cached_policy(tmp_path, TINY) / toy_policy.MARKER).is_file()
+
+
+def test_copies_replace_toy_policies_but_nothing_else(tiny_policy: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        toy_policy.copy_policy(tiny_policy, tmp_path / "policy")
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="thesis|papers"):
+        toy_policy.copy_policy(tiny_policy, tmp_path / "papers")
+    assert (tmp_path / "papers" / "thesis.tex").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["papers", "policy"]
+
+
+def test_the_command_writes_policy_and_problems_and_needs_no_torch_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the command sets it; this restores it
+    out, data = tmp_path / "policy", tmp_path / "data"
+    argv = ["--output_dir", str(out), "--data_dir", str(data), "--cache_dir", str(tmp_path / "cache"), "--threads", "1"]
+    argv += ["--knowledge_steps", "1", "--careless_steps", "1", "--train_size", "20", "--heldout_size", "8"]
+    toy_policy.main(argv)
+    assert "held-out accuracy" in capsys.readouterr().out
+    assert json.loads((out / toy_policy.MARKER).read_text())["parameters"] == 855_936
+    assert len((data / "train.jsonl").read_text().splitlines()) == 20
+    assert len((data / "heldout.jsonl").read_text().splitlines()) == 8
+    folder = Path(toy_policy.__file__).parent
+    code = "import sys; sys.modules['torch'] = None; import toy_policy; toy_policy.main(sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", code, *argv], cwd=folder, check=True, timeout=60)
+
+
+def test_real_questions_fit(shared_data: Path) -> None:
+    with (shared_data / "gsm8k" / "train.jsonl").open(encoding="utf-8") as lines:
+        questions = [json.loads(line)["question"] for line in lines]
+    lengths = [len(ids) for ids in TOKENIZER(questions)["input_ids"]]
+    assert max(lengths) < toy_policy.PolicySettings().max_positions - toy_policy.MAX_NEW_TOKENS
+    sample = questions[::50]
+    decoded = TOKENIZER.batch_decode(TOKENIZER(sample)["input_ids"])
+    assert decoded == [unicodedata.normalize("NFC", question) for question in sample]
