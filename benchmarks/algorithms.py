@@ -1,6 +1,6 @@
 """Speed and memory of `openrlhf_ext.algorithms` on the CPU, as ratios measured in one run.
 
-    python benchmarks/algorithms.py --output benchmarks/results/algorithms.json            # all parts, several minutes
+    python benchmarks/algorithms.py --output benchmarks/results/algorithms.json            # all parts, ten minutes
     python benchmarks/algorithms.py --part shape --prompts 64
 
 Parts:

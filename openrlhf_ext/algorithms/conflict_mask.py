@@ -287,7 +287,7 @@ def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 @register_algorithm("gtpo_conflict", GtpoConflictOptions)
 class GtpoConflict(TokenAlgorithm):
-    """GTPO, Group-relative Trajectory-based Policy Optimization (Simoni et al.).
+    """Group-relative Trajectory-based Policy Optimization (Simoni et al.).
 
     `J = 1/(G prompts) sum_i 1/T_i sum_t lambda_it w_it delta_i (A_i - gamma <H>_i)` (eq. 9-11, 30).
     """

@@ -352,7 +352,7 @@ def class_pools(
 
 @register_algorithm("gtpo_entropy", GtpoEntropyOptions)
 class GtpoEntropy(TokenAlgorithm):
-    """GTPO, Group Token Policy Optimization (Tan et al.), versions v1, v1u, v2 (T1) and v6 (T6).
+    """Group Token Policy Optimization (Tan et al.), versions v1, v1u, v2 (T1) and v6 (T6).
 
     R+ = alpha1 r + alpha2 rho+ on successes, R- = -alpha1 - alpha2 rho- on failures (v6, T6 eq. 3-7); each table is
     standardised over its token pool and gives the token advantages.
