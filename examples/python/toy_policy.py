@@ -71,7 +71,7 @@ class PolicySettings:
     initializer_range: float = 0.05
     knowledge_steps: int = 240
     careless_steps: int = 50
-    slip_rate: float = 0.36  # of the careless teacher, per step of a solution
+    slip_rate: float = 0.345  # of the careless teacher, per step of a solution
     batch_size: int = 32
     muon_lr: float = 0.02
     adamw_lr: float = 0.016

@@ -32,7 +32,7 @@ say() { printf '\n== %s\n' "$*"; }
 # evaluate CHECKPOINT RESULT.json [option ...]: sampled accuracy with plain transformers
 evaluate() {
     "$VENV_PYTHON" -m openrlhf_ext.cli.evaluate --model "$1" --json "$2" --data "$OUT/data/heldout.jsonl" \
-        --reward "$REWARD" --limit 256 --n_samples 4 --max_new_tokens 48 "${@:3}"
+        --reward "$REWARD" --n_samples 2 --max_new_tokens 48 "${@:3}"
 }
 
 say "toy policy: a model of a million parameters and its arithmetic problems"

@@ -144,10 +144,12 @@ class MegatronPolicy:
     def _head(self, part: SequenceBatch, hidden_SBH: Tensor, temperature: float) -> HeadOutput:
         """Log-prob and entropy of the response tokens only, in row-major order of ``part.mask_BT``."""
         rows_N, columns_N = torch.nonzero(part.mask_BT, as_tuple=True)
-        hidden_NH = hidden_SBH[part.predict_BT[rows_N, columns_N], rows_N]
+        weight_VH = self.core.output_embedding()
+        # Float16Module hands out the last stage's bf16 result as fp32: back, without a loss
+        hidden_NH = hidden_SBH[part.predict_BT[rows_N, columns_N], rows_N].to(weight_VH.dtype)
         return linear_logprob_entropy(
             hidden_NH,
-            self.core.output_embedding(),
+            weight_VH,
             part.targets_BT[rows_N, columns_N],
             temperature=temperature,
             vocab_size=self.shape.vocab_size,

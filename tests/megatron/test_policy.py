@@ -93,6 +93,26 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def test_bf16_is_close_to_fp32(checkpoints):
+    """Rounding only: log-probs within bf16's error of fp32, the same loss on every rank, master weights in fp32."""
+    batch, weights_BT = make_batch(61)
+    bf16 = {"dtype": "bf16", "distributed_optimizer": True}
+    layouts = [("qwen2", {"tp": 2, **bf16}), ("qwen2-tied", {"pp": 2, **bf16}), ("qwen3", bf16)]
+    todo = cases(checkpoints, 2, layouts)
+    ranks = launch("tests.megatron.parity", "run_cases", 2, cases=todo, batch=batch, weights_BT=weights_BT)
+    for i, case in enumerate(todo):
+        expected = checkpoints[case["name"]][1]
+        for rank in ranks:
+            got = rank[i]
+            assert (got["logprobs"] - expected["logprobs"][got["rows"]]).abs().max() < 0.15, case
+            assert (got["entropies"] - expected["entropies"][got["rows"]]).abs().max() < 0.15, case
+            assert got["steps"] == ranks[0][i]["steps"], case
+            assert got["steps"][0]["grad_norm"] == pytest.approx(expected["grad_norms"][0], rel=0.1), case
+        for name, weight in ranks[0][i]["weights"].items():
+            assert weight.dtype == torch.bfloat16
+            assert torch.allclose(weight.float(), expected["weights"][name], atol=0.03), (case, name)
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
 
