@@ -6,7 +6,7 @@ Reinforcement learning needs a policy that is sometimes right. This script makes
    has tokens, every digit is one token, and so are ``<reasoning> </reasoning> <answer> </answer>``;
 2. a supervised warm start in two phases on problems of the train split (toy_task.py): first correct solutions, until
    the model knows most of its arithmetic, then the homework of a careless teacher, who gets every third step wrong and
-   goes on from there. The model copies the carelessness, not only the knowledge: its most likely step is nearly always
+   goes on from there. The model copies the carelessness, not only the knowledge: its most likely step is mostly
    right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %;
 3. an ordinary Hugging Face checkpoint, which plain transformers and vLLM load.
 
@@ -14,7 +14,7 @@ What reinforcement learning then has to find out is which of its own habits pay.
 this code and its settings; a second call copies it within a second.
 
 Left out on purpose: a learned subword vocabulary and a chat template with roles (tokens cost time on a CPU), bf16,
-more than one process. The matrices are trained by Muon, which needs about a quarter of AdamW's steps here.
+more than one process. The matrices are trained by Muon, which needed about half of AdamW's steps here.
 
     python examples/python/toy_policy.py --output_dir runs/toy/warm_start --data_dir runs/toy/data
 """
