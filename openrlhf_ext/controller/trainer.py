@@ -130,11 +130,14 @@ class PolicyTrainer(PPOTrainer):
             "prompts/consumed": (client_states or {}).get("total_consumed_prompts", 0),
         }
         record = self.recorder.step(global_step, logs, self._rollout_stats(), **more)
-        super().save_logs_and_checkpoints(global_step, record, client_states)
+        doing = f"logging and saving after step {global_step}"
+        with self.deadline.limit(self.limits.step_timeout_s, doing, "train.step_timeout_s"):
+            super().save_logs_and_checkpoints(global_step, record, client_states)
 
     def _rollout_stats(self) -> list[dict[str, float]]:
         """What the engines measured since the last call."""
-        return ray.get([engine.rollout_stats.remote() for engine in self.vllm_engines])
+        stats = [engine.rollout_stats.remote() for engine in self.vllm_engines]
+        return ray.get(stats, timeout=self.limits.step_timeout_s)
 
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         """Samples every held-out prompt; accuracy is the mean of the reward function's ``scores``."""
