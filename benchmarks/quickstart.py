@@ -21,7 +21,7 @@ PHASES = ("generate", "grade", "logprob", "shape", "train", "sync", "step")
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "openrlhf")
 
 
-def summarise(run_dir: Path, minutes: float) -> dict:
+def summarise(run_dir: Path, minutes: float, overrides: str) -> dict:
     """The record: hardware, commit, versions, settings, metrics with their spread over steps."""
     records = read_metrics(run_dir / "metrics.jsonl")
     steps = [record for record in records if "reward/mean" in record]
@@ -38,6 +38,7 @@ def summarise(run_dir: Path, minutes: float) -> dict:
             "steps": len(steps),
             "samples_per_step": 256,
             "layout": "TP2",
+            "overrides": overrides,
         },
         "metrics": {
             "minutes_total": minutes,
@@ -78,9 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--run_dir", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--minutes", type=float, required=True, help="what the script printed as its time")
+    parser.add_argument("--overrides", default="", help="options given to the script beyond the configuration file")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    args.output.write_text(json.dumps(summarise(args.run_dir, args.minutes), indent=2) + "\n")
+    args.output.write_text(json.dumps(summarise(args.run_dir, args.minutes, args.overrides), indent=2) + "\n")
 
 
 if __name__ == "__main__":
