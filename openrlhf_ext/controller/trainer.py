@@ -137,7 +137,10 @@ class PolicyTrainer(PPOTrainer):
     def _rollout_stats(self) -> list[dict[str, float]]:
         """What the engines measured since the last call."""
         stats = [engine.rollout_stats.remote() for engine in self.vllm_engines]
-        return ray.get(stats, timeout=self.limits.step_timeout_s)
+        results = ray.get(stats, timeout=self.limits.step_timeout_s)
+        for message in (m for result in results for m in result.get("reward_failures", ())):
+            logger.error("grading failed: %s", message)  # the engine's own log is not on the user's terminal
+        return results
 
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         """Samples every held-out prompt; accuracy is the mean of the reward function's ``scores``."""

@@ -91,6 +91,10 @@ class GradedSingleTurnExecutor(SingleTurnAgentExecutor):
             self._clock.reset()
         return stats
 
+    def take_failures(self) -> list[str]:
+        """Messages of the gradings that failed since the last call."""
+        return self._failures.take_messages()
+
     async def aclose(self) -> None:
         """Release the grader's processes and connections."""
         await self._grader.aclose()

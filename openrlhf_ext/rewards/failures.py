@@ -23,6 +23,12 @@ class FailurePolicy:
         self._max_failures = max_failures
         self.failure_value = failure_value
         self.count = 0
+        self._unreported: list[str] = []
+
+    def take_messages(self) -> list[str]:
+        """What failed since the last call, with prompt and completion, for the process that the user watches."""
+        messages, self._unreported = self._unreported, []
+        return messages
 
     def tolerate(self, error: RewardError) -> None:
         """Log and count a failure.
@@ -31,6 +37,7 @@ class FailurePolicy:
             RewardFailureLimit: this failure is one too many.
         """
         self.count += 1
+        self._unreported.append(f"{type(error).__name__}: {error}")
         logger.error("grading failed (%d of %d tolerated): %s", self.count, self._max_failures, error)
         if self.count > self._max_failures:
             raise RewardFailureLimit(

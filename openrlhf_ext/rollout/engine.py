@@ -217,7 +217,8 @@ class RolloutEngine(compat.RolloutRayActor):
 
         Returns:
             generated_tokens, generated_sequences; generation_s: time with at least one request in progress;
-            exposed_grading_s: time in which responses were awaited and nothing was being generated; and `grading`, what
+            exposed_grading_s: time in which responses were awaited and nothing was being generated; and, if the executor
+            grades, `reward_failures`: messages of gradings that failed, and `grading`, what
             the executor's `grading_stats(reset=True)` says, if it has one.
         """
         generation_s, response_s = self._generating.take(), self._responding.take()
@@ -228,6 +229,8 @@ class RolloutEngine(compat.RolloutRayActor):
             "exposed_grading_s": max(0.0, response_s - generation_s),
         }
         self._num_tokens = self._num_sequences = 0
+        if hasattr(self.executor, "take_failures"):
+            stats["reward_failures"] = self.executor.take_failures()
         if hasattr(self.executor, "grading_stats"):
             stats["grading"] = self.executor.grading_stats(reset=True)
         return stats

@@ -40,3 +40,11 @@ def test_very_long_samples_are_shortened_in_the_message() -> None:
     error = RewardRaised("what", "x" * 100_000, "y")
     assert len(str(error)) < 3000 and len(error.prompt) == 100_000
     assert "characters left out" in str(error)
+
+
+def test_messages_are_handed_over_once() -> None:
+    policy = FailurePolicy(max_failures=2)
+    policy.tolerate(failure(1))
+    (message,) = policy.take_messages()
+    assert "failure 1" in message and "'the prompt'" in message and "'the completion'" in message
+    assert policy.take_messages() == [] and policy.count == 1
