@@ -217,9 +217,9 @@ class RolloutEngine(compat.RolloutRayActor):
 
         Returns:
             generated_tokens, generated_sequences; generation_s: time with at least one request in progress;
-            exposed_grading_s: time in which responses were awaited and nothing was being generated; and, if the executor
-            grades, `reward_failures`: messages of gradings that failed, and `grading`, what
-            the executor's `grading_stats(reset=True)` says, if it has one.
+            exposed_grading_s: time in which responses were awaited and nothing was being generated; and, if the
+            executor grades, `reward_failures`: messages of gradings that failed, and `grading`: what its
+            `grading_stats(reset=True)` says.
         """
         generation_s, response_s = self._generating.take(), self._responding.take()
         stats = {
