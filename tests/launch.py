@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = """
-import faulthandler, importlib, pickle, sys
+import faulthandler, importlib, os, pickle, sys
 faulthandler.enable()
 module, function, payload, out = sys.argv[1:]
 sys.path.insert(0, {root!r})
 from openrlhf_ext import patches
 patches.apply()
 result = getattr(importlib.import_module(module), function)(**pickle.load(open(payload, "rb")))
-pickle.dump(result, open(out, "wb"))
+with open(out, "wb") as file:
+    pickle.dump(result, file)
+import torch.distributed as dist
+if dist.is_initialized():
+    dist.barrier()  # no rank may leave while another still talks to it
+sys.stdout.flush(); sys.stderr.flush()
+os._exit(0)  # gloo's threads may outlive the interpreter's own clean-up, which then aborts ("terminate called ...")
 """
 
 
