@@ -13,8 +13,13 @@ HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "py
 RULES = {
     "algorithms": (set(), HEAVY),
     "head": (set(), HEAVY),
+    "checkpoints": (set(), HEAVY),
     "config": (set(), HEAVY - {"pydantic"} | {"torch"}),
-    "megatron": ({"algorithms", "head", "patches"}, {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"}),
+    "megatron": (
+        {"algorithms", "checkpoints", "head", "patches"},
+        {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
+    ),
+    "planning": ({"megatron", "patches"}, HEAVY - {"transformers"}),
     "rollout": ({"compat", "patches"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": ({"compat"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": (set(), HEAVY),
@@ -22,6 +27,7 @@ RULES = {
     "controller": (
         {
             "algorithms",
+            "checkpoints",
             "head",
             "megatron",
             "rollout",

@@ -38,6 +38,9 @@ def test_the_pinned_version_is_installed():
         (compat.SamplesGenerator.generate_samples, "self generate_kwargs"),
         (compat.SamplesGenerator.generate_eval_samples, "self generate_kwargs"),
         (compat.SamplesGenerator._dispatch_prompts_to_vllm, "self prompts labels images generate_kwargs"),
+        (compat.SamplesGenerator._generate_vllm, "self dataloader_iter num_prompts dynamic_filtering generate_kwargs"),
+        (compat.SamplesGenerator._process_response_into_experience, "self response generate_kwargs"),
+        (compat.collect_prompt_batch, "dataloader_iter num_prompts"),
         (compat.RayActorGroup.__init__, "self num_nodes num_gpus_per_node ray_actor_type pg num_gpus_per_actor duplicate_actors resources num_resources_per_node"),
         (compat.RayActorGroup.async_run_method_batch, "self method_name kwargs"),
         (compat.BaseModelActor.execute_batch, "self method_name all_data start_idx end_idx"),
@@ -70,6 +73,17 @@ def test_what_train_step_calls_and_returns():
         '"timing/broadcast"', '"timing/generation"', '"dynamic_filtering_pass_rate"', '"total_consumed_prompts"',
     ):  # fmt: skip
         assert part in source, part
+
+
+def test_what_the_samples_generator_asks_of_an_engine():
+    """controller/samples.py stands in for the engines while upstream distributes the prompts."""
+    source = inspect.getsource(compat.SamplesGenerator._dispatch_prompts_to_vllm)
+    for part in (
+        "ray.get([engine.get_num_unfinished_requests.remote() for engine in self.vllm_engines])",
+        "llm_engine = self.vllm_engines[engine_indices[idx]]", "llm_engine.generate_responses.remote(",
+    ):  # fmt: skip
+        assert part in source, part
+    assert source.count("llm_engine.") == 1 and source.count("self.vllm_engines") == 2
 
 
 def test_plain_classes_can_be_subclassed():

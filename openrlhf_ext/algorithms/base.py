@@ -13,7 +13,9 @@ Shape suffixes: B = completions, T = positions, Q = groups.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,10 +27,13 @@ from openrlhf_ext.algorithms import losses
 from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch, check_finite, check_rewards
 from openrlhf_ext.algorithms.groups import Groups, Partition, partition, sequence_moments
 from openrlhf_ext.algorithms.importance import Correction, correction_weights
-from openrlhf_ext.algorithms.kl import KLPenalty, masked_kl, sequence_kl
+from openrlhf_ext.algorithms.kl import KLPenalty, sequence_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
 from openrlhf_ext.algorithms.options import Options
+
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""`(new_logprobs_N, index_N) -> loss_N`: loss terms of single tokens, see `Algorithm.token_loss`."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,12 @@ class Algorithm:
 
     # ---- what a caller uses ----
 
+    def with_kl_coef(self, coef: float) -> Algorithm:
+        """This algorithm with another coefficient of its KL penalty, which it must have."""
+        changed = copy.copy(self)
+        changed.kl = dataclasses.replace(self.kl, coef=coef)
+        return changed
+
     @torch.no_grad()
     def shape(self, batch: RolloutBatch) -> ShapedBatch:
         """Turn whole groups of a rollout batch into what the loss needs.
@@ -110,6 +121,26 @@ class Algorithm:
             shaped: a mini-batch, or a share of one made by `select`.
         """
         raise NotImplementedError
+
+    def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
+        """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block by block.
+
+        A fused output layer computes log-probs, loss and gradient of a block of tokens and then forgets the block's
+        logits; it needs each token's loss without the others'. Summed over the completion tokens (`mask`) of `shaped`
+        the terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which
+        also reports log-probs that are not finite (the terms do not check, to cost no synchronisation per block).
+
+        Args:
+            shaped: a mini-batch, or a share of one made by `select`; prepared, where `needs_prepare`.
+        Returns:
+            `terms(new_logprobs_N, index_N) -> loss_N` for tokens at the flat positions `index_N` (int64) of (B, T),
+            differentiable in `new_logprobs_N`, 0 for tokens without loss; all denominators are those of the mini-batch.
+            None where a token's loss depends on other tokens (sequence ratios), or the algorithm does not say
+            otherwise (`tokenwise`).
+        Raises:
+            ValueError: `shaped` has not been prepared.
+        """
+        return None
 
     # ---- what an algorithm defines ----
 
@@ -249,10 +280,25 @@ def tokens_of(mask_BT: Tensor, rows_B: Tensor) -> Tensor:
 
 
 class TokenAlgorithm(Algorithm):
-    """One ratio and one advantage per token; clipped surrogate, optional KL, token-level aggregation."""
+    """One ratio and one advantage per token; clipped surrogate, optional KL, token-level aggregation.
+
+    Class attributes:
+        fixed_agg: aggregation of algorithms without the option `agg`.
+        tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A class that defines
+            `loss`, `objective`, `surrogate`, `extra_objective` or `extra_terms` must say so again by
+            `tokenwise = True`: its hooks then must treat every token alone. The loss is right either way; without it
+            the fused output layer is not used.
+    """
 
     fixed_agg: ClassVar[str] = "token-mean"
     kl_places: ClassVar[tuple[str, ...]] = ("loss",)
+    tokenwise: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hooks = ("loss", "objective", "surrogate", "extra_objective", "extra_terms")
+        if "tokenwise" not in vars(cls) and any(name in vars(cls) for name in hooks):
+            cls.tokenwise = False
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         """Fields of ShapedBatch that this algorithm fills; at least `advantages` (B, T)."""
@@ -293,19 +339,57 @@ class TokenAlgorithm(Algorithm):
         return self.loss_tokens(shaped, loss_mask_BT)
 
     def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+        shaped = self.prepared(new_logprobs, shaped)
         log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
+        objective_BT, clipped_BT, kl_BT = self.objective(promote(new_logprobs), log_ratio_BT, shaped)
+        value = -weighted_sum(objective_BT, shaped)
+        metrics = {"policy_loss": value.detach(), **ratio_metrics(log_ratio_BT, clipped_BT, shaped)}
+        if kl_BT is not None:
+            metrics["ref_kl"] = share(kl_BT, shaped)
+        for name, terms_BT in self.extra_terms(promote(new_logprobs), shaped).items():
+            total = terms_BT.sum()
+            value = value + total
+            metrics[name] = total.detach()
+        return Loss(value, metrics, {"clipped": clipped_BT})
+
+    def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
+        if not self.tokenwise:
+            return None
+        if self.needs_prepare and shaped.selection is None:
+            raise ValueError(
+                f"{self.name} chooses tokens over the whole mini-batch: call "
+                "`shaped = algorithm.prepare(new_logprobs, shaped)` before `token_loss`"
+            )
+        return functools.partial(self._terms_of_tokens, shaped.lean())
+
+    def _terms_of_tokens(self, shaped: ShapedBatch, new_logprobs_N: Tensor, index_N: Tensor) -> Tensor:
+        """(N,) loss terms: the loss of N rows of one position each."""
+        part = shaped.tokens_at(index_N)
+        new_N1 = promote(new_logprobs_N)[:, None]
+        log_ratio_N1 = torch.where(part.loss_mask, new_N1 - part.old_logprobs, 0.0)
+        objective_N1, _, _ = self.objective(new_N1, log_ratio_N1, part)
+        loss_N1 = -objective_N1 * part.weights.to(objective_N1.dtype)[:, None]
+        for terms_N1 in self.extra_terms(new_N1, part).values():
+            loss_N1 = loss_N1 + terms_N1
+        return loss_N1[:, 0]
+
+    def prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
+        """The batch with everything that `loss` reads; where `needs_prepare`, refuses a share nobody prepared."""
+        return shaped
+
+    def objective(
+        self, new_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Objective to maximise per token, before aggregation weights; which tokens were clipped; reference KL."""
         objective_BT, clipped_BT = self.surrogate(log_ratio_BT, shaped)
         for factor_BT in (shaped.token_weights, shaped.correction):
             if factor_BT is not None:
                 objective_BT = objective_BT * factor_BT
-        metrics = ratio_metrics(log_ratio_BT, clipped_BT, shaped)
+        kl_BT = None
         if shaped.ref_logprobs is not None:
-            kl_BT = masked_kl(self.kl.estimator, promote(new_logprobs), shaped.ref_logprobs, shaped.loss_mask)
+            kl_BT = self.kl.in_loss(new_BT, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
             objective_BT = objective_BT - self.kl.coef * kl_BT
-            metrics["ref_kl"] = share(kl_BT, shaped)
-        objective_BT = self.extra_objective(objective_BT, log_ratio_BT, shaped)
-        value = -weighted_sum(objective_BT, shaped)
-        return Loss(value, {"policy_loss": value.detach(), **metrics}, {"clipped": clipped_BT})
+        return self.extra_objective(objective_BT, log_ratio_BT, shaped), clipped_BT, kl_BT
 
     def surrogate(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
         """Objective per token, 0 outside the loss mask, and which tokens were clipped."""
@@ -322,6 +406,10 @@ class TokenAlgorithm(Algorithm):
     def extra_objective(self, objective_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
         """Hook for terms beyond the surrogate and the reference KL."""
         return objective_BT
+
+    def extra_terms(self, new_BT: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
+        """Hook for loss terms (B, T) with a normalisation of their own; each is a metric by its name."""
+        return {}
 
 
 class SequenceAlgorithm(Algorithm):

@@ -24,7 +24,7 @@ from openrlhf_ext.algorithms.base import (
     promote,
     tokens_of,
 )
-from openrlhf_ext.algorithms.batch import Loss, ShapedBatch
+from openrlhf_ext.algorithms.batch import ShapedBatch
 from openrlhf_ext.algorithms.blocks import row_blocks, row_counts
 from openrlhf_ext.algorithms.options import (
     ClipCovOptions,
@@ -151,15 +151,15 @@ class CovarianceControl(GroupRelative):
             cov_BT = self.covariances(promote(new_logprobs), shaped)
             return self.choose(cov_BT, log_ratio_BT, shaped, seed)
 
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
-        if shaped.selection is None:
-            if not shaped.complete:
-                raise ValueError(
-                    f"{self.name} chooses tokens over the whole mini-batch: call "
-                    "`shaped = algorithm.prepare(new_logprobs, shaped)` before `shaped.select(rows)`"
-                )
-            shaped = self.prepare(new_logprobs, shaped)
-        return super().loss(new_logprobs, shaped)
+    def prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
+        if shaped.selection is not None:
+            return shaped
+        if not shaped.complete:
+            raise ValueError(
+                f"{self.name} chooses tokens over the whole mini-batch: call "
+                "`shaped = algorithm.prepare(new_logprobs, shaped)` before `shaped.select(rows)`"
+            )
+        return self.prepare(new_logprobs, shaped)
 
     def covariances(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
         """(B, T) covariance per token, 0 outside kept groups; means in float64."""
@@ -214,6 +214,7 @@ class ClipCov(CovarianceControl):
     """Clip-Cov: a few tokens with a high covariance lose their loss term."""
 
     kl_places: ClassVar[tuple[str, ...]] = ("reward",)
+    tokenwise: ClassVar[bool] = True
 
     def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
         _, clipped_BT = self.surrogate(log_ratio_BT, dataclasses.replace(shaped, selection=None))
@@ -245,6 +246,8 @@ class ClipCov(CovarianceControl):
 @register_algorithm("kl_cov", KLCovOptions)
 class KLCov(CovarianceControl):
     """KL-Cov: tokens with the highest covariances are held back by `ppo_kl_coef |new - old|`; no clipping."""
+
+    tokenwise: ClassVar[bool] = True
 
     def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
         count = self.number_chosen(shaped)

@@ -6,7 +6,7 @@ Shape suffixes: B = completions, T = token positions (right-padded), Q = groups 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +283,18 @@ class ShapedBatch:
         part.selection = None
         return part.algorithm.loss_level(part)
 
+    def tokens_at(self, index_N: Tensor) -> ShapedBatch:
+        """N rows of one position each: the tokens at flat positions `index_N` of (B, T), with what their rows carry."""
+        width = self.mask.shape[1]
+
+        def pick(tensor: Tensor) -> Tensor:
+            if tensor.shape == self.mask.shape:
+                return tensor.reshape(-1)[index_N][:, None]
+            return tensor[index_N // width]
+
+        exposed = {name: pick(tensor) for name, tensor in self.exposed.items()}
+        return dataclasses.replace(self, exposed=exposed, complete=False, **self._per_row_fields(pick))
+
     def lean(self) -> ShapedBatch:
         """A copy without the quantities that only people look at; what to ship to the workers."""
         needed = self.algorithm.loss_inputs
@@ -302,13 +314,13 @@ class ShapedBatch:
 
     def _take(self, rows: Rows) -> ShapedBatch:
         index = row_index(rows, len(self), self.rows.device)
-        taken = {
-            f.name: getattr(self, f.name)[index]
-            for f in dataclasses.fields(self)
-            if f.metadata.get("rows") and getattr(self, f.name) is not None
-        }
         exposed = {name: tensor[index] for name, tensor in self.exposed.items()}
-        return dataclasses.replace(self, exposed=exposed, **taken)
+        return dataclasses.replace(self, exposed=exposed, **self._per_row_fields(lambda tensor: tensor[index]))
+
+    def _per_row_fields(self, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """`take` of every per-row field that is set."""
+        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata.get("rows"))
+        return {name: take(tensor) for name, tensor in fields if tensor is not None}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ from openrlhf_ext.algorithms.registry import register_algorithm
 FIRST_WINDOW = 64
 WINDOW_GROWTH = 4
 WINDOW_ELEMENTS = 1 << 20
-LEADER_ROUNDS = 8
+LEADER_ROUNDS = 2
+MOST_LEADER_ROUNDS = 8
+SLOTS_PER_ROUND = 16
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -38,33 +40,40 @@ LEADER_ROUNDS = 8
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor, positive_gS: Tensor) -> Tensor:
+def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS: Tensor) -> Tensor:
     """Tokens that both a positive and a negative completion of the group have at that position.
 
     Rounds of "who else has the cell's smallest unsettled id" settle cells with few distinct ids; what is left after
-    a fixed number of rounds is settled by sorting. Work per token does not grow with the group but for the log of
-    the sort.
+    a few rounds is settled by sorting. Work per token does not grow with the group but for the log of the sort.
 
     Args:
-        tokens_gSW: integer ids. valid_gSW: the slot holds a token there. positive_gS: sign of the completion.
+        tokens_gSW: integer ids below the largest number of their dtype.
+        valid_gSW: the slot holds a token there; None: all do.
+        positive_gS: sign of the completion.
     Returns:
         (g, S, W) bool.
     """
-    positive_gS1 = positive_gS[:, :, None]
-    largest = torch.iinfo(tokens_gSW.dtype).max
-    found_gSW = torch.zeros_like(valid_gSW)
+    # Written out once: an operation that broadcasts over the innermost dimension is many times slower on the CPU.
+    positive_gSW = positive_gS[:, :, None].expand(tokens_gSW.shape).contiguous()
+    nobody = torch.iinfo(tokens_gSW.dtype).max
+    found_gSW = torch.zeros_like(tokens_gSW, dtype=torch.bool)
     open_gSW = valid_gSW
-    for _ in range(LEADER_ROUNDS):
-        leader_gW = torch.maximum(tokens_gSW, (~open_gSW).to(tokens_gSW.dtype) * largest).amin(dim=1)
-        same_gSW = open_gSW & (tokens_gSW == leader_gW[:, None])
-        found_gSW |= same_gSW & _both_signs(same_gSW, positive_gS1)[:, None]
-        open_gSW = open_gSW & ~same_gSW
-        # A cell with one sign left holds no further conflict.
-        mixed_gW = _both_signs(open_gSW, positive_gS1)
-        if not bool(mixed_gW.any()):
+    # Large cells are dearer to sort, so more rounds are tried on them first.
+    for _ in range(max(LEADER_ROUNDS, min(MOST_LEADER_ROUNDS, tokens_gSW.shape[1] // SLOTS_PER_ROUND))):
+        unsettled_gSW = tokens_gSW if open_gSW is None else tokens_gSW.masked_fill(~open_gSW, nobody)
+        same_gSW = unsettled_gSW == unsettled_gSW.amin(dim=1, keepdim=True)
+        same_gSW = same_gSW if open_gSW is None else same_gSW & open_gSW
+        found_gSW |= same_gSW & _both_signs(same_gSW, positive_gSW)
+        open_gSW = ~same_gSW if open_gSW is None else open_gSW & ~same_gSW
+        if not bool(open_gSW.any()):
             return found_gSW
-        open_gSW &= mixed_gW[:, None]
-    group_c, position_c = open_gSW.any(dim=1).nonzero(as_tuple=True)
+        # A cell with one sign left holds no further conflict.
+        mixed_g1W = _both_signs(open_gSW, positive_gSW)
+        if not bool(mixed_g1W.any()):
+            return found_gSW
+        open_gSW &= mixed_g1W
+    open_gSW = torch.ones_like(found_gSW) if open_gSW is None else open_gSW
+    group_c, position_c = _any(open_gSW, dim=1).nonzero(as_tuple=True)
     settled_cS = _conflicts_by_sorting(
         tokens_gSW[group_c, :, position_c], open_gSW[group_c, :, position_c], positive_gS[group_c]
     )
@@ -72,9 +81,10 @@ def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor, positive_gS: Tenso
     return found_gSW
 
 
-def _both_signs(flags_gSW: Tensor, positive_gS1: Tensor) -> Tensor:
-    """(g, W) the flagged slots of a cell hold both signs."""
-    return _any(flags_gSW & positive_gS1, dim=1) & _any(flags_gSW & ~positive_gS1, dim=1)
+def _both_signs(flags_gSW: Tensor, positive_gSW: Tensor) -> Tensor:
+    """(g, 1, W) the flagged slots of a cell hold both signs."""
+    positive_flags_gSW = flags_gSW & positive_gSW
+    return (_any(positive_flags_gSW, dim=1) & _any(flags_gSW ^ positive_flags_gSW, dim=1))[:, None]
 
 
 def _any(flags: Tensor, dim: int) -> Tensor:
@@ -83,15 +93,17 @@ def _any(flags: Tensor, dim: int) -> Tensor:
 
 
 def _conflicts_by_sorting(tokens_cS: Tensor, open_cS: Tensor, positive_cS: Tensor) -> Tensor:
-    """(c, S) conflicts per cell: sorted by (id, sign), a conflicting id is a run whose sign changes inside."""
-    rank_cS = torch.where(open_cS, tokens_cS.long() * 2 + (~positive_cS).long(), torch.iinfo(torch.int64).max)
+    """(c, S) conflicts per cell, by sorting (id, sign): an id's positives come right before its negatives."""
+    largest = torch.iinfo(torch.int64).max
+    rank_cS = torch.where(open_cS, tokens_cS.long() * 2 + (~positive_cS).long(), largest)
     rank_cS, slot_cS = rank_cS.sort(dim=1)
-    changes = (rank_cS[:, 1:] == rank_cS[:, :-1] + 1) & (rank_cS[:, :-1] % 2 == 0)
-    new_id = (rank_cS[:, 1:] // 2) != (rank_cS[:, :-1] // 2)
-    run_cS = torch.nn.functional.pad(new_id.long().cumsum(dim=1), (1, 0))
-    conflict_run_cS = torch.zeros_like(rank_cS).scatter_add_(1, run_cS[:, 1:], changes.long())
-    sorted_cS = conflict_run_cS.gather(1, run_cS) > 0
-    return torch.zeros_like(open_cS).scatter_(1, slot_cS, sorted_cS) & open_cS
+    negative_cS = (rank_cS & 1).bool()
+    # Ids (ranks without the sign bit) of the nearest positive before and of the nearest negative after each place.
+    id_cS = rank_cS >> 1
+    before_cS = torch.where(negative_cS, -largest, id_cS).cummax(dim=1).values
+    after_cS = torch.where(negative_cS, id_cS, largest).flip(1).cummin(dim=1).values.flip(1)
+    conflict_cS = torch.where(negative_cS, before_cS, after_cS) == id_cS
+    return torch.zeros_like(open_cS).scatter_(1, slot_cS, conflict_cS) & open_cS
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -170,7 +182,9 @@ class Spans:
         start_B1 = self.start_B.to(torch.int32)[:, None]
         stop_B1 = start_B1 + self.count_B.to(torch.int32)[:, None]
         for rows in row_blocks(*mask_BT.shape):
-            mask_BT[rows] = (position_T >= start_B1[rows]) & (position_T < stop_B1[rows])
+            mask_BT[rows] = position_T < stop_B1[rows]
+            if bool(start_B1[rows].any()):
+                mask_BT[rows] &= position_T >= start_B1[rows]
         return mask_BT
 
 
@@ -206,15 +220,20 @@ def _extend_runs(
     """Scan one window: lengthen the runs (`start_B`, `count_B` in scan direction) and update the scan's state."""
     width = min(width, tokens_BT.shape[1] - position)
     place_W = torch.arange(width, device=tokens_BT.device, dtype=torch.int32)
-    valid_RW = place_W < (scan.length_R - position)[:, None]
     token_RW = _window_tokens(tokens_BT, scan, position, width, backward)
+    covered = int(scan.length_R.min()) >= position + width
+    valid_RW = None if covered else place_W < (scan.length_R - position)[:, None]
     conflict_RW = _conflicts_in_window(token_RW, valid_RW, scan)
-    first_R = _first(conflict_RW, place_W).masked_fill(scan.started_R, 0)
-    stop_R = _first(~conflict_RW & (place_W >= first_R[:, None]), place_W)
-    fresh_R = scan.alive_R & ~scan.started_R & (first_R < width)
-    start_B[scan.row_R[fresh_R]] = position + first_R[fresh_R].long()
+    if bool(scan.started_R.all()):
+        first_R = torch.zeros_like(scan.row_R)
+        stop_R = _first(~conflict_RW, place_W)
+    else:
+        first_R = _first(conflict_RW, place_W).masked_fill(scan.started_R, 0)
+        stop_R = _first(~conflict_RW & (place_W >= first_R[:, None]), place_W)
+        fresh_R = scan.alive_R & ~scan.started_R & (first_R < width)
+        start_B[scan.row_R[fresh_R]] = position + first_R[fresh_R].long()
+        scan.started_R = scan.started_R | (first_R < width)
     count_B[scan.row_R] += torch.where(scan.alive_R, stop_R - first_R, 0).long()
-    scan.started_R = scan.started_R | (first_R < width)
     scan.alive_R = scan.alive_R & (stop_R == width) & (scan.length_R > position + width)
 
 
@@ -228,30 +247,32 @@ def _window_tokens(tokens_BT: Tensor, scan: _Scan, position: int, width: int, ba
     """(R, W) ids of a window in scan direction, int32 if they fit; any id where there is no token."""
     if backward:
         offset_W = torch.arange(position, position + width, device=tokens_BT.device)
-        column_RW = (scan.length_R[:, None] - 1 - offset_W).clamp_(min=0)
-        flat_RW = scan.row_R[:, None] * tokens_BT.shape[1] + column_RW
+        last_R1 = (scan.length_R - 1 + scan.row_R * tokens_BT.shape[1])[:, None]
+        # Before a completion's first token lies the row before, and before the batch nothing.
+        flat_RW = (last_R1 - offset_W).clamp_(min=0)
         token_RW = tokens_BT.reshape(-1).gather(0, flat_RW.view(-1)).view_as(flat_RW)
     else:
         token_RW = tokens_BT[:, position : position + width].index_select(0, scan.row_R)
     int32 = torch.iinfo(torch.int32)
     # Reductions over int32 are vectorised, those over int64 are not.
-    fits = int(token_RW.max()) < int32.max and int(token_RW.min()) >= int32.min
+    least, most = torch.aminmax(token_RW)
+    fits = int(most) < int32.max and int(least) >= int32.min
     return token_RW.to(torch.int32) if fits else token_RW
 
 
-def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor, scan: _Scan) -> Tensor:
+def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor | None, scan: _Scan) -> Tensor:
     """(R, W) conflicts, by way of the padded (group, slot) table."""
     table = (*scan.table_shape, token_RW.shape[1])
     if table[0] * table[1] == len(token_RW):
         # Groups of equal size fill the table as they stand.
-        return conflicting_tokens(token_RW.view(table), valid_RW.view(table), scan.positive_R.view(table[:2])).view(
-            token_RW.shape
-        )
+        valid_gSW = None if valid_RW is None else valid_RW.view(table)
+        return conflicting_tokens(token_RW.view(table), valid_gSW, scan.positive_R.view(table[:2])).view(token_RW.shape)
     place = (scan.group_R, scan.slot_R)
     token_gSW = token_RW.new_zeros(table)
-    valid_gSW = valid_RW.new_zeros(table)
-    positive_gS = valid_RW.new_zeros(table[:2])
-    token_gSW[place], valid_gSW[place], positive_gS[place] = token_RW, valid_RW, scan.positive_R
+    valid_gSW = scan.positive_R.new_zeros(table)
+    positive_gS = scan.positive_R.new_zeros(table[:2])
+    token_gSW[place], positive_gS[place] = token_RW, scan.positive_R
+    valid_gSW[place] = True if valid_RW is None else valid_RW
     return conflicting_tokens(token_gSW, valid_gSW, positive_gS)[place]
 
 

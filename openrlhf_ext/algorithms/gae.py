@@ -17,8 +17,11 @@ from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.kl import masked_kl
+from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.options import GaeOptions
 from openrlhf_ext.algorithms.registry import register_algorithm
+
+_ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
 
 
 def token_rewards(rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None = None) -> Tensor:
@@ -61,6 +64,29 @@ def value_loss(
     return 0.5 * torch.where(mask_BT, error_BT, 0.0).sum() / tokens.to(error_BT.dtype)
 
 
+@torch.no_grad()
+def value_clip_fraction(
+    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, *, clip: float, tokens: Tensor
+) -> Tensor:
+    """Share of the `tokens` tokens whose value gets no gradient, because the clipped value has the larger error."""
+    near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+    cut_BT = mask_BT & ((near_BT - returns_BT) ** 2 > (values_BT - returns_BT) ** 2)
+    return cut_BT.sum() / tokens.to(values_BT.dtype)
+
+
+def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
+    """`1 - Var(returns - values) / Var(returns)` over the completion tokens, float64; None if the returns are equal
+    up to rounding.
+
+    1: the critic knows the returns; 0: it is as good as their mean; negative: worse.
+    """
+    returns_N, error_N = returns_BT[mask_BT].double(), (returns_BT - values_BT)[mask_BT].double()
+    variance = returns_N.var(correction=0)
+    if variance <= _ROUNDING * (returns_N * returns_N).mean():
+        return None
+    return 1.0 - error_N.var(correction=0) / variance
+
+
 @register_algorithm("gae", GaeOptions)
 class Gae(TokenAlgorithm):
     """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the critic's loss."""
@@ -87,16 +113,20 @@ class Gae(TokenAlgorithm):
         penalty_BT = None
         if self.kl is not None and self.kl.place == "reward":
             penalty_BT = self.kl.coef * masked_kl(self.kl.estimator, batch.old_logprobs, batch.ref_logprobs, batch.mask)
-        rewards_BT = token_rewards(batch.rewards.to(batch.float_dtype), batch.mask, penalty_BT)
+        rewards_B = batch.rewards + length_penalty(inputs.groups, inputs.part, options)
+        rewards_BT = token_rewards(rewards_B.to(batch.float_dtype), batch.mask, penalty_BT)
         advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd)
         if options.whiten:
             advantages_BT = self._whiten(advantages_BT, batch.mask)
-        return {"advantages": advantages_BT, "exposed": {"returns": returns_BT, "values": batch.values}}
+        exposed = {"returns": returns_BT, "values": batch.values}
+        return {"advantages": advantages_BT, "rewards": rewards_B, "exposed": exposed}
 
     def _whiten(self, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Standardised over all tokens, population std, statistics in float64."""
+        """Centred over all tokens and, with `normalize_std`, over their population std; statistics in float64."""
         tokens = mask_BT.sum().clamp(min=1).to(torch.float64)
         mean = advantages_BT.sum(dtype=torch.float64) / tokens
         centred_BT = torch.where(mask_BT, advantages_BT - mean.to(advantages_BT.dtype), 0.0)
+        if not self.options.normalize_std:
+            return centred_BT
         std = ((centred_BT * centred_BT).sum(dtype=torch.float64) / tokens).sqrt()
         return centred_BT / (std + self.options.adv_eps).to(advantages_BT.dtype)

@@ -34,6 +34,7 @@ def kl_k3(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(x) - x
 
 
+_MAX_WEIGHT = 10.0
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
@@ -49,6 +50,26 @@ class KLPenalty(Options):
         "subtracted from each token's objective, or its sum from the reward",
         choices=("loss", "reward"),
     )
+    unbiased_gradient: bool = option(
+        "bool",
+        False,
+        "in the loss: keep the estimator's value, but give it the gradient of the KL itself, weighted by new / old",
+    )
+
+    def in_loss(self, new_BT: Tensor, ref_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """(B, T) penalty per token without its coefficient, 0 outside the mask; token by token.
+
+        The gradient of k1 is that of the log-prob, which on samples of the policy is 0 in the mean; that of k3 is the
+        one of KL(ref || new). With `unbiased_gradient` each has the gradient `w k1 grad log new` of KL(new || ref) on
+        samples of the old policy, `w = new / old` (at most 10, as OpenRLHF).
+        """
+        value_BT = masked_kl(self.estimator, new_BT, ref_BT, mask_BT)
+        if not self.unbiased_gradient:
+            return value_BT
+        old_BT = torch.where(mask_BT, old_BT, 0.0)
+        weight_BT = (torch.where(mask_BT, new_BT.detach(), 0.0) - old_BT).exp().clamp(max=_MAX_WEIGHT)
+        slope_BT = weight_BT * masked_kl("k2", new_BT, ref_BT, mask_BT)
+        return value_BT.detach() + slope_BT - slope_BT.detach()
 
 
 def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KLPenalty | None:
@@ -64,6 +85,8 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
     penalty = parse_options(KLPenalty, values, owner="kl")
     if penalty.coef is None:
         raise ValueError("kl: coef is required")
+    if penalty.unbiased_gradient and penalty.place == "reward":
+        raise ValueError("kl: unbiased_gradient needs place loss: a penalty in the reward has no gradient of its own")
     return penalty if penalty.coef > 0 else None
 
 

@@ -23,7 +23,9 @@ QUANTILES = 5
 
 
 def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
-    """0-d float64 metrics every algorithm reports; empty for an empty batch."""
+    """0-d float64 metrics every algorithm reports; a number that does not exist is left out, as is all of an empty
+    batch.
+    """
     if len(shaped) == 0:
         return {}
     part, groups = inputs.part, inputs.groups
@@ -42,18 +44,18 @@ def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
 
 
 def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
-    """Mean token entropy of successful and failed completions, over their tokens; 0 for an empty class."""
+    """Mean token entropy of successful and failed completions, over their tokens; of classes that exist."""
     total_B = row_sums(inputs.batch.entropies, inputs.batch.mask)
     lengths_B = inputs.groups.lengths_B.to(torch.float64)
     metrics = {}
     for name, flags_B in (("correct", inputs.part.success_B), ("wrong", inputs.part.failure_B)):
-        tokens = torch.where(flags_B, lengths_B, 0.0).sum()
-        metrics[f"entropy_{name}"] = torch.where(flags_B, total_B, 0.0).sum() / tokens.clamp(min=1.0)
+        if bool(flags_B.any()):
+            metrics[f"entropy_{name}"] = total_B[flags_B].sum() / lengths_B[flags_B].sum()
     return metrics
 
 
 def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
-    """Share of sum |A| on the tokens of each fifth of the entropy distribution, lowest first."""
+    """Share of sum |A| on the tokens of each fifth of the entropy distribution, lowest first; none if all A are 0."""
     flat_mask = shaped.mask.flatten()
     stride = max(1, flat_mask.numel() // SAMPLE)
     chosen = flat_mask[::stride]
@@ -62,5 +64,7 @@ def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, 
     order = entropy.argsort(stable=True)
     fifth = (torch.arange(len(order), device=order.device) * QUANTILES) // max(1, len(order))
     by_fifth = torch.zeros(QUANTILES, dtype=torch.float64, device=order.device).index_add_(0, fifth, mass[order])
-    shares = by_fifth / by_fifth.sum().clamp(min=1e-300)
+    if not bool(by_fifth.any()):
+        return {}
+    shares = by_fifth / by_fifth.sum()
     return {f"advantage_mass_q{i + 1}": shares[i] for i in range(QUANTILES)}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Inputs, at_least_one, promote
+from openrlhf_ext.algorithms.base import Inputs, at_least_one
 from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch, check_finite
+from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch, check_finite
 from openrlhf_ext.algorithms.options import MixedPolicyOptions
 from openrlhf_ext.algorithms.registry import register_algorithm
 
@@ -31,6 +31,7 @@ class MixedPolicyDapo(GroupRelative):
     """
 
     loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
+    tokenwise: ClassVar[bool] = True
 
     def __init__(self, options: MixedPolicyOptions, **parts: Any) -> None:
         super().__init__(options, **parts)
@@ -70,23 +71,20 @@ class MixedPolicyDapo(GroupRelative):
         tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
         return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
 
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
-        loss = super().loss(new_logprobs, shaped)
-        if not self.options.zero_batch:
-            return loss
-        extra = self._zero_batch_loss(new_logprobs, shaped)
-        metrics = {**loss.metrics, "zero_batch_loss": extra.detach()}
-        return Loss(loss.value + extra, metrics, loss.details)
+    def prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
+        if self.options.zero_batch:
+            check_finite("new_logprobs", new_logprobs, shaped.mask & shaped.exposed["zero_group"][:, None])
+        return shaped
 
-    def _zero_batch_loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
+    def extra_terms(self, new_BT: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
         """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
+        if not self.options.zero_batch:
+            return {}
         tokens_BT = shaped.mask & shaped.exposed["zero_group"][:, None]
-        check_finite("new_logprobs", new_logprobs, tokens_BT)
-        log_ratio_BT = torch.where(tokens_BT, promote(new_logprobs) - shaped.guide_logprobs, 0.0)
+        log_ratio_BT = torch.where(tokens_BT, new_BT - shaped.guide_logprobs, 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_BT.dtype, device=log_ratio_BT.device)
         objective_BT, _ = losses.clipped_surrogate(
             log_ratio_BT.exp(), minus_one, self.options.clip_low, self.options.clip_high
         )
-        total = torch.where(tokens_BT, objective_BT, 0.0).sum()
         factor = self.options.zero_weight / at_least_one(shaped.denominators["zero_tokens"])
-        return -total * factor.to(total.dtype)
+        return {"zero_batch_loss": -torch.where(tokens_BT, objective_BT, 0.0) * factor.to(log_ratio_BT.dtype)}

@@ -726,8 +726,9 @@ class MixedPolicyOptions(DapoOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaeOptions(ClipOptions, KLOptions, AggregationOptions):
+class GaeOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
     gamma: float = option("float", 1.0, "discount per token", check=_in_closed_unit_interval, rule="in [0, 1]")
     lambd: float = option("float", 1.0, "GAE lambda", check=_in_closed_unit_interval, rule="in [0, 1]")
     whiten: bool = option("bool", True, "standardise the advantages over all tokens of the rollout batch")
+    normalize_std: bool = option("bool", True, "divide by the std when whitening; false only subtracts the mean")
     adv_eps: float = option("float", 1e-8, "added to the standard deviation", check=_positive, rule="positive")

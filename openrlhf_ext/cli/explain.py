@@ -254,9 +254,7 @@ def _check_together(path: Path, rollouts: Sequence[Rollout]) -> None:
 # --- from rollouts to a picture ---------------------------------------------------------------------------------------
 
 
-def explain(
-    rollouts: Sequence[Rollout], name: str, options: dict[str, Any], group: str | None = None
-) -> Explanation:
+def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], group: str | None = None) -> Explanation:
     """Shape all rollouts as one batch and describe one group of them.
 
     Args:

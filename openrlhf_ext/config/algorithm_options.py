@@ -19,7 +19,8 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "actor.dual_clip": ("dual_clip",),
     "actor.loss_agg_mode": ("agg",),
     "algo.advantage.no_std_norm": ("normalize_std",),
-    "algo.kl.init_coef": ("kl_coef",),
+    "algo.advantage.gamma": ("gamma",),
+    "algo.advantage.lambd": ("lambd",),
     "reward.overlong_buffer_len": ("length_penalty",),
 }
 
@@ -48,8 +49,9 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
         yield FlagOption("agg", config.actor.loss_agg_mode, "actor.loss_agg_mode")
     if config.algo.advantage.no_std_norm:
         yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
-    if config.algo.kl.use_loss and config.algo.kl.init_coef > 0:
-        yield FlagOption("kl_coef", config.algo.kl.init_coef, "algo.kl.init_coef")
+    for key in ("gamma", "lambd"):
+        if config.algo.advantage.estimator == "gae" and is_set(config, f"algo.advantage.{key}"):
+            yield FlagOption(key, getattr(config.algo.advantage, key), f"algo.advantage.{key}")
     if config.reward.overlong_buffer_len is not None:
         yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
 
@@ -57,12 +59,22 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
 def merged_algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
     """(estimator, its options, importance correction or None), as ``get_algorithm`` takes them.
 
-    Options of ``algo.<estimator>`` win over flags; the checks refuse a configuration in which they disagree.
+    A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
+    flags; the checks refuse a configuration in which they disagree.
     """
     name = config.algo.advantage.estimator
     own = getattr(config.algo, name)
-    options = {option.key: option.value for option in flag_options(config)} | own
+    options = {option.key: option.value for option in flag_options(config)} | own | _kl_penalty(config)
     return name, _with_recommended(name, options, config.rollout.max_new_tokens), _correction(config)
+
+
+def _kl_penalty(config: RunConfig) -> dict[str, Any]:
+    kl = config.algo.kl
+    if kl.init_coef == 0:
+        return {}
+    place = "loss" if kl.use_loss else "reward"
+    penalty = {"coef": kl.init_coef, "estimator": kl.estimator, "place": place}
+    return {"kl": penalty | ({"unbiased_gradient": True} if kl.unbiased_gradient else {})}
 
 
 def _clip_options(config: RunConfig) -> Iterator[FlagOption]:
@@ -96,12 +108,19 @@ def _with_recommended(name: str, options: dict[str, Any], max_new_tokens: int | 
     return options
 
 
+def correction_level(config: RunConfig) -> str:
+    """``algo.advantage.is_correction_level``, its default resolved: tokens of an asynchronous run are off-policy."""
+    if config.train.async_enable and not is_set(config, "algo.advantage.is_correction_level"):
+        return "token"
+    return config.algo.advantage.is_correction_level
+
+
 def _correction(config: RunConfig) -> dict[str, Any] | None:
-    advantage = config.algo.advantage
-    if advantage.is_correction_level == "off":
+    advantage, level = config.algo.advantage, correction_level(config)
+    if level == "off":
         return None
     return {
-        "level": advantage.is_correction_level,
+        "level": level,
         "mode": advantage.is_correction_mode,
         "gating": advantage.is_correction_gating,
         "threshold": correction_threshold(advantage.is_correction_threshold),

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.config import file_rules, rules
-from openrlhf_ext.config.access import is_set, value_of
-from openrlhf_ext.config.algorithm_options import flag_options
+from openrlhf_ext.config import checkpoint_rules, file_rules, mode_rules, ppo_rules, rules
+from openrlhf_ext.config.access import is_set, leaf_fields, value_of
+from openrlhf_ext.config.algorithm_options import correction_level, flag_options
 from openrlhf_ext.config.entities.algo import ESTIMATORS
 from openrlhf_ext.config.errors import Violation
 from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
@@ -37,11 +37,12 @@ def check_config(config: RunConfig) -> Findings:
     violations = [*model_problems, *_arithmetic(config), *_algorithm(config), *_files(config)]
     if model is not None:
         violations += _model_rules(config, model)
+    if config.has_critic:
+        violations += _critic_model(config, model)
     return Findings(tuple(violations), tuple(_warnings(config, model)))
 
 
-def _model(path: str | None) -> tuple[ModelFacts | None, list[Violation]]:
-    option = "actor.model_name_or_path"
+def _model(path: str | None, option: str = "actor.model_name_or_path") -> tuple[ModelFacts | None, list[Violation]]:
     if path is None:
         return None, [Violation((option,), f"{option} is required: the folder of a Hugging Face checkpoint")]
     if is_hub_name(path):
@@ -59,7 +60,23 @@ def _model_rules(config: RunConfig, model: ModelFacts) -> Iterator[Violation]:
         pp=config.megatron.pipeline_parallel_size,
         engine_tp=config.vllm.tensor_parallel_size,
         max_len=config.data.max_len,
+        vp=config.megatron.virtual_pipeline_size,
     )
+
+
+def _critic_model(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
+    option, path = "critic.model_name_or_path", config.critic.model_name_or_path
+    model, problems = (policy, []) if path is None else _model(path, option)
+    yield from problems
+    if model is not None:
+        yield from ppo_rules.critic_model_violations(
+            model=model,
+            policy=policy,
+            tp=config.critic_layout.tensor_parallel_size,
+            pp=config.critic_layout.pipeline_parallel_size,
+            vp=config.critic_layout.virtual_pipeline_size,
+            max_len=config.data.max_len,
+        )
 
 
 def _arithmetic(config: RunConfig) -> Iterator[Violation]:
@@ -73,19 +90,40 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
         vp=layout.virtual_pipeline_size,
         sequence_parallel=layout.sequence_parallel_enable,
     )
-    yield from rules.checkpoint_violations(save_steps=config.ckpt.save_steps, save_hf=config.ckpt.save_hf)
-    yield from rules.sync_violations(backend=config.vllm.sync_backend)
-    yield from rules.group_violations(
-        estimator=config.algo.advantage.estimator, samples_per_prompt=rollout.n_samples_per_prompt
+    yield from _ppo(config)
+    yield from _modes(config)
+    yield from checkpoint_rules.checkpoint_violations(
+        save_steps=config.ckpt.save_steps,
+        save_hf=config.ckpt.save_hf,
+        resumable=not config.ckpt.disable_ds,
+        best_metric=config.ckpt.best_metric_key,
+        evaluates=config.eval.steps != -1 and config.eval.dataset is not None,
+    )
+    yield from rules.sync_violations(backend=config.vllm.sync_backend, colocate_all=config.train.colocate_all)
+    if not config.has_critic:
+        yield from rules.group_violations(
+            estimator=config.algo.advantage.estimator, samples_per_prompt=rollout.n_samples_per_prompt
+        )
+    yield from rules.guide_violations(
+        zero_batch=config.algo.advantage.estimator == "mixed_policy_dapo"
+        and bool(config.algo.mixed_policy_dapo.get("zero_batch", False))
     )
     yield from rules.batch_violations(
         prompts=rollout.batch_size,
         samples_per_prompt=rollout.n_samples_per_prompt,
         generate_prompts=rollout.vllm_generate_batch_size,
         train_samples=config.train.batch_size,
-        train_micro=config.train.micro_batch_size,
-        rollout_micro=rollout.micro_batch_size,
-        dp=1 if config.world_size % config.model_parallel_size else config.data_parallel_size,
+    )
+    dynamic = config.train.dynamic_batch_enable
+    yield from rules.head_violations(head=config.megatron.head, kernels=config.megatron.head_kernels)
+    yield from rules.packing_violations(
+        enabled=dynamic,
+        train_tokens=config.train.max_tokens_per_gpu
+        if dynamic or "max_tokens_per_gpu" in config.train.model_fields_set
+        else None,
+        rollout_tokens=rollout.max_tokens_per_gpu,
+        cp=layout.context_parallel_size,
+        max_len=config.data.max_len,
     )
     yield from rules.length_violations(
         max_new_tokens=rollout.max_new_tokens,
@@ -96,10 +134,63 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
     )
 
 
+def _modes(config: RunConfig) -> Iterator[Violation]:
+    train = config.train
+    yield from mode_rules.colocation_violations(
+        colocate_all=train.colocate_all,
+        policy_ranks=config.world_size,
+        critic_ranks=config.critic_ranks,
+        num_engines=config.vllm.num_engines,
+        engine_tp=config.vllm.tensor_parallel_size,
+        policy_sleep=config.ds.enable_sleep,
+        engine_sleep=config.vllm.enable_sleep,
+    )
+    yield from mode_rules.node_violations(
+        num_nodes=config.actor.num_nodes,
+        gpus_per_node=config.actor.num_gpus_per_node,
+        tp=config.megatron.tensor_parallel_size,
+    )
+    yield from mode_rules.async_violations(
+        async_enable=train.async_enable, partial_rollout=train.partial_rollout_enable, colocate_all=train.colocate_all
+    )
+
+
+def _ppo(config: RunConfig) -> Iterator[Violation]:
+    critic, own = config.critic_layout, config.ref.model_fields_set & {"num_nodes", "num_gpus_per_node"}
+    if config.has_critic:
+        yield from ppo_rules.critic_violations(
+            num_nodes=config.critic.num_nodes,
+            gpus_per_node=config.critic.num_gpus_per_node,
+            tp=critic.tensor_parallel_size,
+            pp=critic.pipeline_parallel_size,
+            cp=critic.context_parallel_size,
+            vp=critic.virtual_pipeline_size,
+            sequence_parallel=critic.sequence_parallel_enable,
+            freezing_steps=config.critic.freezing_steps,
+        )
+    kl = config.algo.kl
+    yield from ppo_rules.kl_violations(
+        init_coef=kl.init_coef,
+        target=kl.target,
+        horizon=kl.horizon,
+        samples=config.samples_per_rollout,
+        use_loss=kl.use_loss,
+        unbiased_gradient=kl.unbiased_gradient,
+    )
+    if config.has_reference:
+        yield from ppo_rules.reference_violations(
+            colocated=config.train.colocate_actor_ref or config.train.colocate_all,
+            own_ranks=config.ref.num_nodes * config.ref.num_gpus_per_node if own else None,
+            policy_ranks=config.world_size,
+            copy=config.model_parallel_size,
+            offload=config.ref.offload,
+        )
+
+
 def _algorithm(config: RunConfig) -> Iterator[Violation]:
     advantage = config.algo.advantage
     yield from rules.correction_violations(
-        level=advantage.is_correction_level,
+        level=correction_level(config),
         mode=advantage.is_correction_mode,
         gating=advantage.is_correction_gating,
         threshold=advantage.is_correction_threshold,
@@ -124,6 +215,7 @@ def _files(config: RunConfig) -> Iterator[Violation]:
     ):
         if (path := value_of(config, option)) is not None:
             yield from file_rules.output_violations(option=option, path=path, is_folder=is_folder)
+    yield from checkpoint_rules.space_violations(config)
 
 
 def _data(config: RunConfig) -> Iterator[Violation]:
@@ -196,12 +288,30 @@ def _warnings(config: RunConfig, model: ModelFacts | None) -> Iterator[str]:
     yield from _input_warnings(config, model)
     yield from _sampling_warnings(config)
     yield from _idle_warnings(config)
-    tp, per_node = config.megatron.tensor_parallel_size, config.actor.num_gpus_per_node
-    if tp > per_node:
+    yield from checkpoint_rules.checkpoint_warnings(config)
+    yield from _mode_warnings(config)
+
+
+def _mode_warnings(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield (
-            f"megatron.tensor_parallel_size {tp} exceeds actor.num_gpus_per_node {per_node}: every layer communicates "
-            f"between nodes; prefer megatron.pipeline_parallel_size"
+            "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
+            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy"
         )
+    if train.partial_rollout_enable and train.full_determinism_enable:
+        yield (
+            "train.full_determinism_enable with train.partial_rollout_enable: which token meets new weights first "
+            "depends on timing, so two runs differ"
+        )
+    if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
+        yield (
+            f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
+            f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
+            "the policy's ranks give up first"
+        )
+    if not train.async_enable:
+        yield from _no_effect(config, "train.async_queue_size", "train.async_enable is off")
 
 
 def _input_warnings(config: RunConfig, model: ModelFacts | None) -> Iterator[str]:
@@ -235,11 +345,31 @@ def _idle_warnings(config: RunConfig) -> Iterator[str]:
     for name in ESTIMATORS:
         if name != estimator and getattr(config.algo, name):
             yield f"algo.{name}.* has no effect: algo.advantage.estimator is {estimator}"
-    if config.algo.advantage.is_correction_level == "off":
+    if correction_level(config) == "off":
         for leaf in ("mode", "gating", "threshold"):
             yield from _no_effect(config, f"algo.advantage.is_correction_{leaf}", "is_correction_level is off")
+    if not config.has_critic:
+        critic_options = [name for name in option_names_below(config, "critic") if is_set(config, name)]
+        for name in ("algo.advantage.gamma", "algo.advantage.lambd", *critic_options):
+            yield from _no_effect(config, name, f"algo.advantage.estimator is {estimator}, which has no critic")
+    if config.algo.kl.init_coef == 0:
+        for leaf in ("estimator", "use_loss", "unbiased_gradient"):
+            yield from _no_effect(config, f"algo.kl.{leaf}", "algo.kl.init_coef is 0")
+    elif config.algo.kl.use_loss and config.algo.kl.estimator == "k1" and not config.algo.kl.unbiased_gradient:
+        yield (
+            "algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 in the "
+            "mean; use k2 or k3, or add algo.kl.unbiased_gradient"
+        )
+    if not config.has_reference:
+        for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
+            yield from _no_effect(config, name, "no reference model is built without a KL penalty")
     if not config.algo.dynamic_filtering_enable:
         yield from _no_effect(config, "algo.dynamic_filtering_range", "algo.dynamic_filtering_enable is off")
+
+
+def option_names_below(config: RunConfig, entity: str) -> list[str]:
+    """Names of the supported and unsupported options of one entity."""
+    return [name for name, _ in leaf_fields(type(config)) if name.startswith(f"{entity}.")]
 
 
 def _no_effect(config: RunConfig, name: str, reason: str) -> Iterator[str]:

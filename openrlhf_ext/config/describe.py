@@ -12,6 +12,9 @@ from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
 from openrlhf_ext.config.options import Option, option_table
 from openrlhf_ext.config.schema import RunConfig
 
+# giving one of these a value, even its default, asks for something
+_MATTER_WHEN_SET = ("ref.num_nodes", "ref.num_gpus_per_node", "rollout.max_tokens_per_gpu", "train.max_tokens_per_gpu")
+
 
 def format_config(config: RunConfig) -> str:
     """The resolved configuration as YAML that loads back to the same run.
@@ -37,7 +40,8 @@ def placement_table(config: RunConfig) -> str:
     Rank order is tp-cp-ep-pp-dp: tensor-parallel ranks are neighbours, data-parallel copies are furthest apart. Ray
     chooses the nodes; node and gpu say which slot of the policy's placement group a rank takes.
     """
-    return "\n".join([*_policy_lines(config), "", *_engine_lines(config), "", *_step_lines(config)]) + "\n"
+    models = [*_policy_lines(config), *_companion_lines(config)]
+    return "\n".join([*models, "", *_engine_lines(config), "", *_step_lines(config)]) + "\n"
 
 
 def rank_coordinates(rank: int, *, tp: int, cp: int, pp: int) -> dict[str, int]:
@@ -52,7 +56,9 @@ def _shown_values(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(dotted name, value as YAML, comment) of each line."""
     sources = config.sources
     for name, option in option_table().items():
-        if option.unsupported is not None or name == "dry_run" or (name in FLAG_KEYS and not is_set(config, name)):
+        if option.unsupported is not None or name == "dry_run":
+            continue
+        if (name in FLAG_KEYS or name in _MATTER_WHEN_SET) and not is_set(config, name):
             continue
         value = value_of(config, name)
         if option.arity == "open":
@@ -140,9 +146,13 @@ def _stage_layers(model: ModelFacts | None, stage: int, stages: int) -> str:
 
 def _engine_lines(config: RunConfig) -> Iterator[str]:
     size = config.vllm.tensor_parallel_size
-    yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, placed by Ray"
-    rows = [["engine", "tp ranks"]]
-    rows += [[str(engine), " ".join(map(str, range(size)))] for engine in range(config.vllm.num_engines)]
+    shared = config.train.colocate_all
+    where = "on the GPUs of these policy ranks" if shared else "on GPUs of their own, placed by Ray"
+    yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, {where}"
+    rows = [["engine", "policy ranks" if shared else "tp ranks"]]
+    for engine in range(config.vllm.num_engines):
+        first = engine * size if shared else 0
+        rows.append([str(engine), " ".join(map(str, range(first, first + size)))])
     yield from _aligned(rows)
 
 
@@ -156,6 +166,23 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
         f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples = {dp} data-parallel "
         f"ranks x {train.batch_size // (dp * train.micro_batch_size)} micro-batches x {train.micro_batch_size} samples"
     )
+
+
+def _companion_lines(config: RunConfig) -> Iterator[str]:
+    """The models beside the policy and where they are."""
+    if config.has_critic:
+        layout = config.critic_layout
+        tp, pp, cp = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
+        shared = " on GPUs of the policy" if config.train.colocate_all else ""
+        yield (
+            f"critic: {config.critic_ranks} ranks{shared} = tp {tp} x cp {cp} x pp {pp} x dp "
+            f"{config.critic_ranks // (tp * pp * cp)}, from "
+            f"{config.critic.model_name_or_path or 'the model of the policy'}"
+        )
+    if config.has_reference:
+        own = config.reference_ranks
+        where = f"{own} ranks of its own, laid out as the policy" if own else "in the host memory of the policy's ranks"
+        yield f"reference: {where}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

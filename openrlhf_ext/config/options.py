@@ -125,6 +125,7 @@ def nearest_option(name: str) -> str | None:
     supported = [other for other, option in option_table().items() if option.unsupported is None]
     plain = [other for other in supported if option_table()[other].arity != "open"]
     by_leaf = [other for other in plain if other.split(".")[-1] == name.split(".")[-1]]
+    by_leaf = [other for other in by_leaf if not other.startswith("critic.")] or by_leaf  # the policy is meant
     if len(by_leaf) == 1:
         return by_leaf[0]
     head, key = ".".join(name.split(".")[:2]), name.split(".")[2:]

@@ -27,16 +27,10 @@ def layout_violations(
             f"megatron.pipeline_parallel_size * megatron.context_parallel_size: {num_nodes} * {gpus_per_node} = "
             f"{world}, {tp} * {pp} * {cp} = {copy}; use {_multiples(world, copy)} ranks or another layout",
         )
-    if cp != 1:
+    if vp > 1 and pp == 1:
         yield Violation(
-            ("megatron.context_parallel_size",),
-            f"megatron.context_parallel_size must be 1, context parallelism is not built yet: got {cp}; use "
-            f"megatron.tensor_parallel_size, or megatron.recompute full for long sequences",
-        )
-    if vp != 1:
-        yield Violation(
-            ("megatron.virtual_pipeline_size",),
-            f"megatron.virtual_pipeline_size must be 1, interleaved pipelines are not built yet: got {vp}",
+            ("megatron.virtual_pipeline_size", "megatron.pipeline_parallel_size"),
+            f"megatron.virtual_pipeline_size needs megatron.pipeline_parallel_size > 1: got {vp} and 1; set it to 1",
         )
     if sequence_parallel and tp == 1:
         yield Violation(
@@ -45,22 +39,13 @@ def layout_violations(
         )
 
 
-def checkpoint_violations(*, save_steps: int, save_hf: bool) -> Iterator[Violation]:
-    """Checkpoints during training exist in one form only."""
-    if save_steps != -1 and not save_hf:
-        yield Violation(
-            ("ckpt.save_steps", "ckpt.save_hf"),
-            f"ckpt.save_steps {save_steps} needs ckpt.save_hf: only Hugging Face checkpoints are built, not yet those "
-            "that a run can resume from; add --ckpt.save_hf, or leave ckpt.save_steps out",
-        )
-
-
-def model_violations(*, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int) -> Iterator[Violation]:
+def model_violations(
+    *, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int, vp: int = 1
+) -> Iterator[Violation]:
     """The model can be cut as the layout says, and takes sequences of the given length."""
     path, tp_option = "actor.model_name_or_path", "megatron.tensor_parallel_size"
     for count, what in (
         (model.num_heads, "attention heads"),
-        (model.num_kv_heads, "key-value heads (query groups)"),
         (model.ffn_hidden_size, "MLP width"),
     ):
         if count % tp:
@@ -69,6 +54,19 @@ def model_violations(*, model: ModelFacts, tp: int, pp: int, engine_tp: int, max
                 f"{tp_option} must divide the model's {what}: got {tp}, the model of {path} has {count}; use "
                 f"{_divisors(count)}",
             )
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield Violation(
+            (path, tp_option),
+            f"{tp_option} must divide the model's key-value heads (query groups) or be a multiple of them: got {tp}, "
+            f"the model of {path} has {model.num_kv_heads}; use {_divisors(model.num_kv_heads)}",
+        )
+    if vp > 1 and model.num_layers % pp == 0 and model.num_layers % (pp * vp):
+        yield Violation(
+            (path, "megatron.pipeline_parallel_size", "megatron.virtual_pipeline_size"),
+            f"megatron.pipeline_parallel_size * megatron.virtual_pipeline_size must divide the model's layers: got "
+            f"{pp} * {vp}, the model of {path} has {model.num_layers}; use a megatron.virtual_pipeline_size of "
+            f"{_divisors(model.num_layers // pp)}",
+        )
     if model.num_layers % pp:
         yield Violation(
             (path, "megatron.pipeline_parallel_size"),
@@ -102,14 +100,13 @@ def batch_violations(
     samples_per_prompt: int,
     generate_prompts: int | None,
     train_samples: int,
-    train_micro: int,
-    rollout_micro: int,
-    dp: int,
 ) -> Iterator[Violation]:
-    """A batch of rollouts is a whole number of optimizer steps, each of whole groups, each divisible over the ranks."""
+    """A batch of rollouts is a whole number of optimizer steps, each of whole groups.
+
+    Nothing has to be divisible by the data-parallel ranks or the micro-batches: sequences are dealt by their cost.
+    """
     samples = prompts * samples_per_prompt
     total = f"rollout.batch_size * rollout.n_samples_per_prompt ({prompts} * {samples_per_prompt} = {samples})"
-    copies = f"{dp} data-parallel rank{'s' if dp > 1 else ''}"
     if train_samples % samples_per_prompt:
         yield Violation(
             ("train.batch_size", "rollout.n_samples_per_prompt"),
@@ -122,24 +119,6 @@ def batch_violations(
             f"train.batch_size (samples) must divide {total}: got {train_samples}; lower train.batch_size or make "
             f"rollout.batch_size larger",
         )
-    if train_samples % (train_micro * dp):
-        yield Violation(
-            ("train.batch_size", "train.micro_batch_size", "actor.num_nodes", "actor.num_gpus_per_node"),
-            f"train.batch_size must be a multiple of train.micro_batch_size times the data-parallel ranks: got "
-            f"{train_samples}, {train_micro} and {copies}; use {_multiples(train_samples, train_micro * dp)}",
-        )
-    if samples % (rollout_micro * dp):
-        yield Violation(
-            (
-                "rollout.batch_size",
-                "rollout.n_samples_per_prompt",
-                "rollout.micro_batch_size",
-                "actor.num_nodes",
-                "actor.num_gpus_per_node",
-            ),
-            f"{total} must be a multiple of rollout.micro_batch_size times the data-parallel ranks: got "
-            f"{rollout_micro} and {copies}",
-        )
     if generate_prompts not in (None, prompts):
         yield Violation(
             ("rollout.vllm_generate_batch_size", "rollout.batch_size"),
@@ -148,12 +127,53 @@ def batch_violations(
         )
 
 
-def sync_violations(*, backend: str) -> Iterator[Violation]:
-    """The transport of the weights is one that is built."""
-    if backend == "nccl":
+def head_violations(*, head: str, kernels: str) -> Iterator[Violation]:
+    """Kernels are chosen only for a head that has some."""
+    if head == "naive" and kernels != "auto":
         yield Violation(
-            ("vllm.sync_backend",),
-            "vllm.sync_backend nccl is not built yet: got nccl; use auto, or gloo (through host memory)",
+            ("megatron.head_kernels", "megatron.head"),
+            f"megatron.head_kernels has no effect with megatron.head naive, which is plain torch: got {kernels}; "
+            f"leave it out, or set megatron.head to fused or two_pass",
+        )
+
+
+def packing_violations(
+    *, enabled: bool, train_tokens: int | None, rollout_tokens: int | None, cp: int, max_len: int
+) -> Iterator[Violation]:
+    """A token budget of micro-batches is asked for, and the longest sequence fits into it.
+
+    ``train_tokens`` and ``rollout_tokens`` are None where they are not set.
+    """
+    for option, tokens in (("train.max_tokens_per_gpu", train_tokens), ("rollout.max_tokens_per_gpu", rollout_tokens)):
+        if tokens is None:
+            continue
+        if not enabled:
+            yield Violation(
+                (option, "train.dynamic_batch_enable"),
+                f"{option} has no effect without train.dynamic_batch_enable: got {tokens}; switch that on",
+            )
+        elif tokens * cp < max_len:
+            yield Violation(
+                (option, "data.max_len", "megatron.context_parallel_size"),
+                f"{option} * megatron.context_parallel_size must be at least data.max_len, a micro-batch holds whole "
+                f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more",
+            )
+
+
+def sync_violations(*, backend: str, colocate_all: bool) -> Iterator[Violation]:
+    """The transport of the weights fits where the engines are."""
+    options = ("vllm.sync_backend", "train.colocate_all")
+    if backend == "nccl" and colocate_all:
+        yield Violation(
+            options,
+            "vllm.sync_backend nccl needs engines with GPUs of their own, NCCL takes one rank per GPU: got nccl and "
+            "train.colocate_all; use auto or cuda_ipc",
+        )
+    if backend == "cuda_ipc" and not colocate_all:
+        yield Violation(
+            options,
+            "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc without train.colocate_all; "
+            "use auto or nccl",
         )
 
 
@@ -164,6 +184,16 @@ def group_violations(*, estimator: str, samples_per_prompt: int) -> Iterator[Vio
             ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
             f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "
             f"the responses to one prompt: got {samples_per_prompt}; 8 is a usual value",
+        )
+
+
+def guide_violations(*, zero_batch: bool) -> Iterator[Violation]:
+    """Options of mixed_policy_dapo that need a guiding policy, which a training job does not have."""
+    if zero_batch:
+        yield Violation(
+            ("algo.mixed_policy_dapo",),
+            "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy, and training jobs have none: got "
+            "true; switch it off, or use openrlhf_ext.algorithms in a loop of your own",
         )
 
 

@@ -86,6 +86,44 @@ class RunConfig(Entity):
         return self.world_size // self.model_parallel_size
 
     @property
+    def has_critic(self) -> bool:
+        """Whether the estimator needs values."""
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def critic_layout(self) -> Megatron:
+        """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
+        own = {name: value for name, value in self.critic.megatron if value is not None}
+        layout = self.megatron.model_copy(update=own)
+        without = {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
+        without |= {"virtual_pipeline_size": 1} if layout.pipeline_parallel_size == 1 else {}
+        return layout.model_copy(update={name: value for name, value in without.items() if name not in own})
+
+    @property
+    def critic_ranks(self) -> int:
+        """Ranks of the critic; 0 without one."""
+        return self.critic.num_nodes * self.critic.num_gpus_per_node if self.has_critic else 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL penalty needs a reference policy."""
+        own = getattr(self.algo, self.algo.advantage.estimator)
+        return self.algo.kl.init_coef > 0 or bool(own.get("kl_coef"))
+
+    @property
+    def reference_ranks(self) -> int:
+        """Ranks of the reference's own; 0 where there is none or it is a copy in the policy's host memory."""
+        colocated = self.train.colocate_actor_ref or self.train.colocate_all or self.ref.offload
+        if not self.has_reference or colocated or not self.ref.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+            return 0
+        return self.ref.num_nodes * self.ref.num_gpus_per_node
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks of policy, critic and reference."""
+        return self.world_size + self.critic_ranks + self.reference_ranks
+
+    @property
     def samples_per_rollout(self) -> int:
         """Responses in one batch of rollouts."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt

@@ -12,13 +12,16 @@ from openrlhf_ext.config.algorithm_options import correction_threshold
 if TYPE_CHECKING:
     from openrlhf_ext.config.schema import RunConfig
 
-_OUR_ENTITIES = ("megatron.", "weight_sync.")
+_OUR_ENTITIES = ("critic.megatron.", "megatron.", "weight_sync.")
 _OUR_OPTIONS = frozenset(
     {
+        "ckpt.async_enable",
+        "ckpt.fallback_enable",
         "data.overlong_prompts",
         "dry_run",
         "logger.figure_path",
         "logger.metrics_path",
+        "logger.peak_tflops",
         "logger.verbose",
         "reward.failure_value",
         "reward.max_failures",
@@ -26,9 +29,13 @@ _OUR_OPTIONS = frozenset(
         "reward.timeout_s",
         "rollout.max_filter_batches",
         "rollout.timeout_s",
+        "train.max_restarts",
+        "train.drift_check",
         "train.step_timeout_s",
         "vllm.dtype",
+        "vllm.hang_timeout_s",
         "vllm.kv_cache_mib",
+        "vllm.max_restarts",
         "vllm.start_timeout_s",
     }
 )
@@ -48,14 +55,15 @@ DIFFERENCES = (
     Difference(
         "algo.advantage.estimator",
         "gae (and six others)",
-        "grpo (and eleven others)",
-        "the estimators are those of openrlhf_ext.algorithms; gae needs a critic",
+        "grpo (and twelve others)",
+        "the estimators are those of openrlhf_ext.algorithms",
     ),
-    Difference("algo.kl.init_coef", "0.01", "0.0", "there is no reference model yet"),
+    Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
-    Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl)", "the same file must run on GPU and CPU"),
+    Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
     Difference("reward.clip_range", "-10 10", "null", "rewards enter the estimator as they are graded"),
     Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
+    Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
 )
 
 
@@ -93,6 +101,7 @@ def _fixed_up(config: RunConfig) -> dict[str, Any]:
         "reward.remote_url": _reward_urls(config),
         "reward.overlong_buffer_len": None,
         "reward.clip_range": (float("-inf"), float("inf")),
+        "train.dynamic_batch_enable": False,  # the ranks pack their own shards
         "rollout.vllm_generate_batch_size": config.rollout.vllm_generate_batch_size or config.rollout.batch_size,
         "vllm.sync_backend": "nccl" if config.vllm.sync_backend == "auto" else config.vllm.sync_backend,
     }

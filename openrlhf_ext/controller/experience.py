@@ -5,6 +5,8 @@ Shape suffixes: B = completions, T = response tokens.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from typing import Any
 
@@ -13,7 +15,12 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch
 from openrlhf_ext.compat import Experience, RemoteExperienceMaker
+from openrlhf_ext.controller.gauges import DEFAULT_BAND, correction_band, mismatch_gauges
+from openrlhf_ext.controller.kl_control import KLCoefficient, reference_kl
+from openrlhf_ext.controller.rollout_sample import staleness_metrics
+from openrlhf_ext.controller.scorers import PendingScores, Scorer
 from openrlhf_ext.controller.shards import TrainingShard, mini_batch_shards
+from openrlhf_ext.controller.values import ValueTrainer
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows, sequence_batch
 from openrlhf_ext.megatron.policy import LogprobEntropy
 
@@ -22,14 +29,21 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
     """Makes one ``TrainingShard`` per data-parallel rank; groups are shaped here, whole, and never on a shard."""
 
     def __init__(
-        self, *args: Any, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int
-    ) -> None:
+        self, *args: Any, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int,
+        reference: Scorer | None = None, critic: ValueTrainer | None = None, kl: KLCoefficient | None = None,
+        attention_length: float = math.inf,
+    ) -> None:  # fmt: skip
         super().__init__(*args)
         self.algorithm = algorithm
         self.group_size = group_size
         self.mini_batch_size = mini_batch_size
         self.data_parallel_size = data_parallel_size
+        self.attention_length = attention_length  # of the policy's model, for dealing sequences by their cost
+        self.reference, self.critic, self.kl = reference, critic, kl
         self.metrics: dict[str, float] = {}
+        self.batch: SequenceBatch | None = None  # the last one, with its old log-probs and entropies
+        self.old: LogprobEntropy | None = None
+        self.policy_version = 0  # of the weights that old log-probs are taken with; set by the trainer
         self._batches = 0
 
     @torch.no_grad()
@@ -38,18 +52,41 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
         samples = in_group_order(rollout_samples, self.group_size)
         batch = sequence_batch([s.sequences[0] for s in samples], [s.action_mask[0] for s in samples])
         started = time.perf_counter()
+        pending = self._start_scores(batch)
         old = self.old_logprobs(batch)
+        scores = {name: scores.result() for name, scores in pending.items()}
         scored = time.perf_counter()
-        rollout = rollout_batch(samples, batch, old, self.group_size)
-        shaped = self.algorithm.shape(rollout)
+        self.batch, self.old = batch, old
+        rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
+        algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
+        shaped = algorithm.shape(rollout)
         shards = self._shards(samples, batch, shaped)
-        self.metrics = batch_metrics(samples, rollout) | {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
+        self.metrics = batch_metrics(samples, rollout, correction_band(self.algorithm))
+        self.metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
+        self.metrics |= staleness_metrics(samples, self.policy_version)
+        self.metrics |= self._reference_metrics(rollout)
+        self.metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
         return shards
 
+    def _start_scores(self, batch: SequenceBatch) -> dict[str, PendingScores]:
+        """Starts what other models say of the tokens; on ranks of their own they work while the policy does."""
+        pending = {} if self.reference is None else {"ref_logprobs": self.reference.start(batch)}
+        return pending if self.critic is None else {**pending, "values": self.critic.start_values(batch)}
+
+    def _reference_metrics(self, rollout: RolloutBatch) -> dict[str, float]:
+        """Distance from the reference policy; the coefficient of the next batch follows from it."""
+        if self.reference is None:
+            return {}
+        metrics = {"kl/reference": reference_kl(rollout.old_logprobs, rollout.ref_logprobs, rollout.mask)}
+        if self.kl is not None:
+            metrics["kl/coef"] = self.kl.value
+            self.kl.update(metrics["kl/reference"], len(rollout.rewards))
+        return metrics
+
     def old_logprobs(self, batch: SequenceBatch) -> LogprobEntropy:
         """(B, T) log-probs and entropies under the policy that is about to be trained."""
-        parts = balance_rows(batch.lengths_B, self.data_parallel_size)
+        parts = balance_rows(batch.lengths_B, self.data_parallel_size, self.attention_length)
         refs = self.actor_model_group.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
         results = self._flatten_results(refs, self.actor_model_group.duplicate_actors)
         merged = LogprobEntropy(*(torch.zeros(batch.mask_BT.shape) for _ in range(2)))
@@ -61,8 +98,9 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
     def _shards(self, samples: list[Experience], batch: SequenceBatch, shaped: Any) -> list[TrainingShard]:
         self._batches += 1
         ranks = mini_batch_shards(
-            batch, shaped, self.group_size, self.mini_batch_size, self.data_parallel_size, seed=self._batches
-        )
+            batch, shaped, self.group_size, self.mini_batch_size, self.data_parallel_size, seed=self._batches,
+            attention_length=self.attention_length,
+        )  # fmt: skip
         rewards = torch.cat([s.rewards for s in samples]).float()
         lengths, truncated = (torch.cat([getattr(s, k) for s in samples]) for k in ("response_length", "truncated"))
         shards = []
@@ -127,7 +165,9 @@ def _rollout_logprobs(samples: list[Experience], batch: SequenceBatch) -> Tensor
     return result_BT
 
 
-def batch_metrics(samples: list[Experience], rollout: RolloutBatch) -> dict[str, float]:
+def batch_metrics(
+    samples: list[Experience], rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
+) -> dict[str, float]:
     """Means over the rollout batch, under the names of docs/metrics.md."""
     rewards, tokens = rollout.rewards.float(), rollout.mask.sum()
     metrics = {
@@ -140,10 +180,7 @@ def batch_metrics(samples: list[Experience], rollout: RolloutBatch) -> dict[str,
         "tokens/generated": tokens,
     }
     if rollout.rollout_logprobs is not None:
-        difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.mask].double()
-        # k3 estimator of KL(rollout || policy): E_rollout[r - 1 - log r], r = policy / rollout
-        metrics["kl/rollout"] = ((-difference).exp() - 1 + difference).mean()
-        metrics["kl/rollout_max_abs"] = difference.abs().max()
+        metrics |= mismatch_gauges(rollout.old_logprobs, rollout.rollout_logprobs, rollout.mask, band)
     return {name: float(value) for name, value in metrics.items()} | reward_logs(samples)
 
 

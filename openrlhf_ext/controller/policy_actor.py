@@ -1,84 +1,73 @@
 """The Ray actor that holds one rank of the Megatron policy.
 
 OpenRLHF's trainer drives it through ``RayActorGroup`` with the method names of its own policy actor: ``forward``,
-``append``, ``fit``, ``broadcast_to_vllm``, ``save_model``, ``save_checkpoint``.
+``append``, ``fit``, ``broadcast_to_vllm``, ``save_model``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
 import socket
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from openrlhf_ext.compat import BaseModelActor
-from openrlhf_ext.controller.shards import TrainingShard
-from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.controller.gpu_sharing import Sleepers
+from openrlhf_ext.controller.preparation import share_for_update
+from openrlhf_ext.controller.rank_checkpoint import CheckpointedRank
+from openrlhf_ext.controller.rank_clock import RankClock, RankReport, timed
+from openrlhf_ext.controller.shards import MiniBatchShard, TrainingShard
+from openrlhf_ext.controller.sleeping_rank import SleepingRank
+from openrlhf_ext.controller.weight_publisher import SyncSettings, WeightPublisher
+from openrlhf_ext.megatron.batch import SequenceBatch
+from openrlhf_ext.megatron.digest import digest
+from openrlhf_ext.megatron.phases import phase, start_monitor
 from openrlhf_ext.megatron.policy import LogprobEntropy, MegatronPolicy, PolicySettings, initialize_distributed
-from openrlhf_ext.rollout.probe import check_sync, probe_tokens
-from openrlhf_ext.rollout.weight_sync import BucketPlan, TensorSpec, make_sender
+from openrlhf_ext.megatron.reference import HostReference
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SyncSettings:
-    """How weights reach the rollout engines and how the arrival is proved."""
-
-    transport: str
-    engine_tensor_parallel_size: int
-    bucket_bytes: int
-    timeout_s: float
-    probe_tolerance: float
-    probe_length: int
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """Where checkpoints made during training go, and how many are kept."""
-
-    folder: str
-    max_num: int
-
-
-class PolicyActor(BaseModelActor):
+class PolicyActor(SleepingRank, CheckpointedRank, BaseModelActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
     def init_model_from_pretrained(
         self,
         settings: PolicySettings,
         sync: SyncSettings,
-        checkpoints: CheckpointSettings,
         max_epochs: int,
         engines: list,
+        sleepers: Sleepers | None = None,
     ) -> dict[str, Any]:
         """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
+        address = start_monitor(settings.collective_timeout_s)
+        self._build(settings, sync, max_epochs, engines, sleepers)
+        return {"rank": dist.get_rank(), "pid": os.getpid(), "host": socket.gethostname(), "phases": address}
+
+    @phase("building the policy")
+    def _build(
+        self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleepers: Sleepers
+    ) -> None:
         self.policy = MegatronPolicy(settings)
-        self.sync, self.checkpoints, self.engines, self.max_epochs = sync, checkpoints, engines, max_epochs
+        self.clock = RankClock()
+        # the ranks meet in the reduction: what one waits there is not its own time
+        self.policy.config.finalize_model_grads_func = self.clock.without(self.policy.config.finalize_model_grads_func)
+        self.reference = HostReference(self.policy.chunks) if settings.keep_reference else None
+        self.sync, self.engines, self.max_epochs = sync, engines, max_epochs
+        self.sleepers = sleepers or Sleepers()
+        self.watch_states(self.policy, self.sleepers.policy)
         self.shard: TrainingShard | None = None
         self.version = 0
-        self.sender = self._connect() if dist.get_rank() == 0 and engines else None
-        return {"rank": dist.get_rank(), "pid": os.getpid(), "host": socket.gethostname()}
-
-    def _connect(self):
-        specs = [TensorSpec(name, shape, dtype) for name, shape, dtype in self.policy.hf_specs()]
-        sender = make_sender(
-            self.sync.transport, BucketPlan.build(specs, self.sync.bucket_bytes), self.engines,
-            self.sync.engine_tensor_parallel_size, self.sync.timeout_s,
-        )  # fmt: skip
-        sender.connect()
-        return sender
+        self.publisher = WeightPublisher(self.policy, sync, engines) if engines else None
+        if self.publisher is not None:
+            self.publisher.connect()
 
     def empty_cache(self) -> None:
         if torch.cuda.is_available():
@@ -89,62 +78,116 @@ class PolicyActor(BaseModelActor):
         ((name, values),) = all_data.items()
         return [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
 
-    def forward(self, batch: SequenceBatch) -> LogprobEntropy | None:
-        """Old log-probs and entropies of this replica's sequences."""
-        return self.policy.logprobs(batch) if len(batch) else None
+    def rank_report(self) -> RankReport:
+        """This rank's time by phase since the last report, and its memory. Not a collective."""
+        return self.clock.report(dist.get_rank())
+
+    def weight_digest(self) -> str:
+        """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""
+        self.reload_states()
+        weights = [p for chunk in self.policy.chunks for p in chunk.parameters()]
+        return digest(weights + [p for group in self.policy.optimizer.param_groups for p in group["params"]])
+
+    @phase("forward")
+    @timed("logprob")
+    def forward(self, batch: SequenceBatch) -> LogprobEntropy:
+        """Old log-probs and entropies of this replica's sequences, of which there may be none."""
+        self.reload_states("parameters")
+        return self.policy.logprobs(batch)
+
+    @phase("reference log-probs")
+    def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(B, T) log-probs of this replica's sequences under the starting weights (``keep_reference``)."""
+        self.reload_states("parameters")
+        with self.reference.swapped_in():
+            return self.policy.logprobs(batch).logprobs_BT
 
     def append(self, experience: TrainingShard) -> None:
         """Takes this replica's share of the next train step."""
         self.shard = experience
 
+    @phase("training")
+    @timed("train")
     def fit(self, kl_ctl: float = 0.0) -> dict[str, float]:
         """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
-        steps = [
-            self.policy.train_step(mini.batch, mini.shaped, mini.shaped.algorithm)
-            for _ in range(self.max_epochs)
-            for mini in self.shard.mini_batches
-        ]
+        self.reload_states()
+        mini_batches = [mini for _ in range(self.max_epochs) for mini in self.shard.mini_batches]
+        steps = [self._update(mini, number) for number, mini in enumerate(mini_batches)]
         self.shard = None
+        if self.sleeps:
+            self.offload_states("gradients", "optimizer")
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
         return mean | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
-    def broadcast_to_vllm(self) -> dict[str, float]:
-        """Sends the weights to all engines and proves that they sample from them."""
-        started = time.perf_counter()
-        self.version += 1
-        if self.sender is not None:
-            self.sender.send(self.policy.export(), self.version)
-        else:
-            for _ in self.policy.export():
-                pass
-        seconds = time.perf_counter() - started
-        return self.prove_sync() | {"weight_sync/seconds": seconds}
+    def _update(self, mini: MiniBatchShard, number: int) -> dict[str, float]:
+        """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout."""
+        shaped = share_for_update(self.policy, mini.batch, mini.shaped, mini.preparation, number)
+        return self.policy.train_step(mini.batch, shaped, shaped.algorithm)
 
+    @phase("weight sync")
+    @timed("sync")
+    def broadcast_to_vllm(self) -> dict[str, float]:
+        """Sends the weights to all engines and proves that they sample from them.
+
+        Raises:
+            EnginesAtFault: on every rank, with the positions of the engines that died, failed or hung; the call can be
+                repeated when they have been replaced.
+        """
+        self.reload_states("parameters")
+        report = self.publisher.publish(self.version + 1)
+        self.version += 1
+        sent = {}
+        if report is not None:
+            sent = {
+                "weight_sync/seconds": report.seconds,
+                "weight_sync/bytes": float(report.nbytes),
+                "weight_sync/load_seconds": report.load_s,
+            }
+        return self.prove_sync() | sent | self.take_swaps()
+
+    @phase("probe of the weight sync")
     def prove_sync(self) -> dict[str, float]:
         """Compares the engines' log-probs of a fixed prompt with the policy's; raises WeightSyncMismatch."""
-        tokens = probe_tokens(self.policy.shape.vocab_size, self.sync.probe_length, self.policy.settings.seed)
-        row = torch.tensor(list(tokens), dtype=torch.long)
-        ours = self.policy.logprobs(sequence_batch([row], [torch.ones(len(row) - 1)]), temperature=1.0).logprobs_BT[0]
-        gauge = 0.0
-        if self.sender is not None:
-            theirs = ray.get([e.probe_logprobs.remote(row.tolist()) for e in self.engines], timeout=self.sync.timeout_s)
-            gauge = check_sync(ours, theirs, self.sync.probe_tolerance, self.version)
-        dist.barrier()
+        self.reload_states("parameters")
+        gauge = self.publisher.prove(self.version, before_asking=self._hand_memory_to_engines)
         return {"weight_sync/probe_max_abs_diff": gauge, "weight_sync/version": float(self.version)}
 
+    def _hand_memory_to_engines(self) -> None:
+        """Colocated engines need their KV caches for the probe, and right afterwards for the next rollouts."""
+        if self.sleeps:
+            self.offload_states()
+            dist.barrier()
+        if self.sleepers.engines and dist.get_rank() == 0:
+            ray.get([engine.wake_up.remote() for engine in self.engines], timeout=self.sync.timeout_s)
+
+    @phase("connecting new engines")
+    def replace_engines(self, engines: list, fresh: list[int]) -> None:
+        """Goes on with these engines; those at the positions ``fresh`` get the present weights."""
+        self.publisher.replace_engines(engines)
+        self.engines = engines
+        if fresh:
+            self.reload_states("parameters")
+            self.publisher.bring_up_to_date(fresh, self.version)
+            if self.sleeps:
+                self.offload_states()  # engines are replaced while they have the memory
+
+    @phase("saving the model")
     def save_model(self, path: str) -> None:
         """Writes the final HF checkpoint."""
+        self.reload_states("parameters")
         self.policy.save_hf(path)
 
-    def save_checkpoint(self, tag: str, client_states=None, metric_value=None, metric_key=None) -> None:
-        """Writes ``<ckpt.path>/<tag>_hf``; the oldest step checkpoints beyond ``ckpt.max_num`` are deleted."""
-        folder = Path(self.checkpoints.folder)
-        self.policy.save_hf(folder / f"{tag}_hf")
-        if dist.get_rank() == 0:
-            for old in step_checkpoints(folder)[: -self.checkpoints.max_num]:
-                shutil.rmtree(old)
+    # ---- resumable checkpoints (CheckpointedRank)
 
+    def checkpointed_model(self) -> MegatronPolicy:
+        """The policy, on its device."""
+        self.reload_states()
+        return self.policy
 
-def step_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints named ``global_step<N>_hf``, oldest first."""
-    return sorted(folder.glob("global_step*_hf"), key=lambda p: int(re.sub(r"\D", "", p.name)))
+    def extra_state(self) -> dict[str, Any]:
+        """How many times the weights were sent."""
+        return {"version": self.version}
+
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """The sync that follows a load sends the weights of the saved version, which the requests' seeds depend on."""
+        self.version = extra["version"] - 1

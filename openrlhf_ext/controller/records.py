@@ -23,13 +23,15 @@ class StepRecorder:
         metrics_path, figure_path: files; the figure is redrawn by a background thread at most every ten seconds.
         total_steps: expected number of steps, for the progress line.
         skipped_overlong: prompts that were left out before the run.
+        resume_step: records of later steps are of a run that is being repeated, and are moved aside; 0 = all are.
     """
 
     def __init__(
-        self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = ""
-    ) -> None:
+        self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = "",
+        resume_step: int = 0,
+    ) -> None:  # fmt: skip
         self.metrics_path, self.figure_path, self.title = metrics_path, figure_path, title
-        self.writer = MetricsWriter(metrics_path)
+        self.writer = MetricsWriter(metrics_path, resume_step)
         self.progress = ProgressLine(total_steps)
         self.skipped_overlong = skipped_overlong
         self.last_step, self.last_evaluation = 0, -1
@@ -90,8 +92,9 @@ def step_record(logs: Mapping[str, Any], engines: list[Mapping[str, float]]) -> 
     grade = max((e["exposed_grading_s"] for e in engines), default=0.0)
     record["time/generate"] = max(0.0, logs["timing/generation"] - grade)
     record["time/grade"] = grade
-    record["time/step"] = sum(
-        logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast")
-    )
+    if "time/step" not in record:  # asynchronous phases overlap: the trainer says itself how long a step took
+        record["time/step"] = sum(
+            logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast")
+        )
     record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]
     return record

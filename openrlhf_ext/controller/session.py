@@ -18,6 +18,8 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from openrlhf_ext.megatron.phases import Address, describe_ranks
+
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 4000
@@ -30,6 +32,7 @@ class RaySession:
     def __init__(self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool) -> None:
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
         self.pids: dict[str, int] = {}
+        self._groups: dict[str, list[Address]] = {}
         self._children: dict[int, psutil.Process] = {}
         self._sigterm = None
         self.use_gpu = False
@@ -64,6 +67,10 @@ class RaySession:
             self.pids[name] = pid
         self.remember_children()
 
+    def watch(self, group: str, addresses: list[Address]) -> None:
+        """Where the ranks of a group say what they are doing (``megatron.phases``), for reports of deadlines."""
+        self._groups[group] = addresses
+
     def remember_children(self) -> None:
         """Keeps hold of every descendant, since a dead parent would hide its children."""
         for process in psutil.Process().children(recursive=True):
@@ -84,6 +91,8 @@ class RaySession:
         if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
             return str(error)
         lines = [f"{type(error).__name__}: {error}"]
+        if isinstance(error, TimeoutError):
+            lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
         dead = {name: pid for name, pid in self.pids.items() if not _alive(pid)}
         if dead:
             lines.append("dead processes: " + ", ".join(f"{name} (pid {pid})" for name, pid in dead.items()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.compat import Experience
+from openrlhf_ext.controller.preparation import Preparation
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 
 
@@ -14,12 +16,14 @@ from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 class MiniBatchShard:
     """One data-parallel rank's ``rows`` of the rollout batch in one optimizer step.
 
-    ``shaped`` carries the whole step's denominators.
+    ``shaped`` carries the whole step's denominators. ``preparation`` is there for algorithms that choose tokens by
+    what the current policy says of the whole mini-batch: for every update after the first.
     """
 
     rows: list[int]
     batch: SequenceBatch
     shaped: ShapedBatch
+    preparation: Preparation | None = None
 
 
 @dataclass
@@ -43,17 +47,19 @@ def mini_batch_shards(
     mini_batch_size: int,
     data_parallel_size: int,
     seed: int = 0,
+    attention_length: float = math.inf,
 ) -> list[list[MiniBatchShard]]:
-    """For each data-parallel rank, its shard of every optimizer step.
+    """For each data-parallel rank, its shard of every optimizer step, of about equal cost (``batch.balance_rows``).
 
-    ``prepare`` gets the old log-probs as those of the policy about to be updated: the same for a single update per
-    rollout batch, which is what algorithms that need it are restricted to. ``seed`` seeds its random choices.
+    ``prepare`` gets the old log-probs as those of the policy about to be updated, which they are in the first update
+    of a rollout batch; for later ones the shards carry a ``preparation``. ``seed`` seeds random choices.
     """
     ranks: list[list[MiniBatchShard]] = [[] for _ in range(data_parallel_size)]
     for rows in group_chunks(len(batch), group_size, mini_batch_size):
         step_batch, step_shaped = batch.select(rows), shaped.mini_batch(rows)
         step_shaped = step_shaped.algorithm.prepare(step_shaped.old_logprobs, step_shaped, seed=seed).lean()
-        for rank, part in enumerate(balance_rows(step_batch.lengths_B, data_parallel_size)):
-            shard = MiniBatchShard([rows[i] for i in part], step_batch.select(part), step_shaped.select(part))
+        for rank, part in enumerate(balance_rows(step_batch.lengths_B, data_parallel_size, attention_length)):
+            again = Preparation(step_shaped, list(part), seed) if step_shaped.algorithm.needs_prepare else None
+            shard = MiniBatchShard([rows[i] for i in part], step_batch.select(part), step_shaped.select(part), again)
             ranks[rank].append(shard)
     return ranks

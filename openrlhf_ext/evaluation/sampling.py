@@ -173,9 +173,7 @@ def _generate(model: PreTrainedModel, prompt_ids: list[list[int]], config: Gener
         ids_BP[row, longest - len(ids) :] = torch.tensor(ids)
         mask_BP[row, longest - len(ids) :] = 1
     device = model.device
-    ids_BT: Tensor = model.generate(
-        ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config
-    )
+    ids_BT: Tensor = model.generate(ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config)
     return ids_BT[:, longest:].tolist()
 
 

@@ -1,5 +1,17 @@
-"""From hidden states to log-probability and entropy, on vocabulary shards, in bounded memory."""
+"""From hidden states to log-probability, entropy and token losses, on vocabulary shards, in bounded memory."""
 
-from openrlhf_ext.head.linear import HeadOutput, linear_logprob_entropy
+from openrlhf_ext.head.checks import NonFiniteLogitsError
+from openrlhf_ext.head.linear import HeadOutput, TokenLossOutput, linear_logprob_entropy, linear_token_loss
+from openrlhf_ext.head.naive import naive_logprob_entropy
+from openrlhf_ext.head.token_loss import ClippedTokenLoss, TokenLoss
 
-__all__ = ["HeadOutput", "linear_logprob_entropy"]
+__all__ = [
+    "ClippedTokenLoss",
+    "HeadOutput",
+    "NonFiniteLogitsError",
+    "TokenLoss",
+    "TokenLossOutput",
+    "linear_logprob_entropy",
+    "linear_token_loss",
+    "naive_logprob_entropy",
+]

@@ -1,25 +1,32 @@
-"""Log-probability and entropy of the tempered distribution, straight from hidden states.
+"""Log-probability, entropy and token losses of the tempered distribution, straight from hidden states.
 
-Shape suffixes: T = tokens, H = hidden size, V = rows of this rank's vocabulary shard, B = tokens of one block.
-
-The logits are never held for all tokens: the forward and the backward pass walk over blocks of tokens whose fp32
-logits fit ``workspace_bytes``, and the backward pass computes them again. Every statistic is fp32. Under tensor
-parallelism the weight is one shard of the vocabulary; a block costs one MAX all-reduce and one packed SUM all-reduce.
-
+The logits are never held for all tokens: every walk goes over tiles of them (``plan``) that fit ``workspace_bytes``.
 With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and
-``entropy = logZ - sum_v softmax(u)_v u_v`` (shared reference for all algorithms that weight tokens by entropy).
+``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever the format of the operands.
+
+docs/head.md has the picture, the work and the memory of each walk. Shape suffixes: T = tokens of the call, V = rows of
+this rank's vocabulary shard, H = hidden size; N = T in this package's inner modules.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_FP32_BYTES = 4
-_LOGIT_COPIES = 3  # logits, their exponentials and one product live at once
+from openrlhf_ext.head.checks import check_call, check_finite_hidden, check_finite_statistics
+from openrlhf_ext.head.kernels import Implementation, Kernels, choose_kernels
+from openrlhf_ext.head.passes import LinearHead, gradients, statistics, statistics_and_gradients, tile_costs
+from openrlhf_ext.head.plan import TilePlan, one_pass_plan, tile_plan
+from openrlhf_ext.head.precision import Precision
+from openrlhf_ext.head.rows import ReplicatedRows, Rows, SequenceShardedRows
+from openrlhf_ext.head.shard import VocabularyShard
+from openrlhf_ext.head.statistics import TokenStatistics
+from openrlhf_ext.head.token_loss import TokenLoss, loss_and_slope
+from openrlhf_ext.head.weight_gradient import WeightGradient
 
 
 class HeadOutput(NamedTuple):
@@ -29,162 +36,348 @@ class HeadOutput(NamedTuple):
     entropy_T: Tensor
 
 
+class TokenLossOutput(NamedTuple):
+    """The sum of the loss terms (scalar, differentiable), and what they came from (detached), as in ``HeadOutput``."""
+
+    value: Tensor
+    logprob_T: Tensor
+    entropy_T: Tensor
+
+
 def linear_logprob_entropy(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     target_T: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     workspace_bytes: int = 256 << 20,
     entropy_grad: bool = False,
+    *,
+    sequence_rows: Tensor | None = None,
+    implementation: Implementation = "auto",
+    checks: bool | None = None,
 ) -> HeadOutput:
     """Log-probability of ``target_T`` and entropy under ``softmax(hidden @ weight.T / temperature)``.
 
+    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed again.
+
     Args:
         hidden_TH: (T, H) hidden states, the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
-        weight_VH: (V, H) this rank's rows of the output embedding; rank r holds rows ``[r * V, (r + 1) * V)``.
+        weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden states; rank r holds
+            rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place where Megatron's
+            DDP provides that (``weight_gradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
-        temperature: divides the logits first; > 0.
+        temperature: divides the logits first; > 0. A number, or one per token, (T,).
         vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
         process_group: the tensor-parallel group; None for an unsharded weight.
-        workspace_bytes: upper bound of the memory for a block's logits.
+        workspace_bytes: upper bound of the memory for tiles, down to tiles of 16 tokens times 128 columns.
         entropy_grad: let gradients flow through the entropy (off: it is a constant).
+        sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of the tokens (as many on
+            every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks of the group: the
+            same on every rank, each in ``[0, ranks * L)``. They are gathered, and their gradients scattered, while
+            other tokens are computed.
+        implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
+        checks: look for NaN, infinities and target ids out of range. On a GPU this makes the host wait for the device,
+            so that the default is on for the CPU only.
 
     Returns:
         ``HeadOutput``; ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``. The gradient of the hidden
-        states is summed over the group, so that every rank gets the full one.
+        states is summed over the group: every rank gets that of all the hidden states it gave.
 
     Raises:
-        ValueError: shapes, temperature, vocabulary size or target ids are out of range.
+        ValueError: shapes, formats, temperature, vocabulary size, row or target ids are out of range, or the
+            implementation cannot run here.
+        NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite; the message has their tokens.
     """
-    shard = _Shard.of(weight_VH, vocab_size, process_group)
-    _check(hidden_TH, weight_VH, target_T, temperature, shard)
-    logprob_T, entropy_T = _LinearLogprobEntropy.apply(
-        hidden_TH, weight_VH, target_T, float(temperature), shard, workspace_bytes, entropy_grad
-    )
+    hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
+    call = _Call.of(
+        hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
+        implementation, checks,
+    )  # fmt: skip
+    logprob_T, entropy_T = _LinearLogprobEntropy.apply(hidden_TH, weight_VH, call, entropy_grad)
     return HeadOutput(logprob_T, entropy_T if entropy_grad else entropy_T.detach())
 
 
-class _Shard(NamedTuple):
-    """Where this rank's vocabulary rows stand."""
+def linear_token_loss(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    token_loss: TokenLoss,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    workspace_bytes: int = 256 << 20,
+    *,
+    sequence_rows: Tensor | None = None,
+    implementation: Implementation = "auto",
+    checks: bool | None = None,
+    recompute: bool | None = None,
+    grad_scale: float = 1.0,
+) -> TokenLossOutput:
+    """Sum of ``token_loss`` over the tokens, with the gradients formed in the forward pass, block by block.
 
-    group: dist.ProcessGroup | None
-    first: int
-    true_rows: int
-    vocab_size: int
+    Because a token's loss depends on nothing but its own log-probability, a block's gradients can be made while its
+    logits are still there: three products (6 T H V) instead of four. The backward pass only hands them on.
+
+    Args:
+        token_loss: ``token_loss(logprob_B, rows)`` returns the loss terms (B,) of the tokens at ``rows`` of the call (a
+            slice, or with ``sequence_rows`` an index tensor), already divided by the global denominators. Elementwise:
+            term b depends on log-probability b only. Called once per block, on every rank of the group.
+        recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole logits in the
+            workspace would be too small for fast products. The result is the same.
+        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). It is needed in the
+            forward pass only where the gradient of the weight goes to ``weight_VH.main_grad`` in place; the backward
+            pass checks it. One forward pass under ``torch.enable_grad`` then adds to ``main_grad`` once, whether or not
+            a backward pass follows.
+
+    The other arguments, and errors, are those of ``linear_logprob_entropy``.
+    """
+    hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
+    call = _Call.of(
+        hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
+        implementation, checks,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
+        return TokenLossOutput(*_LinearTokenLoss.apply(hidden_TH, weight_VH, call, token_loss, recompute, grad_scale))
+    stats = call.statistics(hidden_TH, weight_VH)
+    value, _ = loss_and_slope(token_loss, stats.logprob_N, slice(0, target_T.numel()))
+    return TokenLossOutput(value, stats.logprob_N, stats.entropy_N)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that are not differentiated; (T,) tensors in the caller's order."""
+
+    target_T: Tensor
+    scale_T: Tensor | None
+    sequence_rows: Tensor | None
+    process_group: dist.ProcessGroup | None
+    shard: VocabularyShard
+    precision: Precision
+    kernels: Kernels
+    workspace_bytes: int
+    checks: bool
 
     @classmethod
-    def of(cls, weight_VH: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> _Shard:
-        size = group.size() if group is not None else 1
-        rank = group.rank() if group is not None else 0
-        rows = weight_VH.shape[0]
-        total = rows * size if vocab_size is None else vocab_size
-        if not 0 < total <= rows * size:
-            raise ValueError(f"vocab_size must be in [1, shard rows * group size]: got {total}, {rows} * {size}")
-        true_rows = min(max(total - rank * rows, 0), rows)
-        return cls(group if size > 1 else None, rank * rows, true_rows, total)
+    def of(
+        cls,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        target_T: Tensor,
+        temperature: float | Tensor,
+        vocab_size: int | None,
+        process_group: dist.ProcessGroup | None,
+        workspace_bytes: int,
+        sequence_rows: Tensor | None,
+        implementation: Implementation,
+        checks: bool | None,
+    ) -> _Call:
+        shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
+        checks = hidden_TH.device.type == "cpu" if checks is None else checks
+        check_call(hidden_TH, weight_VH, target_T, temperature, sequence_rows, workspace_bytes, shard, checks)
+        precision = Precision.of(hidden_TH.dtype, hidden_TH.device)
+        return cls(
+            target_T=target_T,
+            scale_T=_scale(temperature, target_T, precision.compute),
+            sequence_rows=sequence_rows,
+            process_group=process_group,
+            shard=shard,
+            precision=precision,
+            kernels=choose_kernels(implementation, precision.compute, hidden_TH.device),
+            workspace_bytes=workspace_bytes,
+            checks=checks,
+        )
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(tensor, op=op, group=self.group)
-        return tensor
+    def head(
+        self, hidden_TH: Tensor, weight_VH: Tensor, *, gradients: bool, one_pass: bool | None = False
+    ) -> LinearHead:
+        """The operands cut into tiles.
 
+        Args:
+            one_pass: keep the logits of a block; None: if that leaves blocks large enough.
+        """
+        plan = self._plan(hidden_TH, weight_VH.shape[0], gradients=gradients, one_pass=one_pass)
+        rows = self._rows(hidden_TH, plan.tokens)
+        check = None
+        if self.checks:
+            check = lambda block: check_finite_hidden(block, rows.order_N)  # noqa: E731
+        return LinearHead(
+            weight_VH=weight_VH,
+            rows=rows,
+            target_N=self.shard.local(_ordered(self.target_T, rows)),
+            scale_N=None if self.scale_T is None else _ordered(self.scale_T, rows),
+            shard=self.shard,
+            precision=self.precision,
+            kernels=self.kernels,
+            plan=plan,
+            check=check,
+        )
 
-def _check(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, temperature: float, shard: _Shard) -> None:
-    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
-        raise ValueError(f"expected hidden (T, H) and weight (V, H), got {hidden_TH.shape} and {weight_VH.shape}")
-    if target_T.shape != hidden_TH.shape[:1]:
-        raise ValueError(f"expected one target per token: {hidden_TH.shape[0]} tokens, targets {tuple(target_T.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}")
-    if target_T.numel() and not target_T.is_cuda:  # on a GPU this check would stall the stream
-        low, high = int(target_T.min()), int(target_T.max())
-        if low < 0 or high >= shard.vocab_size:
-            raise ValueError(f"target ids must be in [0, {shard.vocab_size}), got {low}..{high}")
+    def _plan(self, hidden_TH: Tensor, weight_rows: int, *, gradients: bool, one_pass: bool | None) -> TilePlan:
+        costs = tile_costs(
+            hidden_TH.shape[1], hidden_TH.dtype.itemsize, self.precision, self.kernels,
+            gradients=gradients, sharded=self.sequence_rows is not None,
+        )  # fmt: skip
+        size = (self.target_T.numel(), weight_rows, costs, self.workspace_bytes, hidden_TH.device.type)
+        if one_pass is False:
+            return tile_plan(*size)
+        return one_pass_plan(*size, force=one_pass is True) or tile_plan(*size)
 
+    def _rows(self, hidden_TH: Tensor, tokens: int) -> Rows:
+        if self.sequence_rows is None:
+            return ReplicatedRows(hidden_TH, self.shard, tokens)
+        return SequenceShardedRows(hidden_TH, self.sequence_rows, self.process_group, tokens)
 
-def _block_logits(hidden_BH: Tensor, weight_VH: Tensor, temperature: float, shard: _Shard) -> Tensor:
-    """(B, V) tempered logits in at least fp32; padding rows are -inf."""
-    logits_BV = hidden_BH @ weight_VH.t()
-    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
-    if shard.true_rows < weight_VH.shape[0]:
-        logits_BV[:, shard.true_rows :] = float("-inf")
-    return logits_BV
+    def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
+        """In the caller's order."""
+        head = self.head(hidden_TH, weight_VH, gradients=False)
+        return self._checked(_restored(statistics(head), head.rows))
 
+    def statistics_and_gradients(
+        self, hidden_TH: Tensor, weight_VH: Tensor, token_loss: TokenLoss, recompute: bool | None, grad_scale: float
+    ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:
+        """Value of the loss, statistics, gradient of the hidden states, gradient of the weight."""
+        one_pass = None if recompute is None else not recompute
+        head = self.head(hidden_TH, weight_VH, gradients=True, one_pass=one_pass)
+        weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
+        scale = grad_scale if weight_gradient is not None and weight_gradient.in_main_grad else 1.0
+        values: list[Tensor] = []
 
-def _local_targets(target_B: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
-    """Row index of each target in this shard (0 where it lives elsewhere) and whether it lives here."""
-    local_B = target_B - shard.first
-    here_B = (local_B >= 0) & (local_B < rows)
-    return local_B.masked_fill(~here_B, 0), here_B
+        def coefficients(rows: slice, stats: TokenStatistics) -> tuple[Tensor, None]:
+            value, slope_B = loss_and_slope(token_loss, stats.logprob_N, _caller_rows(head.rows, rows))
+            values.append(value)
+            return slope_B.to(self.precision.compute) * scale, None
+
+        stats, grad_hidden_TH = statistics_and_gradients(head, coefficients, weight_gradient)
+        value = torch.stack(values).sum() if values else stats.logprob_N.sum()
+        return value, self._checked(_restored(stats, head.rows)), grad_hidden_TH, weight_gradient
+
+    def gradients(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        stats: TokenStatistics,
+        grad_logprob_T: Tensor,
+        grad_entropy_T: Tensor | None,
+    ) -> tuple[Tensor, WeightGradient | None]:
+        """Gradients of the hidden states and of the weight from those of the outputs."""
+        head = self.head(hidden_TH, weight_VH, gradients=True)
+        weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
+        ordered = TokenStatistics(*(_ordered(value, head.rows) for value in stats))
+        slope_N = _ordered(grad_logprob_T, head.rows)
+        entropy_slope_N = None if grad_entropy_T is None else _ordered(grad_entropy_T, head.rows)
+
+        def coefficients(rows: slice, _: TokenStatistics) -> tuple[Tensor, Tensor | None]:
+            return slope_N[rows], None if entropy_slope_N is None else entropy_slope_N[rows]
+
+        return gradients(head, ordered, coefficients, weight_gradient), weight_gradient
+
+    def _checked(self, stats: TokenStatistics) -> TokenStatistics:
+        if self.checks:
+            check_finite_statistics(stats)
+        return stats
 
 
 class _LinearLogprobEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, target_T, temperature, shard, workspace_bytes, entropy_grad):
-        dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-        logprob_T, entropy_T, log_z_T = (hidden_TH.new_empty(hidden_TH.shape[0], dtype=dtype) for _ in range(3))
-        block = max(1, workspace_bytes // (_FP32_BYTES * _LOGIT_COPIES * weight_VH.shape[0]))
-        for start in range(0, hidden_TH.shape[0], block):
-            rows = slice(start, start + block)
-            logits_BV = _block_logits(hidden_TH[rows], weight_VH, temperature, shard)
-            logprob_T[rows], entropy_T[rows], log_z_T[rows] = _statistics(logits_BV, target_T[rows], shard)
-        ctx.save_for_backward(hidden_TH, weight_VH, target_T, log_z_T, entropy_T)
-        ctx.settings = (temperature, shard, block, entropy_grad)
-        return logprob_T, entropy_T
+    def forward(ctx, hidden_TH: Tensor, weight_VH: Tensor, call: _Call, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        stats = call.statistics(hidden_TH, weight_VH)
+        ctx.save_for_backward(hidden_TH, weight_VH, *stats)
+        ctx.call, ctx.entropy_grad = call, entropy_grad
+        return stats.logprob_N, stats.entropy_N
 
     @staticmethod
-    def backward(ctx, grad_logprob_T, grad_entropy_T):
-        hidden_TH, weight_VH, target_T, log_z_T, entropy_T = ctx.saved_tensors
-        temperature, shard, block, entropy_grad = ctx.settings
-        grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=log_z_T.dtype)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_z_T.dtype)
-        for start in range(0, hidden_TH.shape[0], block):
-            rows = slice(start, start + block)
-            logits_BV = _block_logits(hidden_TH[rows], weight_VH, temperature, shard)
-            grad_BV = _grad_logits(
-                logits_BV, target_T[rows], log_z_T[rows], entropy_T[rows], grad_logprob_T[rows],
-                grad_entropy_T[rows] if entropy_grad else None, shard,
-            ).div_(temperature).to(hidden_TH.dtype)  # fmt: skip
-            grad_hidden_TH[rows] = grad_BV @ weight_VH
-            grad_weight_VH += grad_BV.t() @ hidden_TH[rows]
-        shard.all_reduce(grad_hidden_TH)
-        return grad_hidden_TH.to(hidden_TH.dtype), grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
+    def backward(ctx, grad_logprob_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, *stats = ctx.saved_tensors
+        grad_hidden_TH, weight_gradient = ctx.call.gradients(
+            hidden_TH, weight_VH, TokenStatistics(*stats), grad_logprob_T, grad_entropy_T if ctx.entropy_grad else None
+        )
+        return grad_hidden_TH, None if weight_gradient is None else weight_gradient.for_autograd(), None, None
 
 
-def _statistics(logits_BV: Tensor, target_B: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and log-partition of each row; clamped to logprob <= 0 <= entropy <= ln(vocab_size)."""
-    max_B = shard.all_reduce(logits_BV.amax(-1), dist.ReduceOp.MAX)
-    shifted_BV = logits_BV.sub_(max_B[:, None])
-    local_B, here_B = _local_targets(target_B, shard, logits_BV.shape[1])
-    target_logit_B = shifted_BV.gather(1, local_B[:, None])[:, 0].masked_fill(~here_B, 0.0)
-    exp_BV = shifted_BV.exp()
-    total_B = exp_BV.sum(-1)
-    # a padding row has exponential 0 and logit -inf: the clamp makes their product 0 instead of NaN
-    weighted_B = exp_BV.mul_(shifted_BV.clamp_min_(torch.finfo(shifted_BV.dtype).min)).sum(-1)
-    target_logit_B, total_B, weighted_B = shard.all_reduce(torch.stack([target_logit_B, total_B, weighted_B]))
-    log_total_B = total_B.log()
-    entropy_B = (log_total_B - weighted_B / total_B).clamp_(0.0, torch.tensor(float(shard.vocab_size)).log().item())
-    return (target_logit_B - log_total_B).clamp_max_(0.0), entropy_B, max_B + log_total_B
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        call: _Call,
+        token_loss: TokenLoss,
+        recompute: bool | None,
+        grad_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        value, stats, grad_hidden_TH, weight_gradient = call.statistics_and_gradients(
+            hidden_TH, weight_VH, token_loss, recompute, grad_scale
+        )
+        in_place = weight_gradient is not None and weight_gradient.in_main_grad
+        own_VH = None if weight_gradient is None or in_place else weight_gradient.for_autograd()
+        ctx.save_for_backward(grad_hidden_TH, own_VH)
+        ctx.weight_gradient, ctx.grad_scale = (weight_gradient if in_place else None), grad_scale
+        ctx.mark_non_differentiable(stats.logprob_N, stats.entropy_N)
+        return value, stats.logprob_N, stats.entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_value: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden_TH, own_VH = ctx.saved_tensors
+        if ctx.weight_gradient is not None:
+            _expect_scale(grad_value, ctx.grad_scale)
+            grad_value = grad_value / ctx.grad_scale
+            own_VH = ctx.weight_gradient.for_autograd()
+        elif own_VH is not None:
+            own_VH = _times(own_VH, grad_value)
+        return _times(grad_hidden_TH, grad_value), own_VH, None, None, None, None
 
 
-def _grad_logits(
-    logits_BV: Tensor,
-    target_B: Tensor,
-    log_z_B: Tensor,
-    entropy_B: Tensor,
-    grad_logprob_B: Tensor,
-    grad_entropy_B: Tensor | None,
-    shard: _Shard,
-) -> Tensor:
-    """d loss / d tempered logits: ``g (onehot - p)``, and ``-g_H p (log p + H)`` with a differentiable entropy."""
-    log_p_BV = logits_BV.sub_(log_z_B[:, None])
-    p_BV = log_p_BV.exp()
-    grad_BV = -grad_logprob_B[:, None] * p_BV
-    local_B, here_B = _local_targets(target_B, shard, logits_BV.shape[1])
-    grad_BV.scatter_add_(1, local_B[:, None], (grad_logprob_B * here_B)[:, None])
-    if grad_entropy_B is not None:
-        log_p_BV = log_p_BV.clamp_min_(torch.finfo(log_p_BV.dtype).min)
-        grad_BV -= grad_entropy_B[:, None] * p_BV * (log_p_BV + entropy_B[:, None])
-    return grad_BV
+def _times(grad: Tensor, factor: Tensor) -> Tensor:
+    """The product, without a copy where the host can see that the factor is 1."""
+    return grad if not factor.is_cuda and float(factor) == 1.0 else grad * factor
+
+
+def _expect_scale(grad_value: Tensor, scale: float) -> None:
+    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more.
+
+    Raises:
+        ValueError: another gradient arrives than was announced (CPU; a device-side assertion on CUDA, without a wait).
+    """
+    if grad_value.is_cuda:
+        torch._assert_async(grad_value == scale)
+    elif float(grad_value) != scale:
+        raise ValueError(
+            "linear_token_loss added the gradient of the weight to main_grad in its forward pass, for "
+            f"grad_scale = {scale}; the backward pass brings {float(grad_value)}: pass that as grad_scale"
+        )
+
+
+def _without_lone_shard(
+    hidden_TH: Tensor, sequence_rows: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor | None]:
+    """Where one rank holds the whole sequence, its wanted rows are taken at once."""
+    if sequence_rows is None or (group is not None and group.size() > 1):
+        return hidden_TH, sequence_rows
+    return hidden_TH[sequence_rows], None
+
+
+def _scale(temperature: float | Tensor, target_T: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """(T,) what the logits are multiplied with; None for 1."""
+    if isinstance(temperature, Tensor):
+        return temperature.to(target_T.device, dtype).expand_as(target_T).reciprocal()
+    if temperature == 1.0:
+        return None
+    return torch.full(target_T.shape, 1.0 / temperature, dtype=dtype, device=target_T.device)
+
+
+def _ordered(values_T: Tensor, rows: Rows) -> Tensor:
+    """In the order of processing."""
+    return values_T if rows.order_N is None else values_T[rows.order_N]
+
+
+def _restored(stats: TokenStatistics, rows: Rows) -> TokenStatistics:
+    """In the caller's order."""
+    if rows.order_N is None:
+        return stats
+    return TokenStatistics(*(torch.empty_like(value).index_copy_(0, rows.order_N, value) for value in stats))
+
+
+def _caller_rows(rows: Rows, block: slice) -> slice | Tensor:
+    return block if rows.order_N is None else rows.order_N[block]

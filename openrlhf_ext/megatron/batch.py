@@ -1,12 +1,15 @@
-"""Sequences as the policy sees them: whole token rows and the positions whose hidden states predict response tokens.
+"""Sequences as the policy sees them: token rows, the positions whose hidden states predict response tokens, and which
+rows are computed together.
 
 Shape suffixes: B = sequences, S = tokens of a sequence (prompt and response), T = response tokens.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +44,10 @@ class SequenceBatch:
         width = max(int(lengths_B.max()), 2) if len(index) else 2
         return SequenceBatch(self.tokens_BS[index, :width], lengths_B, self.predict_BT[index], self.mask_BT[index])
 
+    def to(self, device: torch.device | str) -> SequenceBatch:
+        """A copy with all tensors on ``device``."""
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)})
+
     @classmethod
     def padding_row(cls, response_width: int) -> SequenceBatch:
         """One row without response tokens: what a data-parallel rank runs when it got no sequence of its own."""
@@ -72,17 +79,59 @@ def sequence_batch(sequences: Sequence[Tensor], action_masks: Sequence[Tensor]) 
     return SequenceBatch(tokens_BS, torch.tensor([len(s) for s in sequences]), predict_BT, mask_BT)
 
 
-def micro_batches(lengths_B: Tensor, micro_batch_size: int) -> list[list[int]]:
-    """Row indices of each micro-batch: similar lengths together, so that little padding is computed."""
-    order = torch.argsort(lengths_B, descending=True, stable=True).tolist()
-    return [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
+# ---- which rows are computed together ------------------------------------------------------------------------------
 
 
-def balance_rows(lengths_B: Tensor, parts: int) -> list[list[int]]:
-    """Deals rows to ``parts`` data-parallel ranks, longest first and back and forth, so that token counts are close."""
-    order = torch.argsort(lengths_B, descending=True, stable=True).tolist()
-    dealt: list[list[int]] = [[] for _ in range(parts)]
-    for i, row in enumerate(order):
-        turn, place = divmod(i, parts)
-        dealt[place if turn % 2 == 0 else parts - 1 - place].append(row)
-    return [sorted(part) for part in dealt]
+def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
+    """Relative computing time of each sequence: ``length * (1 + length / attention_length)``.
+
+    Args:
+        attention_length: tokens of a sequence at which attention (quadratic) takes as long as everything else
+            (linear); see ``ModelShape.attention_length``. Infinite: tokens alone count.
+    """
+    return [length * (1.0 + length / attention_length) for length in lengths]
+
+
+def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.inf) -> list[list[int]]:
+    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty.
+
+    The longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham
+    1969), and near it when rows are many. Rows of a part are in ascending order.
+    """
+    costs = sequence_costs(lengths_B.tolist(), attention_length)
+    return _deal(costs, [0] * len(costs), 1, parts)
+
+
+def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
+    """Row indices of each micro-batch: as few as the capacity allows, of about equal cost, the costliest first.
+
+    Args:
+        costs: relative computing time of each row, > 0.
+        sizes: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows).
+        capacity: of a micro-batch; a row larger than that gets a micro-batch of its own.
+        at_least: how many micro-batches to make even if fewer would do; empty ones when there are not enough rows.
+    """
+    count = max(at_least, -(-sum(sizes) // capacity))
+    while (bins := _deal(costs, sizes, capacity, count)) is None:
+        count += 1
+    return sorted(bins, key=lambda rows: -sum(costs[row] for row in rows))
+
+
+def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
+    """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled, smallest = [0] * count, min(sizes, default=0)
+    cheapest = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin), without the bins that are full
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        too_full = []
+        while cheapest and bins[cheapest[0][1]] and filled[cheapest[0][1]] + sizes[row] > capacity:
+            too_full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        load, chosen = heapq.heappop(cheapest)
+        bins[chosen].append(row)
+        filled[chosen] += sizes[row]
+        for entry in [*too_full, (load + costs[row], chosen)]:
+            if filled[entry[1]] + smallest <= capacity:
+                heapq.heappush(cheapest, entry)
+    return [sorted(rows) for rows in bins]

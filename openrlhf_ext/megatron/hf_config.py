@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,18 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    value_head: str | None = None  # a critic: HF name of the value head that replaces the vocabulary projection
+
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sequence at which causal attention costs as many operations as the layer's matrix products.
+
+        Per token and layer: 2 operations for each weight; 2 * 2 * (length / 2) * heads * head_dim for scores and
+        weighted values, half of the sequence being visible on average.
+        """
+        width = self.num_heads * self.head_dim
+        weights = self.hidden_size * (2 * width + 2 * self.num_kv_heads * self.head_dim + 3 * self.ffn_hidden_size)
+        return weights / width
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Vocabulary rounded up to a multiple of the tensor-parallel size."""
@@ -72,6 +84,17 @@ def read_model_shape(model_path: str | Path) -> ModelShape:
     )
 
 
+def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
+    """The checkpoint's decoder with a value head, as a critic builds it; embeddings have nothing to be tied to.
+
+    Args:
+        value_head: HF name of the value head; an entry ``value_head_prefix`` of ``config.json`` wins.
+    """
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    prefix = config.get("value_head_prefix", value_head)
+    return replace(read_model_shape(model_path), tied_embeddings=False, value_head=prefix)
+
+
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4)."""
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -93,6 +116,8 @@ def _problems(config: dict[str, Any]):
             yield f"llama3 rotary scaling is built for {_LLAMA3_ROPE}, got {wrong}"
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
+    if config.get("quantization_config"):
+        yield "quantization_config is not supported: only fp32, bf16 and fp16 weights are loaded"
     if config.get("use_sliding_window"):
         yield "use_sliding_window is not supported: set it to false in config.json"
     if config.get("model_type") == "llama" and (config.get("attention_bias") or config.get("mlp_bias")):

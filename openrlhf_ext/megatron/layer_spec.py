@@ -4,18 +4,20 @@ Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's
 and the weight map are the same with and without it.
 They lift three limits of megatron-core 0.16.1's own local spec:
 ``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materialises
-the scores, and the final norm cannot be chosen by a plain layer spec.
+the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
+final norm cannot be chosen by a plain layer spec.
 
-Shape suffixes: S = sequence, B = micro-batch, N = heads, D = head dimension.
+Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-value heads, D = head dimension.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -27,6 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from openrlhf_ext.megatron.context_parallel import causal_attention, context_parallel_attention
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,40 +73,61 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         )  # fmt: skip
 
 
-class CausalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention, grouped-query heads included; sequences are padded on the right.
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a pack, for attention on the host and on the device.
 
-    Right padding needs no mask: a real position never attends to a later one, and what padding positions compute is
-    never read.
+    Attributes:
+        slots: length of each sequence's slot; at hand on the host, because reading it from the device stalls.
+        boundaries: (sequences + 1,) int32 where the slots begin and end, on the device that computes.
+    """
+
+    slots: tuple[int, ...] = ()
+    boundaries: Tensor | None = None
+
+
+class CausalAttention(torch.nn.Module):
+    """Causal scaled-dot-product attention inside every sequence of a pack, grouped-query heads included.
+
+    Sequences are attended to one at a time, so that no memory of the order of the pack's length squared is needed. On a
+    GPU in half precision torch's variable-length flash attention takes the whole pack at once.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, **_,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, pg_collection=None, **_,
     ) -> None:  # fmt: skip
         super().__init__()
-        if config.context_parallel_size != 1:
-            raise NotImplementedError(
-                "context parallelism needs TransformerEngine's attention; set context_parallel_size 1"
-            )
+        if (attention_dropout or config.attention_dropout) != 0.0:
+            raise ValueError(f"attention dropout is not built: got {attention_dropout or config.attention_dropout}")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.cp_group = pg_collection.cp
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return {}
 
     def forward(
-        self, query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor, attention_mask=None, attn_mask_type=None,
-        attention_bias=None, packed_seq_params=None,
+        self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, attention_mask=None, attn_mask_type=None,
+        attention_bias=None, packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:  # fmt: skip
-        if attention_mask is not None or packed_seq_params is not None:
-            raise ValueError("CausalAttention takes right-padded sequences without a mask or packing")
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_SBND, value_SBND))
-        out_BNSD = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=q.shape[1] != k.shape[1],
+        if attention_mask is not None or packed_seq_params is None:
+            raise ValueError("CausalAttention takes packed sequences and no mask")
+        slots = packed_seq_params.slots
+        if self.cp_group.size() > 1:
+            return context_parallel_attention(query_LND, key_LKD, value_LKD, slots, self.scale, self.cp_group)
+        if query_LND.is_cuda and query_LND.dtype in (torch.bfloat16, torch.float16):
+            return self._varlen(query_LND, key_LKD, value_LKD, packed_seq_params)
+        parts = zip(*(t.split(slots) for t in (query_LND, key_LKD, value_LKD)), strict=True)
+        return torch.cat([causal_attention(q, k, v, self.scale) for q, k, v in parts])
+
+    def _varlen(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, pack: PackedSequences) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = pack.max_seqlen_q
+        return varlen_attn(
+            query_LND, key_LKD, value_LKD, pack.boundaries, pack.boundaries, longest, longest, scale=self.scale,
+            window_size=(-1, 0), enable_gqa=query_LND.shape[1] != key_LKD.shape[1],
         )  # fmt: skip
-        return out_BNSD.permute(2, 0, 1, 3).flatten(2).contiguous()
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -128,7 +153,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     )  # fmt: skip
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
-    layers = [layer_spec(config)] * get_num_layers_to_build(config)
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this (virtual) pipeline stage and the final norm."""
+    layers = [layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

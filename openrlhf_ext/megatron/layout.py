@@ -20,8 +20,13 @@ class ParallelLayout:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     sequence_parallel: bool = False
+    virtual_pipeline_size: int = 1  # model chunks per pipeline stage (interleaved schedule)
 
     def __post_init__(self) -> None:
+        if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_size needs pipeline_parallel_size > 1: got {self.virtual_pipeline_size} and 1"
+            )
         if self.world_size % self.model_parallel_size:
             raise ValueError(
                 "tensor_parallel_size * pipeline_parallel_size * context_parallel_size must divide the ranks: "

@@ -22,6 +22,8 @@ from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, Generation
 from openrlhf_ext.rollout.in_process import InProcessEngine
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.seeding import RequestSeeds
+from openrlhf_ext.rollout.token_versions import ResponseRecorder, TokenVersions, count_tokens
+from openrlhf_ext.rollout.weight_sync.base import Link
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
 _ANSWER_S = 5.0
@@ -81,6 +83,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._num_sequences = 0
         self._last_finished = time.monotonic()
         self._weight_version = 0
+        self._versions = TokenVersions()
         self._weight_error: str | None = None
         self._updating = asyncio.Lock()
         self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process)
@@ -92,6 +95,9 @@ class RolloutEngine(compat.RolloutRayActor):
     ) -> vllm.RequestOutput:
         """One request, as agent executors make it.
 
+        Returns:
+            vLLM's output; each completion has ``weight_versions``, see `token_versions`.
+
         Raises:
             GenerationTimeout: it did not finish within the engine's `request_timeout_s`.
             InvalidWeights: the weights are, or became meanwhile, those of an incomplete update.
@@ -99,8 +105,10 @@ class RolloutEngine(compat.RolloutRayActor):
         """
         self._require_valid_weights()
         params = self._effective_params(prompt_token_ids, sampling_params)
+        begun_with = self._weight_version
         with self._generating.running():
             output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
+        self._note_versions(output, begun_with)
         self._require_valid_weights()
         self._last_finished = time.monotonic()
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
@@ -115,10 +123,29 @@ class RolloutEngine(compat.RolloutRayActor):
             params.seed = self._seeds.next_seed(prompt_token_ids)
         return params
 
-    async def generate_responses(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """N graded responses to one prompt; see OpenRLHF's actor."""
+    def _note_versions(self, output: vllm.RequestOutput, begun_with: int) -> None:
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        spans = self._versions.take(output.request_id, begun_with, max(lengths, default=0))
+        for completion, length in zip(output.outputs, lengths, strict=True):
+            # of several completions of one request only the oldest possible version is known
+            completion.weight_versions = spans if len(lengths) == 1 else [(begun_with, 0, length)]
+
+    async def generate_responses(
+        self, prompt: str, label: Any, sampling_params: SamplingParams, max_length: int, hf_tokenizer: Any,
+        num_samples: int = 1, images: Any = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """N graded responses to one prompt, as OpenRLHF's actor makes them, and which weights gave each token."""
+
+        async def respond() -> dict[str, Any]:
+            recorder = ResponseRecorder(self)
+            response = await self.executor.execute(
+                prompt=prompt, label=label, sampling_params=sampling_params, max_length=max_length,
+                hf_tokenizer=hf_tokenizer, llm_engine=recorder, images=images,
+            )  # fmt: skip
+            return recorder.annotate(response)
+
         with self._responding.running():
-            return await super().generate_responses(*args, **kwargs)
+            return await asyncio.gather(*(respond() for _ in range(num_samples)))
 
     async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
         try:
@@ -142,18 +169,17 @@ class RolloutEngine(compat.RolloutRayActor):
 
     # ---- weights
 
-    async def connect_weight_sync(
-        self, plan: BucketPlan, address: str, port: int, rank_offset: int, world_size: int, timeout_s: float
-    ) -> None:
-        """Let this engine's workers join the sender's group as ranks `rank_offset`, `rank_offset` + 1, ..."""
-        await self.llm.collective_rpc(
-            "connect_weight_receiver", args=(plan.to_wire(), address, port, rank_offset, world_size, timeout_s)
-        )
+    async def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
+        """Let this engine's workers join the sender's group."""
+        await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), link.to_wire()))
 
-    async def receive_weights(self, version: int) -> None:
+    async def receive_weights(self, version: int) -> float:
         """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
 
         Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values.
+
+        Returns:
+            Seconds that the slowest worker spent loading.
 
         Raises:
             WeightSyncError: the update did not complete; until one does, generation is refused.
@@ -163,7 +189,7 @@ class RolloutEngine(compat.RolloutRayActor):
             was_paused = await self.llm.is_paused()
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
-                await self._load(version)
+                return await self._load(version)
             except Exception as error:
                 self._weight_error = f"update to version {version} failed: {error}"
                 raise
@@ -171,13 +197,28 @@ class RolloutEngine(compat.RolloutRayActor):
                 if not was_paused:
                     await self.llm.resume_generation()
 
-    async def _load(self, version: int) -> None:
-        await self.llm.collective_rpc("replace_weights", args=(version,))
+    async def _load(self, version: int) -> float:
+        load_s = await self.llm.collective_rpc("replace_weights", args=(version,))
         await self.reset_prefix_cache()
-        self._weight_version = version
+        await self._change_version(version)
         self._weight_error = None
         if self._seeds is not None:
             self._seeds.start_version(version)
+        return max(load_s)
+
+    async def _change_version(self, version: int) -> None:
+        """Everything sampled so far came from the old weights; the engine stands still, so the counts are final.
+
+        (An engine in another process has by now answered two calls, behind the tokens it sampled before.)
+        """
+        if isinstance(self.llm, InProcessEngine):
+            tokens = await self.llm.count_tokens()
+        else:
+            tokens = count_tokens(self.llm.output_processor)
+        self._weight_version = version
+        if self._generating.count == 0:
+            self._versions.forget_all()
+        self._versions.change(version, tokens)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached keys and values, those of unfinished requests included (they are computed again)."""
@@ -211,6 +252,11 @@ class RolloutEngine(compat.RolloutRayActor):
             raise InvalidWeights(f"this engine must not be sampled from: {self._weight_error}")
 
     # ---- what the controller asks
+
+    async def forget_requests(self) -> None:
+        """An evaluation is over: seeds of the rollouts that follow do not depend on whether there was one."""
+        if self._seeds is not None:
+            self._seeds.forget_requests()
 
     async def rollout_stats(self) -> dict[str, Any]:
         """Counts since the last call.

@@ -22,6 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 
 from openrlhf_ext.rollout.errors import EngineDied
+from openrlhf_ext.rollout.token_versions import count_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,10 @@ class InProcessEngine:
             del self._outputs[request_id]
             if not finished.done():
                 self._commands.put(_Command(lambda: self._engine.abort_request([request_id])))
+
+    async def count_tokens(self) -> dict[str, int]:
+        """Tokens so far of every unfinished request, by the id it was made with."""
+        return await self._call(lambda: count_tokens(self._engine.output_processor))
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -14,10 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf_ext import compat
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.errors import EngineStartError
+from openrlhf_ext.rollout.fleet import EngineFleet
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _CPU_BATCHED_TOKENS = 4096
 _CPU_SEQUENCES = 256
+_SHARE = 0.2
+"""Part of a shared bundle that an engine's worker takes, as in OpenRLHF."""
 
 
 def create_rollout_engines(
@@ -43,9 +46,10 @@ def create_rollout_engines(
     trust_remote_code: bool = False,
     use_gpu: bool | None = None,
     shared_placement_group: PlacementGroup | None = None,
+    shared_bundles: Sequence[int] | None = None,
     cpus_per_engine: float = 1.0,
     cpu_threads: int = 1,
-) -> list[Any]:
+) -> EngineFleet:
     """Start engines and return their handles at once; `wait_until_ready` waits for them.
 
     Args:
@@ -65,7 +69,9 @@ def create_rollout_engines(
         full_determinism: as OpenRLHF's `--train.full_determinism_enable`.
         trust_remote_code: run Python code found in the checkpoint.
         use_gpu: None: whether the Ray cluster has any.
-        shared_placement_group: colocated mode: the policy's bundles, of which engines take a fifth of each GPU.
+        shared_placement_group: colocated mode: the policy's bundles, of which engines take a fifth of each.
+        shared_bundles: the bundles of `shared_placement_group` in the order in which workers take them, those of an
+            engine next to each other; None: sorted by node.
         cpus_per_engine: Ray CPUs per engine where there is no GPU.
         cpu_threads: OpenMP threads per worker where there is no GPU.
 
@@ -97,18 +103,21 @@ def create_rollout_engines(
         engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
     if not use_gpu:
         engine_args |= _cpu_engine_args(tensor_parallel_size, max_model_len, kv_cache_mib, enable_sleep)
-        placements = _cpu_placements(num_engines, cpus_per_engine)
+        placements = _cpu_placements(
+            num_engines, tensor_parallel_size, cpus_per_engine, shared_placement_group, shared_bundles
+        )
     else:
         engine_args |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
-        placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group)
+        placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
     actor_class = ray.remote(RolloutEngine)
     environment = engine_env(use_gpu=use_gpu, model_path=model_path, cpu_threads=cpu_threads)
-    return [
-        actor_class.options(runtime_env={"env_vars": environment}, **options).remote(
-            seed=seed + index, **engine_args, **extra
-        )
-        for index, (options, extra) in enumerate(placements)
-    ]
+
+    def start(index: int) -> Any:
+        options, extra = placements[index]
+        options = {"runtime_env": {"env_vars": environment}, **options}
+        return actor_class.options(**options).remote(seed=seed + index, **engine_args, **extra)
+
+    return EngineFleet(start, num_engines)
 
 
 def engine_env(*, use_gpu: bool, model_path: str, cpu_threads: int = 1) -> dict[str, str]:
@@ -190,7 +199,20 @@ _Placement = tuple[dict[str, Any], dict[str, Any]]
 """Ray options of an actor, and constructor arguments that depend on its place."""
 
 
-def _cpu_placements(num_engines: int, cpus_per_engine: float) -> list[_Placement]:
+def _cpu_placements(
+    num_engines: int,
+    tensor_parallel_size: int,
+    cpus_per_engine: float,
+    shared: PlacementGroup | None,
+    shared_bundles: Sequence[int] | None,
+) -> list[_Placement]:
+    if shared is not None:
+        first = _shared_order(shared, shared_bundles)[::tensor_parallel_size]
+        slots = [PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=bundle) for bundle in first]
+        return [
+            ({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0})
+            for slot in slots[:num_engines]
+        ]
     if num_engines * cpus_per_engine > _cluster_total("CPU"):
         raise EngineStartError(
             f"{num_engines} rollout engines need {num_engines * cpus_per_engine:g} CPUs, the Ray cluster has "
@@ -199,20 +221,29 @@ def _cpu_placements(num_engines: int, cpus_per_engine: float) -> list[_Placement
     return [({"num_cpus": cpus_per_engine, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
 
 
-def _gpu_placements(num_engines: int, tensor_parallel_size: int, shared: PlacementGroup | None) -> list[_Placement]:
+def _shared_order(group: PlacementGroup, bundles: Sequence[int] | None) -> list[int]:
+    return list(bundles) if bundles is not None else compat.get_bundle_indices(group, 0, group.bundle_count)
+
+
+def _gpu_placements(
+    num_engines: int,
+    tensor_parallel_size: int,
+    shared: PlacementGroup | None,
+    shared_bundles: Sequence[int] | None,
+) -> list[_Placement]:
     """OpenRLHF's placement: one bundle per worker, an engine's bundles next to each other."""
     group = shared or _pack_gpu_bundles(num_engines * tensor_parallel_size)
-    share = 0.2 if shared else 1
+    order = _shared_order(group, shared_bundles)
+    share = _SHARE if shared else 1
     actor_gpus = share if tensor_parallel_size == 1 else 0
     placements = []
     for index in range(num_engines):
-        bundles = None
-        if tensor_parallel_size > 1:
-            bundles = compat.get_bundle_indices(group, index, tensor_parallel_size)
+        mine = order[index * tensor_parallel_size : (index + 1) * tensor_parallel_size]
+        bundles = mine if tensor_parallel_size > 1 else None
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=group,
             placement_group_capture_child_tasks=True,
-            placement_group_bundle_index=bundles[0] if bundles else index,
+            placement_group_bundle_index=mine[0],
         )
         options = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
         backend = "uni" if tensor_parallel_size == 1 else "ray"

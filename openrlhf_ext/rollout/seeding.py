@@ -27,6 +27,10 @@ class RequestSeeds:
         self._version = version
         self._served.clear()
 
+    def forget_requests(self) -> None:
+        """Count requests anew under the same weights: those made so far were no rollouts of a training step."""
+        self._served.clear()
+
     def next_seed(self, prompt_token_ids: Sequence[int]) -> int:
         """Seed of the next request for this prompt, below 2**63."""
         prompt = hashlib.blake2b(struct.pack(f"<{len(prompt_token_ids)}q", *prompt_token_ids), digest_size=16).digest()

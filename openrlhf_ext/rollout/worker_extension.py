@@ -7,14 +7,15 @@ names must not clash with those of `vllm.v1.worker`; imports stay at torch and v
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.rollout.tied_head import repack_tied_heads
-from openrlhf_ext.rollout.weight_sync.base import WeightReceiver, WeightStreamAborted, WeightSyncError
-from openrlhf_ext.rollout.weight_sync.gloo import GlooWeightReceiver
+from openrlhf_ext.rollout.weight_sync import make_receiver
+from openrlhf_ext.rollout.weight_sync.base import Link, WeightReceiver, WeightStreamAborted, WeightSyncError
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
@@ -25,21 +26,16 @@ class WeightSyncExtension:
 
     _weight_receiver: WeightReceiver | None = None
 
-    def connect_weight_receiver(
-        self, plan: dict[str, Any], address: str, port: int, rank_offset: int, world_size: int, timeout_s: float
-    ) -> None:
-        """Join the sender's group as rank `rank_offset` + this worker's rank within its engine.
+    def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
+        """Join the sender's group as this worker's number within its engine says.
 
         Args:
             plan: `BucketPlan.to_wire()`.
-            address, port, world_size, timeout_s: see `GlooWeightReceiver`.
+            link: `Link.to_wire()`.
         """
         self.disconnect_weight_receiver()
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
-        rank = rank_offset + self.rank
-        self._weight_receiver = GlooWeightReceiver(
-            BucketPlan.from_wire(plan), address, port, rank, world_size, timeout_s
-        )
+        self._weight_receiver = make_receiver(BucketPlan.from_wire(plan), Link.from_wire(link), self.rank)
 
     def disconnect_weight_receiver(self) -> None:
         """Leave the group; a no-op outside of one."""
@@ -47,8 +43,8 @@ class WeightSyncExtension:
             self._weight_receiver.close()
             self._weight_receiver = None
 
-    def replace_weights(self, version: int) -> None:
-        """Receive and load a whole update.
+    def replace_weights(self, version: int) -> float:
+        """Receive and load a whole update; seconds spent loading, the rest having been spent waiting for weights.
 
         After an error the weights are a mixture of two versions: the caller must not sample until an update succeeds
         (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error the
@@ -56,6 +52,7 @@ class WeightSyncExtension:
         """
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
+        start = time.monotonic()
         try:
             self.reload_weights(weights_iterator=self._weight_receiver.receive(version))
             repack_tied_heads(self.model_runner.get_model())
@@ -64,6 +61,7 @@ class WeightSyncExtension:
                 self.disconnect_weight_receiver()
             self._recover_from_partial_reload()
             raise
+        return time.monotonic() - start - self._weight_receiver.waited_s
 
     def _recover_from_partial_reload(self) -> None:
         # A layer that has got some of its tensors would take those for part of the next update

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms import RolloutBatch, SequenceAlgorithm, get_algorithm
 from tests.algorithms import reference
 
 GARBAGE = (float("nan"), float("inf"), -1e30)
@@ -192,6 +192,7 @@ def check_against_reference(
         assert_close(float(shaped.tau), wanted["tau"], tolerance, "tau")
     check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance)
     check_selection(algorithm, shaped, new, wanted, tolerance)
+    check_terms_add_up(algorithm, shaped, new, loss.value.item(), grad, tolerance)
 
 
 def selection_is_a_near_tie(wanted: dict) -> bool:
@@ -217,6 +218,25 @@ def check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance) -> None:
     assert_close(total_grad.tolist(), grad.tolist(), tolerance, "sum of gradients")
     for key, value in loss.metrics.items():
         assert_close(metrics[key], value.item(), max(tolerance, 1e-7), f"metric {key}")
+
+
+def check_terms_add_up(algorithm, shaped, new, loss: float, grad, tolerance: float) -> None:
+    """The terms of single tokens, met in blocks in any order, have the whole's sum and gradient."""
+    terms = algorithm.token_loss(algorithm.prepare(new.detach(), shaped))
+    if isinstance(algorithm, SequenceAlgorithm):
+        assert terms is None
+        return
+    tokens = shaped.mask.flatten().nonzero().flatten()
+    tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(len(tokens)))]
+    total, total_grad = 0.0, torch.zeros_like(grad)
+    for block_N in tokens.split(5):
+        new_N = new.detach().flatten()[block_N].requires_grad_()
+        loss_N = terms(new_N, block_N)
+        assert loss_N.shape == block_N.shape
+        total += loss_N.sum().item()
+        total_grad.view(-1)[block_N] = torch.autograd.grad(loss_N.sum(), new_N)[0]
+    assert_close(total, loss, tolerance, "sum of terms")
+    assert_close(total_grad.tolist(), grad.tolist(), tolerance, "gradient of terms")
 
 
 def check_selection(algorithm, shaped, new, wanted, tolerance) -> None:

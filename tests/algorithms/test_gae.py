@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.algorithms.gae import gae, token_rewards, value_loss
+from openrlhf_ext.algorithms.gae import gae, token_rewards, value_clip_fraction, value_loss
 from tests.algorithms.helpers import random_groups, to_batch
 
 
@@ -49,6 +49,24 @@ def test_gae_algorithm_whitens_over_all_tokens_and_exposes_returns() -> None:
     assert shaped.lean().returns.shape == batch.mask.shape
 
 
+def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
+    batch, _ = ragged(1)
+    penalty = {"kind": "dapo", "l_max": 4, "l_cache": 3}
+    shaped = get_algorithm("gae", length_penalty=penalty, whiten=False).shape(batch)
+    lengths = batch.mask.sum(dim=1)
+    rewards = batch.rewards - ((lengths - 1).clamp(min=0) / 3).clamp(max=1.0)
+    wanted, _ = gae(token_rewards(rewards, batch.mask), batch.values, batch.mask, gamma=1.0, lambd=1.0)
+    assert lengths.max() > 1 and torch.allclose(shaped.advantages, wanted)
+    assert torch.allclose(shaped.rewards, rewards)
+
+
+def test_whitening_without_the_std_only_centres() -> None:
+    batch, _ = ragged(1)
+    plain, centred = (get_algorithm("gae", **o).shape(batch) for o in ({"whiten": False}, {"normalize_std": False}))
+    mean = plain.advantages[batch.mask].mean()
+    assert torch.allclose(centred.advantages[batch.mask], plain.advantages[batch.mask] - mean)
+
+
 def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:
     batch, _ = ragged(2)
     shaped = get_algorithm("gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False).shape(batch)
@@ -66,6 +84,9 @@ def test_value_loss_shares_add_up_and_clip() -> None:
     parts = [value_loss(values[r], old[r], returns[r], mask[r], clip=0.2, tokens=tokens) for r in ([0, 2], [1, 3])]
     assert sum(parts).item() == pytest.approx(whole.item())
     near = old + (values - old).clamp(-0.2, 0.2)
+    cut = (((near - returns) ** 2 > (values - returns) ** 2) & mask).sum() / tokens
+    assert value_clip_fraction(values, old, returns, mask, clip=0.2, tokens=tokens).item() == pytest.approx(cut.item())
+    assert 0 < cut < 1
     wanted = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)[mask].mean()
     assert whole.item() == pytest.approx(wanted.item())
 

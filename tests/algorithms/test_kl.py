@@ -48,6 +48,28 @@ def test_kl_in_the_reward_lowers_the_terminal_reward(name: str, estimator: str) 
         assert len(group) == len(advantages)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_unbiased_gradient_is_that_of_the_kl_and_the_value_is_the_estimators(estimator: str) -> None:
+    """Summed over all tokens of a vocabulary with the old policy's probabilities, against the exact KL."""
+    generator = torch.Generator().manual_seed(1)
+    logits, old, ref = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    old, ref = old.log_softmax(-1), ref.log_softmax(-1)
+    logits.requires_grad_()
+    new = logits.log_softmax(-1)
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    penalty = get_algorithm("grpo", kl={"coef": 1.0, "estimator": estimator, "unbiased_gradient": True}).kl
+    value = penalty.in_loss(new[None], ref[None], old[None], mask)[0]
+    assert torch.allclose(value, KL_ESTIMATORS[estimator](new, ref))
+    (wanted,) = torch.autograd.grad((new.exp() * (new - ref)).sum(), logits, retain_graph=True)
+    (got,) = torch.autograd.grad((old.exp() * value).sum(), logits)
+    assert torch.allclose(got, wanted)
+
+
+def test_unbiased_gradient_needs_a_penalty_in_the_loss() -> None:
+    with pytest.raises(ValueError, match="needs place loss"):
+        get_algorithm("gae", kl={"coef": 1.0, "place": "reward", "unbiased_gradient": True})
+
+
 def test_coefficient_zero_needs_no_reference() -> None:
     assert get_algorithm("dapo", kl={"coef": 0.0}).kl is None
     assert get_algorithm("dapo").kl is None

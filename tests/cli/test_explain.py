@@ -55,9 +55,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 def test_gtpo_entropy_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shares 0.5 and 1.5 of two correct tokens: R+ = 1.05, 1.15; pools {1.05, 1.15, 0} and {0, 0, -1.1}."""
-    path = write(
-        tmp_path, completion(["2"], 1, [1.0]), completion(["two"], 1, [3.0]), completion(["3"], 0, [0.7])
-    )
+    path = write(tmp_path, completion(["2"], 1, [1.0]), completion(["two"], 1, [3.0]), completion(["3"], 0, [0.7]))
     lines = shown(capsys, "--algorithm", "gtpo_entropy", "--rollouts", path)
     assert lines[0] == "gtpo_entropy, group 7 (alpha1=1.0, alpha2=0.1)"
     assert "1 ✓ reward 1, correct, 1 token, mean entropy 1.000" in lines
@@ -168,9 +166,7 @@ GOOD = completion(["a", "b"], 1, [0.1, 0.2])
     ({**GOOD, "prompt": "2+2="}, "line 3: prompt differs from that of line 1"),
     ({**GOOD, "values": [0, 0]}, "values is on line 3 and missing on line 1"),
 ])  # fmt: skip
-def test_a_bad_line_is_named(
-    record: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_line_is_named(record: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--algorithm", "grpo", "--rollouts", write(tmp_path, GOOD, record)]) == 2
     assert complaint in capsys.readouterr().err
 

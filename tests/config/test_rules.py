@@ -17,8 +17,7 @@ def model(**changes: int) -> ModelFacts:
 
 def batch(**changes: int | None):
     numbers = {
-        "prompts": 8, "samples_per_prompt": 4, "generate_prompts": None, "train_samples": 32, "train_micro": 1,
-        "rollout_micro": 1, "dp": 1,
+        "prompts": 8, "samples_per_prompt": 4, "generate_prompts": None, "train_samples": 32,
     }  # fmt: skip
     return list(rules.batch_violations(**(numbers | changes)))
 
@@ -33,11 +32,43 @@ def test_the_ranks_are_whole_copies_of_the_policy(nodes, per_node, tp, pp):
         assert f"{tp} * {pp} * 1 = {tp * pp}" in violation.message
 
 
-def test_context_and_virtual_pipeline_parallelism_are_refused(problems):
-    assert any("context parallelism is not built" in message for message in
-               problems("--megatron.context_parallel_size", "2"))  # fmt: skip
-    assert any("interleaved pipelines are not built" in message for message in
+def test_interleaving_needs_pipeline_stages_and_layers_for_every_chunk(problems):
+    assert any("needs megatron.pipeline_parallel_size > 1: got 2 and 1" in message for message in
                problems("--megatron.virtual_pipeline_size", "2"))  # fmt: skip
+
+    def found(layers: int, pp: int, vp: int) -> list[str]:
+        facts = model(num_layers=layers)
+        rule = rules.model_violations(model=facts, tp=1, pp=pp, vp=vp, engine_tp=1, max_len=64)
+        return [violation.message for violation in rule]
+
+    assert found(8, 2, 2) == found(8, 2, 4) == []
+    (message,) = found(8, 2, 3)
+    assert "got 2 * 3" in message and "use a megatron.virtual_pipeline_size of 1, 2, 4" in message
+
+
+def test_micro_batches_hold_the_longest_sequence(problems):
+    dynamic = ("--train.dynamic_batch_enable", "--data.max_len", "256")
+    assert problems(*dynamic) == []
+    assert problems(*dynamic, "--train.max_tokens_per_gpu", "256", "--rollout.max_tokens_per_gpu", "256") == []
+    (message,) = problems(*dynamic, "--train.max_tokens_per_gpu", "255")
+    assert "got 255 * 1 < 256 tokens; use 256 or more" in message
+    (message,) = problems(*dynamic, "--rollout.max_tokens_per_gpu", "100")
+    assert message.startswith("rollout.max_tokens_per_gpu")
+    (message,) = problems("--train.max_tokens_per_gpu", "4096")
+    assert "has no effect without train.dynamic_batch_enable" in message
+
+
+def test_head_kernels_are_for_heads_that_have_some(problems):
+    assert problems("--megatron.head_kernels", "torch", "--megatron.head", "two_pass") == []
+    (message,) = problems("--megatron.head_kernels", "torch", "--megatron.head", "naive")
+    assert message.startswith("megatron.head_kernels has no effect with megatron.head naive")
+
+
+def test_context_parallel_ranks_share_a_micro_batch():
+    rule = {"enabled": True, "rollout_tokens": None, "max_len": 1000}
+    assert list(rules.packing_violations(train_tokens=500, cp=2, **rule)) == []
+    (violation,) = rules.packing_violations(train_tokens=499, cp=2, **rule)
+    assert "use 500 or more" in violation.message
 
 
 def test_sequence_parallelism_needs_tensor_parallelism(problems):
@@ -50,7 +81,7 @@ def test_sequence_parallelism_needs_tensor_parallelism(problems):
 def test_the_model_can_be_cut(heads, groups, layers, tp, pp):
     facts = model(num_heads=heads, num_kv_heads=groups, num_layers=layers, ffn_hidden_size=tp)
     found = list(rules.model_violations(model=facts, tp=tp, pp=pp, engine_tp=1, max_len=64))
-    assert len(found) == (heads % tp != 0) + (groups % tp != 0) + (layers % pp != 0)
+    assert len(found) == (heads % tp != 0) + (groups % tp != 0 and tp % groups != 0) + (layers % pp != 0)
 
 
 def test_an_engine_may_replicate_key_value_heads_but_not_split_them_unevenly():
@@ -67,21 +98,18 @@ def test_sequences_fit_the_model(problems):
     assert "max_position_embeddings" in message and "1025 > 1024" in message
 
 
-@given(prompts=sizes, n=sizes, train=st.integers(1, 60), train_micro=sizes, rollout_micro=sizes, dp=sizes)
-def test_batches_divide(prompts, n, train, train_micro, rollout_micro, dp):
-    broken = [
-        train % n != 0,
-        prompts * n % train != 0,
-        train % (train_micro * dp) != 0,
-        prompts * n % (rollout_micro * dp) != 0,
-    ]
-    found = batch(prompts=prompts, samples_per_prompt=n, train_samples=train, train_micro=train_micro,
-                  rollout_micro=rollout_micro, dp=dp)  # fmt: skip
-    assert len(found) == sum(broken)
+@given(prompts=sizes, n=sizes, train=st.integers(1, 60))
+def test_batches_divide(prompts, n, train):
+    broken = [train % n != 0, prompts * n % train != 0]
+    assert len(batch(prompts=prompts, samples_per_prompt=n, train_samples=train)) == sum(broken)
+
+
+def test_any_number_of_sequences_is_dealt_to_any_number_of_ranks(problems):
+    assert problems("--train.micro_batch_size", "5", "--rollout.micro_batch_size", "7") == []
 
 
 def test_groups_are_never_split():
-    (violation,) = batch(train_samples=16, samples_per_prompt=32, prompts=1, dp=2)
+    violation = batch(train_samples=16, samples_per_prompt=32, prompts=1)[0]
     assert "train.batch_size" in violation.message and "groups are never split" in violation.message
 
 
@@ -128,9 +156,10 @@ def test_importance_correction_is_one_that_exists(problems):
     assert problems(f"{prefix}threshold", "1", "2", "3") != []
 
 
-def test_the_weight_transport_is_one_that_is_built(problems):
+def test_the_weight_transport_fits_where_the_engines_are(problems):
     assert problems("--vllm.sync_backend", "gloo") == []
-    assert "not built yet" in problems("--vllm.sync_backend", "nccl")[0]
+    assert problems("--vllm.sync_backend", "nccl") == []
+    assert "train.colocate_all" in problems("--vllm.sync_backend", "cuda_ipc")[0]
 
 
 def test_the_filter_range_is_not_empty(problems):
@@ -163,14 +192,24 @@ def test_dr_grpo_needs_a_length(problems):
     assert problems(*words, "--algo.dr_grpo.l_norm", "64") == []
 
 
+def test_a_batch_of_failures_needs_a_guide(problems):
+    words = ["--algo.advantage.estimator", "mixed_policy_dapo", "--algo.mixed_policy_dapo.zero_batch"]
+    (message,) = problems(*words, "true")
+    assert "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy" in message
+    assert problems(*words, "false") == []
+
+
 def test_violations_name_options_that_exist():
     """Every option a violation is filed under is real; the messages name at least the first one."""
     found = [
         *rules.layout_violations(num_nodes=1, gpus_per_node=3, tp=2, pp=1, cp=2, vp=2, sequence_parallel=False),
         *rules.layout_violations(num_nodes=1, gpus_per_node=1, tp=1, pp=1, cp=1, vp=1, sequence_parallel=True),
         *rules.model_violations(model=model(), tp=3, pp=3, engine_tp=3, max_len=4096),
-        *batch(prompts=3, samples_per_prompt=5, train_samples=7, train_micro=2, rollout_micro=2, generate_prompts=1),
+        *batch(prompts=3, samples_per_prompt=5, train_samples=7, generate_prompts=1),
+        *rules.packing_violations(enabled=False, train_tokens=1, rollout_tokens=None, cp=1, max_len=2),
+        *rules.packing_violations(enabled=True, train_tokens=None, rollout_tokens=1, cp=1, max_len=2),
         *rules.group_violations(estimator="grpo", samples_per_prompt=1),
+        *rules.guide_violations(zero_batch=True),
         *rules.length_violations(max_new_tokens=9, max_len=8, overlong_buffer=10.5, overlong_factor=1, probe_length=9),
         *rules.length_violations(max_new_tokens=4, max_len=8, overlong_buffer=None, overlong_factor=2, probe_length=2),
         *rules.correction_violations(level="seq", mode="clip", gating="tv", threshold=(2.0, 1.0)),
@@ -193,6 +232,3 @@ def test_warnings(load):
     assert "is_correction_level is off" in warning
     (warning,) = load("--algo.dynamic_filtering_range", "0.1", "0.9").warnings
     assert "algo.dynamic_filtering_enable is off" in warning
-    (warning,) = load("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "1", "--megatron.tensor_parallel_size",
-                      "2").warnings  # fmt: skip
-    assert "communicates between nodes" in warning

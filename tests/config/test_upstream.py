@@ -47,7 +47,9 @@ def test_defaults_differ_only_where_documented(actions):
 
 def test_choices_differ_only_where_documented(actions):
     changed = {name for name, action in actions.items() if tuple(action.choices or ()) != option_table()[name].choices}
-    assert changed == {"algo.advantage.estimator", "actor.lr_scheduler", "vllm.sync_backend"}
+    assert changed == {
+        "algo.advantage.estimator", "actor.lr_scheduler", "critic.lr_scheduler", "vllm.sync_backend",
+    }  # fmt: skip
     assert changed <= {difference.name for difference in DIFFERENCES}
 
 

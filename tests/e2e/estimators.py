@@ -20,8 +20,9 @@ OPTIONS = {
     "gtpo_conflict": {"algo__gtpo_conflict__initial_entropy_prompts": 4},
     "entropy_advantage": {},
     "high_entropy_tokens": {},
-    "clip_cov": {},
-    "kl_cov": {},
+    # two optimizer steps for each rollout batch: their token choices follow the current policy
+    "clip_cov": {"train__batch_size": 16},
+    "kl_cov": {"train__batch_size": 16},
     "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
 }
 

@@ -86,12 +86,12 @@ class Job:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             self.seen.setdefault(process.pid, process)
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to the first worker process whose title contains ``name``."""
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """A signal to the first worker process whose title contains ``name``."""
         self.look()
         victims = [p for p in self.seen.values() if p.is_running() and name in " ".join(p.cmdline())]
         assert victims, f"no process {name!r} among {[' '.join(p.cmdline())[:60] for p in self.seen.values()]}"
-        victims[0].send_signal(signal.SIGKILL)
+        victims[0].send_signal(how)
 
     def finish(self, timeout_s: float) -> int:
         """The exit code; fails if the job does not end in time or leaves a process."""

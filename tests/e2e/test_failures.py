@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -31,11 +32,21 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
     ("title", "name"), [("ray::PolicyActor", "policy rank"), ("ray::RolloutEngine", "rollout engine")]
 )
 def test_a_killed_process_ends_the_job(task, tmp_path, title, name):
-    job = Job(task.options(tmp_path.name), tmp_path / "log")
+    job = Job(task.options(tmp_path.name, vllm__max_restarts=0), tmp_path / "log")
     job.wait_for(FIRST_STEP)
     job.kill(title)
     assert job.finish(60) == 1
     assert name in job.text and "dead processes" in job.text, job.text
+
+
+def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
+    job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=15), tmp_path / "log")
+    job.wait_for(FIRST_STEP)
+    job.kill("ray::PolicyActor", signal.SIGSTOP)
+    assert job.finish(120) == 1
+    found = re.search(r"rank (\d) waited in vain in '.+'(?s:.+)\nNot answering: rank (\d)\.\n", job.text)
+    assert found and {found[1], found[2]} == {"0", "1"}, job.text
+    assert f"rank {found[2]}: its process is stopped or blocked" in job.text, job.text
 
 
 def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(task, tmp_path):

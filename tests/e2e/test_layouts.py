@@ -8,19 +8,28 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.jobs import Job, Task
 
+ONE = {"megatron__tensor_parallel_size": 1}
+BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 100}
 LAYOUTS = {
     "tp2": {},
-    "pp2": {"megatron__tensor_parallel_size": 1, "megatron__pipeline_parallel_size": 2},
-    "dp2": {"megatron__tensor_parallel_size": 1},
-}
+    "pp2": {**ONE, "megatron__pipeline_parallel_size": 2},
+    "dp2": {**ONE, **BUDGET},  # micro-batches by tokens instead of samples
+    "cp2": {**ONE, **BUDGET, "megatron__context_parallel_size": 2},
+    # on shared bundles; the policy's states are in host memory whenever the engines work, also around a checkpoint
+    "colocated": {
+        "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true",
+        "vllm__num_engines": 2, "ckpt__save_steps": 2,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_tp2_pp2_and_dp2_train_alike(tmp_path):
+def test_every_layout_trains_alike(tmp_path):
     task = Task.make(tmp_path)
     for name, layout in LAYOUTS.items():
-        job = Job([*task.options(name, **layout), "--train.full_determinism_enable"], tmp_path / f"{name}.log")
+        options = task.options(name, ckpt__path=tmp_path / "steps", **layout)
+        job = Job([*options, "--train.full_determinism_enable"], tmp_path / f"{name}.log")
         assert job.finish(280) == 0, job.text
     runs = {name: task.metrics(name) for name in LAYOUTS}
     assert [record["step"] for record in runs["tp2"]] == [1, 2, 3]
@@ -31,6 +40,8 @@ def test_tp2_pp2_and_dp2_train_alike(tmp_path):
             for metric in ("loss/policy", "grad_norm", "entropy/mean"):
                 assert got[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), (name, got["step"], metric)
             assert got["kl/rollout_max_abs"] < 1e-4
+            assert got["staleness/max"] == 0, "synchronous training is on-policy"
+            assert (got.get("offload/freed_mib", 0) > 0) == (name == "colocated")
             assert got["weight_sync/probe_max_abs_diff"] < 1e-4
     trained = load_file(tmp_path / "tp2/model.safetensors")
     before = load_file(tmp_path / "policy/model.safetensors")

@@ -38,7 +38,7 @@ def compare(models: list[str], ranks: int, tp: int, pp: int) -> list[list[str]]:
     for path in models:
         policy_settings = replace(settings({"model": path, "tp": tp, "pp": pp}, ranks), optimizer=None)
         initialize_distributed(policy_settings.layout, 60, 1234)
-        ours = dict(MegatronPolicy(policy_settings).core.named_parameters())
+        ours = dict(MegatronPolicy(policy_settings).chunks[0].named_parameters())
         theirs = mbridge_parameters(path)
         assert set(ours) == set(theirs), set(ours) ^ set(theirs)
         differences.append([name for name in ours if not torch.equal(ours[name].detach(), theirs[name])])

@@ -26,6 +26,9 @@ class WeightedLogprob:
     def to(self, device) -> WeightedLogprob:
         return WeightedLogprob(self.weights_BT.to(device))
 
+    def token_loss(self, shaped):
+        return lambda logprob_N, index_N: -logprob_N * shaped.weights_BT.flatten()[index_N]
+
     def loss(self, logprobs_BT, shaped):
         @dataclass
         class Loss:
@@ -36,11 +39,19 @@ class WeightedLogprob:
 
 
 def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
-    layout = ParallelLayout(world_size, case.get("tp", 1), case.get("pp", 1), sequence_parallel=case.get("sp", False))
+    """What a case says, on top of one process without parallelism.
+
+    Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute, head, distributed_optimizer; micro_batch_size or
+    max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see ``deal``).
+    """
+    layout = ParallelLayout(
+        world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
+    )
     return PolicySettings(
         case["model"], layout, param_dtype=case.get("dtype", "fp32"), temperature=case.get("temperature", 1.0),
         micro_batch_size=case.get("micro_batch_size", 2), forward_micro_batch_size=3,
-        recompute=case.get("recompute", "none"),
+        max_tokens_per_gpu=case.get("max_tokens"), forward_max_tokens_per_gpu=case.get("forward_max_tokens"),
+        head=case.get("head", "fused"), recompute=case.get("recompute", "none"),
         optimizer=OptimizerSettings(
             lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant",
             distributed=case.get("distributed_optimizer", False), **optimizer
@@ -60,9 +71,16 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor)
     return results
 
 
-def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_BT: torch.Tensor, case: dict) -> dict:
+def deal(case: dict, batch: SequenceBatch, attention_length: float) -> list[int]:
+    """This data-parallel rank's rows."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    rows = balance_rows(batch.lengths_B, replicas)[replica]
+    if case.get("lopsided"):
+        return list(range(len(batch))) if replica == replicas - 1 else []
+    return balance_rows(batch.lengths_B, replicas, attention_length)[replica]
+
+
+def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_BT: torch.Tensor, case: dict) -> dict:
+    rows = deal(case, batch, policy.shape.attention_length)
     mine, shaped = batch.select(rows), WeightedLogprob(weights_BT[rows])
     out = policy.logprobs(mine)
     result = {"rows": rows, "logprobs": out.logprobs_BT, "entropies": out.entropies_BT}

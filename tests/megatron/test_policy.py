@@ -78,17 +78,26 @@ def cases(checkpoints, world_size, layouts):
     ]
 
 
+# every row: a model and a layout; what is left of the ranks is data-parallel
 LAYOUTS = {
-    1: [("qwen2", {}), ("llama-tied", {"micro_batch_size": 7}), ("qwen3", {"recompute": "full"})],
+    1: [("qwen2", {}), ("llama-tied", {"micro_batch_size": 7}), ("qwen3", {"recompute": "full", "max_tokens": 24})],
     2: [
-        ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "sp": True}), ("qwen3", {"tp": 2}), ("llama-tied", {"tp": 2}),
-        ("qwen2", {"pp": 2}), ("qwen2-tied", {"pp": 2}), ("qwen2", {}), ("qwen2-tied", {"distributed_optimizer": True}),
+        ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "sp": True, "max_tokens": 30}),
+        ("llama-tied", {"tp": 2, "recompute": "selective"}),
+        ("qwen2", {"pp": 2}), ("qwen2-tied", {"pp": 2, "vp": 2, "max_tokens": 25, "forward_max_tokens": 40}),
+        ("qwen3", {"pp": 2, "vp": 2, "micro_batch_size": 3, "recompute": "full"}),
+        ("qwen3", {"cp": 2}), ("qwen2-tied", {"cp": 2, "max_tokens": 12, "recompute": "selective"}),
+        ("qwen2", {"max_tokens": 20}), ("qwen2-tied", {"distributed_optimizer": True, "lopsided": True}),
     ],
     4: [
-        ("qwen2", {"tp": 2, "pp": 2}), ("qwen2-tied", {"tp": 2, "pp": 2, "sp": True}),
-        ("qwen3", {"tp": 2, "pp": 2, "sp": True}),
-        ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "distributed_optimizer": True}),
-        ("qwen2-tied", {"pp": 2, "distributed_optimizer": True}),
+        ("qwen2", {"tp": 2, "pp": 2}), ("qwen3", {"tp": 2, "pp": 2, "sp": True, "max_tokens": 30}),
+        ("qwen2-tied", {"tp": 2, "pp": 2, "sp": True, "vp": 2, "micro_batch_size": 3}),
+        ("qwen2", {"tp": 4, "sp": True}), ("qwen3", {"tp": 4}),  # 2 key-value heads
+        ("qwen3", {"tp": 2, "cp": 2, "sp": True, "max_tokens": 20}), ("qwen2-tied", {"pp": 2, "cp": 2}),
+        ("llama-tied", {"cp": 4}), ("qwen2", {"pp": 2, "vp": 2, "distributed_optimizer": True}),
+        ("qwen2-tied", {"tp": 2, "distributed_optimizer": True}),
+        ("qwen2-tied", {"pp": 2, "distributed_optimizer": True, "max_tokens": 30}),
+        ("qwen2", {"cp": 2, "distributed_optimizer": True, "max_tokens": 20}),
     ],
 }  # fmt: skip
 
@@ -97,7 +106,10 @@ def test_bf16_is_close_to_fp32(checkpoints):
     """Rounding only: log-probs within bf16's error of fp32, the same loss on every rank, master weights in fp32."""
     batch, weights_BT = make_batch(61)
     bf16 = {"dtype": "bf16", "distributed_optimizer": True}
-    layouts = [("qwen2", {"tp": 2, **bf16}), ("qwen2-tied", {"pp": 2, **bf16}), ("qwen3", bf16)]
+    layouts = [
+        ("qwen2", {"tp": 2, "sp": True, **bf16}), ("qwen2-tied", {"pp": 2, "vp": 2, **bf16}),
+        ("qwen3", {"cp": 2, "max_tokens": 20, **bf16}), ("qwen3", {"head": "two_pass", **bf16}),
+    ]  # fmt: skip
     todo = cases(checkpoints, 2, layouts)
     ranks = launch("tests.megatron.parity", "run_cases", 2, cases=todo, batch=batch, weights_BT=weights_BT)
     for i, case in enumerate(todo):

@@ -25,7 +25,7 @@ from openrlhf_ext.rewards import (
     check_reward_file,
 )
 
-REWARD_FILE = '''
+REWARD_FILE = """
 import os, subprocess, sys, time
 from helper import SCALE
 
@@ -64,7 +64,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     if command.startswith("return "):
         return eval(command[len("return "):], {"label": label})
     return {"rewards": SCALE * 0.5, "scores": 1, "extra_logs": {"pid": os.getpid()}}
-'''
+"""
 
 
 @pytest.fixture(scope="module")

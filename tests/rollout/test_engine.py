@@ -18,7 +18,14 @@ from torch import Tensor
 from openrlhf_ext.rollout import EngineStartError, GenerationTimeout, InvalidWeights, WeightSyncMismatch, launch
 from openrlhf_ext.rollout.engine import make_executor
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
-from openrlhf_ext.rollout.weight_sync import BucketPlan, EngineFailed, TensorSpec, WeightStreamMismatch, make_sender
+from openrlhf_ext.rollout.weight_sync import (
+    BucketPlan,
+    EngineFailed,
+    SendReport,
+    TensorSpec,
+    WeightStreamMismatch,
+    make_sender,
+)
 from tests.rollout import tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -45,7 +52,7 @@ class Rig:
         shared = {"lm_head.weight"} if self.tied else set()
         return [(name, tensor) for name, tensor in self.model.state_dict().items() if name not in shared]
 
-    def send(self, seed: int, change: Any = None) -> float:
+    def send(self, seed: int, change: Any = None) -> SendReport:
         self.model = tiny.random_model(seed, self.tied)
         self.version += 1
         tensors: Iterable[tuple[str, Tensor]] = self.tensors()
@@ -143,7 +150,8 @@ def test_weights_from_disk_score_as_in_transformers(rig: Rig) -> None:
 
 def test_after_a_sync_the_engine_scores_and_samples_as_the_policy(rig: Rig) -> None:
     for seed in (1, 2):
-        assert rig.send(seed) < 10
+        report = rig.send(seed)
+        assert 0 < report.load_s < report.seconds < 10
         assert rig.check() < TOLERANCE
         assert ray.get(rig.engine.weight_version.remote()) == rig.version
     prompts = [PROBE[:n] for n in (5, 40, 140)]
@@ -239,15 +247,25 @@ def test_a_request_that_outlives_its_deadline_says_what_it_waited_for(rig: Rig) 
     assert ray.get(rig.engine.get_num_unfinished_requests.remote()) == 0
 
 
-def test_requests_in_flight_go_on_with_the_new_weights(rig: Rig) -> None:
+def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_tokens_are_whose(rig: Rig) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0)
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, logprobs=1)
+    models = {rig.version: rig.model}
     running = [rig.engine.generate.remote(PROBE[:60], params) for _ in range(8)]
     time.sleep(0.05)
     rig.send(seed=10)
+    models[rig.version] = rig.model
     assert rig.check() < TOLERANCE
-    assert [len(output.outputs[0].token_ids) for output in ray.get(running, timeout=60)] == [100] * 8
+    outputs = ray.get(running, timeout=60)
+    for completion in (output.outputs[0] for output in outputs):
+        assert completion.weight_versions[0][1] == 0 and completion.weight_versions[-1][2] == 100
+        tokens = PROBE[:60] + list(completion.token_ids)
+        for version, start, end in completion.weight_versions:
+            expected = tiny.logprobs(models[version], tokens)[59:][start:end]
+            sampled = [e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)][start:end]
+            assert (expected - torch.tensor(sampled)).abs().max() < TOLERANCE, (version, start, end)
+    assert any(len(output.outputs[0].weight_versions) == 2 for output in outputs), "no request was in mid-flight"
 
 
 def test_a_killed_engine_surfaces_at_once_in_generation_and_in_weight_sync(rig: Rig) -> None:

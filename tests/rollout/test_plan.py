@@ -82,3 +82,9 @@ def test_impossible_plans_are_refused() -> None:
         BucketPlan.build([], 64)
     with pytest.raises(ValueError, match="must be positive, got 0"):
         BucketPlan.build([spec], 0)
+
+
+def test_the_first_buckets_are_smaller_so_that_sending_begins_early() -> None:
+    specs = [TensorSpec(f"t{i}", (64,), torch.uint8) for i in range(64)]
+    plan = BucketPlan.build(specs, 16 * 64)
+    assert [len(bucket.slots) for bucket in plan.buckets] == [2, 4, 8, 16, 16, 16, 2]

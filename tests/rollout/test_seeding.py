@@ -46,3 +46,12 @@ def test_a_new_version_counts_anew() -> None:
     seeds.next_seed([1, 2])
     seeds.start_version(1)
     assert seeds.next_seed([1, 2]) == first
+
+
+def test_forgotten_requests_do_not_change_the_seeds_of_later_ones() -> None:
+    evaluated, not_evaluated = RequestSeeds(0), RequestSeeds(0)
+    for seeds in (evaluated, not_evaluated):
+        seeds.start_version(3)
+    evaluated.next_seed([1, 2])
+    evaluated.forget_requests()
+    assert evaluated.next_seed([1, 2]) == not_evaluated.next_seed([1, 2])

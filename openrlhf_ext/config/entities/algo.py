@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from openrlhf_ext.config.entities.base import Entity, Float, Pair, not_yet, option
+from openrlhf_ext.config.entities.base import Entity, Float, Pair, option
 
 ESTIMATORS = (
     "grpo",
@@ -19,11 +19,11 @@ ESTIMATORS = (
     "clip_cov",
     "kl_cov",
     "mixed_policy_dapo",
+    "gae",
 )
 
 # What OpenRLHF's estimators that are not here come closest to.
 UPSTREAM_ESTIMATORS = {
-    "gae": "PPO with a critic is not supported with the Megatron policy yet; grpo needs no critic",
     "reinforce": "use grpo with algo.grpo.normalize_std false (group mean as the baseline)",
     "rloo": "use grpo with algo.grpo.normalize_std false (group mean instead of leave-one-out)",
     "reinforce_baseline": "use grpo (group mean as the baseline, group std instead of batch whitening)",
@@ -31,15 +31,14 @@ UPSTREAM_ESTIMATORS = {
     "flash_reinforce": "use grpo with algo.grpo.normalize_std false; rollout.n_samples_per_prompt must be > 1",
 }
 
-_GAE = {"why": "no estimator here uses GAE", "instead": "leave it out"}
-_REFERENCE = {"why": "there is no reference model", "instead": "leave it out and keep algo.kl.init_coef 0"}
-
 
 class Advantage(Entity):
     """The estimator, and the correction for engines that sample from a slightly different policy."""
 
     is_correction_level: Literal["off", "token", "seq"] = option(
-        "off", "importance correction between policy and engine: off, per token, or per sequence"
+        "off",
+        "importance correction between policy and engine: off, per token, or per sequence",
+        default_text="off; token with train.async_enable",
     )
     is_correction_mode: Literal["mask", "clip"] = option(
         "mask", "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)"
@@ -53,8 +52,8 @@ class Advantage(Entity):
         min_length=1,
         max_length=2,
     )
-    lambd: Float = not_yet(1, "lambda of GAE", **_GAE)
-    gamma: Float = not_yet(1, "discount factor of GAE", **_GAE)
+    lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
+    gamma: Float = option(1, "discount factor per token of the estimator gae", ge=0, le=1)
     estimator: Literal[ESTIMATORS] = option("grpo", "estimator of the advantages and its loss (docs/algorithms.md)")
     no_std_norm: bool = option(
         False, "subtract the group mean without dividing by the std; sets normalize_std false of the estimator"
@@ -62,14 +61,20 @@ class Advantage(Entity):
 
 
 class Kl(Entity):
-    """A KL term to a reference model."""
+    """A KL penalty to the policy as it was at the start; a reference model is built only for one."""
 
-    target: Float | None = not_yet(None, "target of the adaptive KL controller, nats", **_REFERENCE)
-    horizon: int = not_yet(10000, "horizon of the adaptive KL controller, samples", **_REFERENCE)
-    init_coef: Float = not_yet(0.0, "weight of the KL term", why="there is no reference model", instead="set it to 0")
-    estimator: Literal["k1", "k2", "k3"] = not_yet("k1", "estimator of the KL", **_REFERENCE)
-    unbiased_gradient: bool = not_yet(False, "importance-correct the gradient of the KL loss", **_REFERENCE)
-    use_loss: bool = not_yet(False, "put the KL term into the loss instead of the reward", **_REFERENCE)
+    target: Float | None = option(
+        None, "mean KL per token that the adaptive controller steers to, nats; null = a constant coefficient", gt=0
+    )
+    horizon: int = option(10000, "samples over which the adaptive controller corrects a deviation", ge=1)
+    init_coef: Float = option(0.0, "coefficient of the KL penalty, at the start if algo.kl.target is set", ge=0)
+    estimator: Literal["k1", "k2", "k3"] = option(
+        "k1", "estimator of the KL per token, d = log-prob of the policy minus the reference's: d, d^2/2, exp(-d)-1+d"
+    )
+    unbiased_gradient: bool = option(
+        False, "with algo.kl.use_loss: give the penalty the importance-corrected gradient of the KL, for any estimator"
+    )
+    use_loss: bool = option(False, "put the KL penalty into the loss of each token instead of the reward")
 
 
 def _method(name: str) -> Any:
@@ -97,3 +102,4 @@ class Algo(Entity):
     clip_cov: dict[str, Any] = _method("clip_cov")
     kl_cov: dict[str, Any] = _method("kl_cov")
     mixed_policy_dapo: dict[str, Any] = _method("mixed_policy_dapo")
+    gae: dict[str, Any] = _method("gae")

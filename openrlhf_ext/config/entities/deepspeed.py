@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet
+from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet, option
 
 _NO_DEEPSPEED = "DeepSpeed does not run the policy"
 _LORA = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
@@ -77,11 +77,10 @@ class DeepSpeed(Entity):
     overlap_comm: bool = no_meaning(
         False, "overlap ZeRO's communication with compute", why=_NO_DEEPSPEED, instead="leave it out"
     )
-    enable_sleep: bool = not_yet(
+    enable_sleep: bool = option(
         False,
-        "free the policy's memory while it waits",
-        why="policy and engines do not share GPUs",
-        instead="leave it out; vllm.num_engines engines get GPUs of their own",
+        "with train.colocate_all: the policy's parameters, gradients and optimizer states wait in host memory while "
+        "the engines sample",
     )
     tensor_parallel_size: int = no_meaning(
         1, "tensor-parallel ranks under DeepSpeed", why=_NO_DEEPSPEED, instead="use megatron.tensor_parallel_size"
@@ -100,6 +99,6 @@ class DeepSpeed(Entity):
     ring_attn_head_stride: int = no_meaning(
         1, "heads per step of ring attention", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
     )
-    value_head_prefix: str = not_yet(
-        "score", "name of the value head", why="no estimator here has a critic", instead="leave it out"
+    value_head_prefix: str = option(
+        "score", "name of the critic's value head in checkpoints; value_head_prefix of its config.json comes first"
     )

@@ -12,8 +12,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 LrScheduler = Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"]
 
 _MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use actor.adam.* with actor.optim adam"}
-_CRITIC = {"why": "no estimator here has a critic", "instead": "leave critic.* out"}
-_REFERENCE = {"why": "there is no reference model", "instead": "leave ref.* out and keep algo.kl.init_coef 0"}
+_CRITIC_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use critic.adam.*"}
 
 
 class Adam(Entity):
@@ -116,46 +115,87 @@ class Actor(Entity):
 class CriticAdam(Entity):
     """Adam of the critic."""
 
-    lr: Float = not_yet(9e-6, "peak learning rate of the critic", **_CRITIC)
-    betas: tuple[Beta, Beta] = not_yet((0.9, 0.95), "decay rates of the critic's moments", **_CRITIC)
-    eps: Float = not_yet(1e-8, "added to the root of the critic's second moment", **_CRITIC)
-    weight_decay: Float = not_yet(0.0, "decoupled weight decay of the critic", **_CRITIC)
+    lr: Float = option(9e-6, "peak learning rate of the critic", ge=0)
+    betas: tuple[Beta, Beta] = option((0.9, 0.95), "decay rates of the critic's moments")
+    eps: Float = option(1e-8, "added to the root of the critic's second moment", gt=0)
+    weight_decay: Float = option(0.0, "decoupled weight decay of the critic", ge=0)
 
 
 class CriticMuon(Entity):
     """Muon of the critic."""
 
-    lr: Float = not_yet(0.02, "learning rate of the critic's 2D weights under Muon", **_CRITIC)
-    momentum: Float = not_yet(0.95, "momentum of the critic's Muon", **_CRITIC)
-    ns_steps: int = not_yet(5, "Newton-Schulz steps of the critic's Muon", **_CRITIC)
-    nesterov: bool = not_yet(True, "Nesterov momentum in the critic's Muon", **_CRITIC)
-    no_nesterov: bool = not_yet(False, "switch Nesterov momentum of the critic's Muon off", **_CRITIC)
+    lr: Float = not_yet(0.02, "learning rate of the critic's 2D weights under Muon", **_CRITIC_MUON)
+    momentum: Float = not_yet(0.95, "momentum of the critic's Muon", **_CRITIC_MUON)
+    ns_steps: int = not_yet(5, "Newton-Schulz steps of the critic's Muon", **_CRITIC_MUON)
+    nesterov: bool = not_yet(True, "Nesterov momentum in the critic's Muon", **_CRITIC_MUON)
+    no_nesterov: bool = not_yet(False, "switch Nesterov momentum of the critic's Muon off", **_CRITIC_MUON)
+
+
+class CriticMegatron(Entity):
+    """The critic's own layout."""
+
+    tensor_parallel_size: int | None = option(
+        None, "tensor-parallel ranks of the critic; null = as many as the policy's", ge=1
+    )
+    pipeline_parallel_size: int | None = option(
+        None, "pipeline stages of the critic; null = as many as the policy's", ge=1
+    )
+    context_parallel_size: int | None = option(
+        None, "context-parallel ranks of the critic; null = as many as the policy's", ge=1
+    )
+    virtual_pipeline_size: int | None = option(
+        None, "model chunks per pipeline stage of the critic; null = as many as the policy's", ge=1
+    )
+    sequence_parallel_enable: bool | None = option(
+        None, "sequence parallelism of the critic; null = the policy's if the critic has tensor parallelism"
+    )
 
 
 class Critic(Entity):
-    """The value model of PPO with GAE."""
+    """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
-    num_nodes: int = not_yet(1, "nodes of the critic", **_CRITIC)
-    num_gpus_per_node: int = not_yet(8, "GPUs per node of the critic", **_CRITIC)
-    value_clip: Float = not_yet(0.5, "clip range of the value loss", **_CRITIC)
-    freezing_steps: int = not_yet(-1, "steps in which only the critic is trained", **_CRITIC)
-    save_value_network: bool = not_yet(False, "save the critic at the end", **_CRITIC)
-    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_CRITIC)
+    num_nodes: int = option(1, "nodes of the critic", ge=1)
+    num_gpus_per_node: int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1)
+    megatron: CriticMegatron = CriticMegatron()
+    value_clip: Float | None = option(
+        0.5, "half-width of the interval around the old value in the value loss; null = no clipping", gt=0
+    )
+    freezing_steps: int = option(
+        -1, "the policy is not trained in the first N + 1 training steps, only the critic is; -1 = it always is"
+    )
+    save_value_network: bool = option(
+        False, "write the critic at the end, in Hugging Face form, to <ckpt.output_dir>_critic"
+    )
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_CRITIC_MUON)
     muon: CriticMuon = CriticMuon()
     adam: CriticAdam = CriticAdam()
-    lr_scheduler: str = not_yet("cosine_with_min_lr", "learning-rate schedule of the critic", **_CRITIC)
-    lr_warmup_ratio: Float = not_yet(0.03, "warm-up share of the critic", **_CRITIC)
-    min_lr_ratio: Float = not_yet(0.1, "final learning rate of the critic, as a share of the peak", **_CRITIC)
-    max_norm: Float = not_yet(1.0, "gradient norm limit of the critic", **_CRITIC)
-    model_name_or_path: str | None = not_yet(None, "checkpoint of the critic", **_CRITIC)
+    lr_scheduler: LrScheduler = option("cosine_with_min_lr", "learning rate of the critic over its optimizer steps")
+    lr_warmup_ratio: Float = option(0.03, "share of the critic's optimizer steps with a linear warm-up", ge=0, le=1)
+    min_lr_ratio: Float = option(
+        0.1, "final learning rate of the critic with cosine_with_min_lr, as a share of the peak", ge=0, le=1
+    )
+    max_norm: Float = option(1.0, "global gradient norm of the critic is clipped to this; 0 = no clipping", ge=0)
+    model_name_or_path: str | None = option(
+        None,
+        "folder or hub name of the critic's checkpoint, with a value head (ds.value_head_prefix) or without; null = "
+        "actor.model_name_or_path",
+        path="input",
+    )
 
 
 class Ref(Entity):
-    """The frozen reference model of a KL term."""
+    """The frozen reference model of a KL penalty: the policy as it was at the start.
 
-    num_nodes: int = not_yet(1, "nodes of the reference model", **_REFERENCE)
-    num_gpus_per_node: int = not_yet(8, "GPUs per node of the reference model", **_REFERENCE)
-    offload: bool = not_yet(False, "keep the reference model in host memory between uses", **_REFERENCE)
+    Without ranks of its own it is a copy in the host memory of the policy's ranks, swapped in for one forward pass.
+    """
+
+    num_nodes: int = option(
+        1, "nodes of a reference with ranks of its own; it has none unless this or ref.num_gpus_per_node is set", ge=1
+    )
+    num_gpus_per_node: int = option(8, "ranks per node of a reference with ranks of its own", ge=1)
+    offload: bool = option(
+        False, "keep the reference in the policy's host memory, which is the default without ranks of its own"
+    )
 
 
 class Megatron(Entity):
@@ -163,8 +203,12 @@ class Megatron(Entity):
 
     tensor_parallel_size: int = option(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
     pipeline_parallel_size: int = option(1, "pipeline stages; layers are spread evenly over them", ge=1)
-    context_parallel_size: int = option(1, "ranks that share one sequence; only 1 is built", ge=1)
-    virtual_pipeline_size: int = option(1, "model chunks per pipeline stage (interleaving); only 1 is built", ge=1)
+    context_parallel_size: int = option(
+        1, "ranks that share every sequence; each holds two pieces of it (equal work under a causal mask)", ge=1
+    )
+    virtual_pipeline_size: int = option(
+        1, "model chunks per pipeline stage (interleaved schedule: a smaller bubble, more messages)", ge=1
+    )
     sequence_parallel_enable: bool = option(
         False, "split activations between tensor-parallel regions along the sequence; needs tensor parallelism"
     )
@@ -172,9 +216,18 @@ class Megatron(Entity):
     param_dtype: Literal["bf16", "fp32"] = option(
         "bf16", "data type of parameters and activations; optimizer states and gradients are kept in fp32"
     )
-    recompute: Literal["none", "full"] = option(
+    recompute: Literal["none", "selective", "full"] = option(
         "none",
-        "activations recomputed in the backward pass: none, or those of every layer (less memory, about 1/3 "
-        "more compute)",
+        "activations recomputed in the backward pass: none, selective (those inside attention), or full (those of "
+        "every layer: least memory, about 1/3 more compute)",
+    )
+    head: Literal["fused", "two_pass", "naive"] = option(
+        "fused",
+        "how log-probs come from hidden states: fused = loss and gradient in one pass over blocks of logits where the "
+        "estimator's loss allows, two_pass = log-probs first, logits again in the backward pass, naive = all logits at "
+        "once, for comparison",
+    )
+    head_kernels: Literal["auto", "torch", "triton"] = option(
+        "auto", "kernels of the head (fused and two_pass): auto = Triton on GPUs where it is installed, torch elsewhere"
     )
     collective_timeout_s: Float = option(600, "longest wait in one collective call before the run fails, seconds", gt=0)

@@ -17,10 +17,10 @@ class Vllm(Entity):
 
     num_engines: int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1)
     tensor_parallel_size: int = option(1, "GPUs (CPU: processes) per engine", ge=1)
-    sync_backend: Literal["auto", "nccl", "gloo"] = option(
+    sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option(
         "auto",
-        "collective library that carries weights to the engines: gloo goes through host memory on every device, "
-        "nccl is not built yet, auto = the best one that is built for the device",
+        "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc on "
+        "GPUs that policy and engines share (train.colocate_all); auto = nccl or cuda_ipc on GPUs, gloo elsewhere",
     )
     sync_with_ray: bool = no_meaning(
         False,
@@ -32,11 +32,9 @@ class Vllm(Entity):
         False, "reuse the KV cache of common prompt prefixes; dropped after every weight sync"
     )
     enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")
-    enable_sleep: bool = not_yet(
+    enable_sleep: bool = option(
         False,
-        "free the engines' memory while the policy trains",
-        why="policy and engines do not share GPUs",
-        instead="leave it out",
+        "with train.colocate_all: the engines give up their memory while the policy trains; without effect on CPU",
     )
     gpu_memory_utilization: Float = option(
         0.95, "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)", gt=0, le=1
@@ -46,6 +44,15 @@ class Vllm(Entity):
     )
     kv_cache_mib: int = option(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
     start_timeout_s: Float = option(600, "longest wait for all engines to be ready, seconds", gt=0)
+    max_restarts: int = option(
+        3,
+        "how often in a run engines that died or hang are restarted, their prompts being sampled again; 0 = the run "
+        "stops at the first one",
+        ge=0,
+    )
+    hang_timeout_s: Float = option(
+        300, "an engine that does not answer for so long, a weight sync apart, counts as hanging, seconds", gt=0
+    )
 
 
 class WeightSync(Entity):
@@ -116,11 +123,11 @@ class Reward(Entity):
 class Rollout(Entity):
     """One batch of rollouts."""
 
-    max_tokens_per_gpu: int | None = not_yet(
+    max_tokens_per_gpu: int | None = option(
         None,
-        "token budget of a micro-batch when log-probs are computed",
-        why="micro-batches hold a fixed number of samples",
-        instead="use rollout.micro_batch_size",
+        "with train.dynamic_batch_enable: tokens of a micro-batch on one rank when log-probs are computed",
+        ge=1,
+        default_text="train.max_tokens_per_gpu",
     )
     batch_size: int = option(1024, "prompts per batch of rollouts", ge=1)
     vllm_generate_batch_size: int | None = option(

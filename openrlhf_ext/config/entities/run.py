@@ -7,19 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from openrlhf_ext.config.entities.base import Entity, Float, Words, no_meaning, not_yet, option
+from openrlhf_ext.config.entities.base import Entity, Float, Words, not_yet, option
 
-_COLOCATE = {
-    "why": "policy and engines do not share GPUs",
-    "instead": "leave it out and provide actor.num_nodes * actor.num_gpus_per_node + vllm.num_engines * "
-    "vllm.tensor_parallel_size GPUs",
-}
-_ASYNC = {"why": "training and rollouts take turns", "instead": "leave it out"}
+_REWARD_MODEL = {"why": "reward models are not run", "instead": "leave it out"}
 _EMA = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
-_DYNAMIC = {
-    "why": "micro-batches hold a fixed number of samples",
-    "instead": "use train.micro_batch_size and rollout.micro_batch_size",
-}
 _IMAGES = {"why": "only text models are built", "instead": "leave it out"}
 
 
@@ -35,19 +26,44 @@ Interval = Annotated[int, AfterValidator(_interval), Words("integer >= 1, or -1"
 class Train(Entity):
     """Optimizer steps."""
 
-    colocate_actor_ref: bool = not_yet(False, "share GPUs between policy and reference model", **_COLOCATE)
-    colocate_critic_reward: bool = not_yet(False, "share GPUs between critic and reward model", **_COLOCATE)
-    colocate_all: bool = not_yet(False, "share GPUs between all models and engines", **_COLOCATE)
-    async_enable: bool = not_yet(False, "sample the next batch while training on this one", **_ASYNC)
-    async_queue_size: int = not_yet(1, "batches of rollouts waiting for training", **_ASYNC)
-    partial_rollout_enable: bool = not_yet(False, "sync weights in the middle of rollouts", **_ASYNC)
+    colocate_actor_ref: bool = option(
+        False, "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set"
+    )
+    colocate_critic_reward: bool = not_yet(False, "share GPUs between critic and reward model", **_REWARD_MODEL)
+    colocate_all: bool = option(
+        False,
+        "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep and "
+        "vllm.enable_sleep",
+    )
+    async_enable: bool = option(
+        False,
+        "sample the next batches while training on this one (docs/modes.md); algo.advantage.is_correction_level is "
+        "then token unless it is set",
+    )
+    async_queue_size: int = option(
+        1, "batches of rollouts sampled ahead of training, which is also the largest age of a batch's weights", ge=1
+    )
+    partial_rollout_enable: bool = option(
+        False, "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on"
+    )
     enable_ema: bool = not_yet(False, "keep a moving average of the weights", **_EMA)
     ema_beta: Float = not_yet(0.992, "decay of the moving average", **_EMA)
-    dynamic_batch_enable: bool = not_yet(False, "fill micro-batches up to a token budget", **_DYNAMIC)
-    max_tokens_per_gpu: int = not_yet(16192, "token budget of a training micro-batch", **_DYNAMIC)
+    dynamic_batch_enable: bool = option(
+        False,
+        "fill micro-batches up to a token budget (train.max_tokens_per_gpu, rollout.max_tokens_per_gpu) instead of "
+        "with a number of samples; either way they are packed without padding",
+    )
+    max_tokens_per_gpu: int = option(
+        16192,
+        "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank (context-parallel ranks share a "
+        "micro-batch: times megatron.context_parallel_size in all)",
+        ge=1,
+    )
     num_episodes: int = option(1, "passes over the prompts", ge=1)
     max_epochs: int = option(1, "passes over each batch of rollouts", ge=1)
-    micro_batch_size: int = option(1, "samples per forward-backward pass and data-parallel rank", ge=1)
+    micro_batch_size: int = option(
+        1, "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1
+    )
     batch_size: int = option(
         128,
         "samples (not prompts) per optimizer step, over all ranks; whole groups of rollout.n_samples_per_prompt",
@@ -59,10 +75,18 @@ class Train(Entity):
         "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
         "prompt and beside which others",
     )
+    drift_check: bool = option(
+        False,
+        "self-test: train with learning rate 0 and fail if a step changes a weight, the policy's log-probs, or what "
+        "the engines sample from",
+    )
     agent_func_path: str | None = option(
         None, "a .py file that defines AgentExecutor, for multi-turn rollouts with rewards of their own", path="input"
     )
     step_timeout_s: Float = option(1800, "longest time one training step may take, seconds", gt=0)
+    max_restarts: int = option(
+        0, "how many times a failed run is started again, from its last checkpoint in ckpt.path", ge=0
+    )
 
 
 class Eval(Entity):
@@ -78,34 +102,36 @@ class Eval(Entity):
 class Ckpt(Entity):
     """What is kept on disk."""
 
-    save_steps: Interval = option(-1, "training steps between checkpoints, -1 = only the final one; needs ckpt.save_hf")
-    path: str = option("./ckpt/checkpoints_ppo_ray", "folder of the checkpoints made during training", path="output")
+    save_steps: Interval = option(
+        -1, "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway"
+    )
+    path: str = option(
+        "./ckpt/checkpoints_ppo_ray", "folder of the checkpoints, on storage that all nodes share", path="output"
+    )
     save_hf: bool = option(
         False,
-        "write the checkpoints of ckpt.save_steps, in Hugging Face form (weights only: a run cannot be resumed yet)",
+        "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)",
     )
-    disable_ds: bool = no_meaning(
-        False,
-        "write no DeepSpeed checkpoint",
-        why="DeepSpeed does not run the policy",
-        instead="leave it out",
-    )
-    max_num: int = option(3, "checkpoints of ckpt.save_steps kept; the oldest are deleted", ge=1)
-    max_mem: float = not_yet(
+    disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
+    max_num: int = option(3, "checkpoints of ckpt.save_steps kept besides the best one; the oldest are deleted", ge=1)
+    max_mem: float = option(
         float("inf"),
-        "disk space of all checkpoints, GB",
-        why="only their number is limited",
-        instead="use ckpt.max_num",
+        "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
+        gt=0,
     )
-    load_enable: bool = not_yet(
-        False,
-        "resume from ckpt.path",
-        why="a run cannot be resumed",
-        instead="start from a Hugging Face checkpoint with actor.model_name_or_path",
+    load_enable: bool = option(
+        False, "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning"
+    )
+    fallback_enable: bool = option(
+        False, "if the newest checkpoint is damaged, resume from the newest good one instead of stopping"
+    )
+    async_enable: bool = option(
+        False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
     )
     best_metric_key: str = option(
         "",
-        "evaluation metric whose best value is kept as a checkpoint of its own, such as eval/accuracy; empty = none is",
+        "evaluation metric (more is better) whose best checkpoint is kept besides the newest ones, such as "
+        "eval/accuracy; empty = none is",
     )
     output_dir: str = option(
         "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"
@@ -140,6 +166,12 @@ class Logger(Entity):
         "figure (PNG) of reward, accuracy, entropy and length, rewritten as the run goes",
         path="output",
         default_text="<ckpt.output_dir>/training.png",
+    )
+    peak_tflops: Float | None = option(
+        None,
+        "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is known and "
+        "megatron.param_dtype is bf16, no MFU on CPU",
+        gt=0,
     )
     verbose: bool = option(False, "show the logs of Ray and of the libraries")
 

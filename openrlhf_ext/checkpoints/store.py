@@ -1,0 +1,215 @@
+"""The folder of a run's checkpoints: begin, commit, keep N and the best, find the newest.
+
+A checkpoint is a folder ``global_step<N>`` that holds a ``manifest.json`` with size and SHA-256 of every other file. It
+is written as ``global_step<N>.incomplete`` and renamed when everything in it is on disk: whatever happens in between
+leaves the earlier ones as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, fsync_folder, write_file
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+BEST = "best.json"
+_FORMAT = "openrlhf_ext checkpoint"
+_VERSION = 1
+_INCOMPLETE = ".incomplete"
+_NAME = re.compile(r"global_step(\d+)")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: training steps that are behind it.
+        files: every file but the manifest.
+        about: layout, versions and the like, for people.
+    """
+
+    step: int
+    files: tuple[FileEntry, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or not one of this format.
+    """
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds no {MANIFEST}: it is no resumable checkpoint of this program, or not a complete one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        if (data["format"], data["version"]) != (_FORMAT, _VERSION):
+            raise CheckpointError(
+                f"{path} is of format {data['format']!r} version {data['version']!r}, this program reads {_FORMAT!r} "
+                f"version {_VERSION}"
+            )
+        files = tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in data["files"])
+        return Manifest(int(data["step"]), files, dict(data["about"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a manifest of this program: {error!r}") from error
+
+
+class CheckpointStore:
+    """The checkpoints in one folder. One process at a time writes.
+
+    Args:
+        folder: made when the first checkpoint begins; on a file system that every node shares.
+        keep: checkpoints kept besides the best one.
+        max_bytes: space that resumable checkpoints may take together; the newest one is never deleted.
+        visible_s: how long files that other nodes have written may take to appear here (network file systems cache).
+    """
+
+    def __init__(self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = 60.0) -> None:
+        self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
+
+    def checkpoints(self) -> list[Path]:
+        """Folders with the name of a checkpoint, oldest first."""
+        found = [p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()]
+        return sorted(found, key=step_of)
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        return self.folder / f"global_step{step}"
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the step's checkpoint into."""
+        target = self._incomplete(step)
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make {target}: {error}") from error
+        return target
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Completes the checkpoint begun for ``manifest.step``.
+
+        Raises:
+            CheckpointError: a file is not there (a rank wrote to storage that this process does not see), or the
+                system refused; the checkpoints made before are untouched.
+        """
+        folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
+        self._wait_for_files(folder, manifest.files)
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
+        write_file(folder, MANIFEST, [json.dumps(content, indent=1).encode()])
+        try:
+            if target.exists():  # left behind by a run that went back to an earlier checkpoint
+                self._set_aside(target)
+            os.replace(folder, target)
+            fsync_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot rename {folder} to {target}: {error}") from error
+        return target
+
+    def _wait_for_files(self, folder: Path, files: Iterable[FileEntry]) -> None:
+        deadline, absent = time.monotonic() + self.visible_s, list(files)
+        while absent := [entry for entry in absent if not _is_there(folder / entry.path, entry.size)]:
+            if time.monotonic() >= deadline:
+                raise CheckpointError(
+                    f"{folder / absent[0].path} was written by a rank and is not here with its {absent[0].size} bytes "
+                    f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+                )
+            time.sleep(0.2)
+
+    def abandon(self, step: int) -> None:
+        """Removes what was written for a step that failed, so that a full disk has room again."""
+        shutil.rmtree(self._incomplete(step), ignore_errors=True)
+
+    def clean(self) -> None:
+        """Removes what a killed run left half-written."""
+        for left in [*self.folder.glob(f"global_step*{_INCOMPLETE}")]:
+            logger.info("removing %s, which a run that was stopped left half-written", left)
+            shutil.rmtree(left)
+
+    def rotate(self) -> None:
+        """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best; likewise the HF ones."""
+        protected = (self.best() or {}).get("step")
+        complete = [p for p in self.checkpoints() if step_of(p) != protected]
+        hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) != protected]
+        for old in (*complete[: -self.keep], *sorted(hf, key=step_of)[: -self.keep]):
+            shutil.rmtree(old)
+        kept = complete[-self.keep :]
+        while len(kept) > 1 and sum(map(_size_of, self.checkpoints())) > self.max_bytes:
+            shutil.rmtree(kept.pop(0))
+
+    def mark_best(self, step: int, metric: str, value: float) -> None:
+        """Remembers which step's checkpoint is the best."""
+        content = {"step": step, "metric": metric, "value": value}
+        write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(content, indent=1).encode()])
+        os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
+        fsync_folder(self.folder)
+
+    def best(self) -> dict[str, Any] | None:
+        """What :meth:`mark_best` was told last: ``step``, ``metric``, ``value``."""
+        path = self.folder / BEST
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def set_aside_all(self) -> Path | None:
+        """Moves an earlier run's checkpoints out of the way of a run that starts anew; returns where to."""
+        found = [*self.folder.glob("global_step*"), *self.folder.glob(BEST)]
+        if not found:
+            return None
+        target = _free_name(self.folder / "superseded")
+        target.mkdir()
+        for path in found:
+            path.rename(target / path.name)
+        return target
+
+    def _set_aside(self, path: Path) -> None:
+        aside = _free_name(path.with_name(f"{path.name}.superseded"))
+        logger.warning("%s of an earlier run is in the way and is moved to %s", path, aside)
+        path.rename(aside)
+
+    def _incomplete(self, step: int) -> Path:
+        return self.folder / f"global_step{step}{_INCOMPLETE}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(_NAME.match(path.name)[1])
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate

@@ -1,0 +1,277 @@
+"""Tensors cut into pieces over the ranks of one layout, and put together for the ranks of another.
+
+A global tensor is cut into disjoint boxes (*blocks*: what one model-parallel rank holds), and a block into ranges of
+its row-major elements (*pieces*: what one data-parallel rank holds of it). Every rank writes its pieces into one
+safetensors file; an index says which piece is where. A reader asks for any block, or any range of one, of any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, write_file
+from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+
+# safetensors' names of the types
+TYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a global tensor: elements ``offset`` to ``offset + shape`` of each dimension."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def overlap(self, other: Block) -> tuple[slice, ...] | None:
+        """Box in global coordinates that both share; None if there is none."""
+        shared = []
+        for mine, size, theirs, other_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            low, high = max(mine, theirs), min(mine + size, theirs + other_size)
+            if low >= high:
+                return None
+            shared.append(slice(low, high))
+        return tuple(shared)
+
+    def local(self, box: Sequence[slice]) -> tuple[slice, ...]:
+        """A box of global coordinates in coordinates of this block."""
+        return tuple(slice(s.start - o, s.stop - o) for s, o in zip(box, self.offset, strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``end`` of a block in row-major order."""
+
+    block: Block
+    start: int
+    end: int
+
+    @classmethod
+    def whole(cls, block: Block) -> Piece:
+        return cls(block, 0, block.numel)
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor in its safetensors file; unique in a checkpoint."""
+        return f"{self.block.key}@{'.'.join(map(str, self.block.offset))}+{self.start}"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """A whole block keeps its shape; a range is flat."""
+        return self.block.shape if (self.start, self.end) == (0, self.block.numel) else (self.end - self.start,)
+
+
+def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[Piece, Tensor]]) -> FileEntry:
+    """Writes a safetensors file tensor by tensor: host memory holds one of them at a time (GPU), none (CPU).
+
+    Args:
+        pieces: with their elements, of any shape and device.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece, tensor in pieces:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[piece.name] = {
+            "dtype": TYPE_NAMES[tensor.dtype], "shape": list(piece.stored_shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(folder, path, _file_parts(text, pieces))
+
+
+def _file_parts(header: bytes, pieces: Sequence[tuple[Piece, Tensor]]) -> Iterator[bytes | memoryview]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for _, tensor in pieces:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            yield memoryview(flat.view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A global tensor of a checkpoint: its type, and which file holds which piece."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    pieces: tuple[tuple[Piece, str], ...]  # (piece, file)
+
+
+class TensorIndex:
+    """Which pieces a checkpoint holds."""
+
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        self.tensors = tensors
+
+    @classmethod
+    def build(cls, pieces: Iterable[tuple[Piece, str, str]]) -> TensorIndex:
+        """From (piece, name of its dtype, file) of all ranks.
+
+        Raises:
+            CheckpointError: the pieces of a tensor leave a hole or lie on each other, so nothing could be restored.
+        """
+        by_key: dict[str, list[tuple[Piece, str, str]]] = defaultdict(list)
+        for piece, dtype, file in pieces:
+            by_key[piece.block.key].append((piece, dtype, file))
+        tensors = {}
+        for key, found in sorted(by_key.items()):
+            dtypes, shapes = {d for _, d, _ in found}, {p.block.global_shape for p, _, _ in found}
+            if len(dtypes) != 1 or len(shapes) != 1:
+                raise CheckpointError(f"the ranks disagree on {key}: dtypes {sorted(dtypes)}, shapes {sorted(shapes)}")
+            tensors[key] = StoredTensor(dtypes.pop(), shapes.pop(), tuple((p, file) for p, _, file in found))
+        for key, tensor in tensors.items():
+            covered = sum(piece.end - piece.start for piece, _ in tensor.pieces)
+            distinct = len({(piece.block, piece.start) for piece, _ in tensor.pieces})
+            if covered != math.prod(tensor.global_shape) or distinct != len(tensor.pieces):
+                raise CheckpointError(
+                    f"the ranks hold {covered} elements in {distinct} distinct pieces of {key}, which has "
+                    f"{math.prod(tensor.global_shape)} in {len(tensor.pieces)}"
+                )
+        return cls(tensors)
+
+    def write(self, folder: Path, path: str) -> FileEntry:
+        """Writes the index as JSON."""
+        return write_plain(folder, path, {key: _stored_to_plain(t) for key, t in self.tensors.items()})
+
+    @classmethod
+    def read(cls, path: Path) -> TensorIndex:
+        """Reads what :meth:`write` wrote.
+
+        Raises:
+            CheckpointError: it is not an index.
+        """
+        plain = read_plain(path)
+        try:
+            return cls({key: _stored_from_plain(key, value) for key, value in plain.items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is not an index of tensors: {error!r}") from error
+
+
+def _stored_to_plain(tensor: StoredTensor) -> dict:
+    pieces = [[list(p.block.offset), list(p.block.shape), p.start, p.end, file] for p, file in tensor.pieces]
+    return {"dtype": tensor.dtype, "shape": list(tensor.global_shape), "pieces": pieces}
+
+
+def _stored_from_plain(key: str, value: dict) -> StoredTensor:
+    shape = tuple(value["shape"])
+    pieces = tuple(
+        (Piece(Block(key, shape, tuple(offset), tuple(size)), int(start), int(end)), str(file))
+        for offset, size, start, end, file in value["pieces"]
+    )
+    return StoredTensor(str(value["dtype"]), shape, pieces)
+
+
+class TensorReader:
+    """Reads any block of any layout from a checkpoint's tensors.
+
+    Args:
+        folder: the folder that the index's file names are relative to.
+    """
+
+    def __init__(self, folder: Path, index: TensorIndex) -> None:
+        self.folder, self.index = folder, index
+        self._open = lru_cache(maxsize=16)(self._open_file)
+        self._block = lru_cache(maxsize=2)(self._assemble)
+        self._by_block: dict[str, dict[Block, list[tuple[Piece, str]]]] = {}
+
+    def read(self, piece: Piece, dtype: torch.dtype, *, padded: bool = False) -> Tensor:
+        """The piece's elements, flat.
+
+        Args:
+            padded: the global shape may differ from the stored one (a padded vocabulary); elements that the checkpoint
+                does not have are 0.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor, or one of another shape or type.
+        """
+        stored = self._stored(piece.block, dtype, padded)
+        if piece.block in self._blocks(piece.block.key):
+            return self._elements(piece.block, piece.start, piece.end, dtype)
+        return self._from_other_blocks(piece.block, stored, dtype).reshape(-1)[piece.start : piece.end]
+
+    def _stored(self, block: Block, dtype: torch.dtype, padded: bool) -> StoredTensor:
+        stored = self.index.tensors.get(block.key)
+        if stored is None:
+            raise CheckpointError(f"the checkpoint {self.folder} holds no tensor {block.key}: it is of another model")
+        same = stored.global_shape == block.global_shape
+        if not same and not (padded and stored.global_shape[1:] == block.global_shape[1:]):
+            raise CheckpointError(
+                f"{block.key} has the shape {stored.global_shape} in the checkpoint {self.folder}, the model needs "
+                f"{block.global_shape}: the checkpoint is of another model"
+            )
+        if stored.dtype != TYPE_NAMES[dtype]:
+            raise CheckpointError(
+                f"{block.key} has the type {stored.dtype} in the checkpoint {self.folder}, the model needs "
+                f"{TYPE_NAMES[dtype]}: resume with the megatron.param_dtype of the run that wrote it"
+            )
+        return stored
+
+    def _from_other_blocks(self, block: Block, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+        target = torch.zeros(block.shape, dtype=dtype)
+        covered = 0
+        for source in self._blocks(block.key):
+            if (box := block.overlap(source)) is not None:
+                target[block.local(box)] = self._block(source, dtype)[source.local(box)]
+                covered += math.prod(s.stop - s.start for s in box)
+        there = Block(block.key, stored.global_shape, (0,) * len(block.shape), stored.global_shape)
+        shared = block.overlap(there)
+        expected = math.prod(s.stop - s.start for s in shared) if shared is not None else 0
+        if covered != expected:
+            raise CheckpointError(f"the checkpoint {self.folder} holds {covered} of {expected} elements of {block}")
+        return target
+
+    def _blocks(self, key: str) -> dict[Block, list[tuple[Piece, str]]]:
+        """Pieces of a stored tensor by block."""
+        if key not in self._by_block:
+            blocks = self._by_block[key] = {}
+            for piece, file in self.index.tensors[key].pieces:
+                blocks.setdefault(piece.block, []).append((piece, file))
+        return self._by_block[key]
+
+    def _assemble(self, block: Block, dtype: torch.dtype) -> Tensor:
+        return self._elements(block, 0, block.numel, dtype).reshape(block.shape)
+
+    def _elements(self, block: Block, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Elements of a stored block, from its pieces."""
+        flat, covered = torch.empty(end - start, dtype=dtype), 0
+        for piece, file in self._blocks(block.key)[block]:
+            low, high = max(piece.start, start), min(piece.end, end)
+            if low < high:
+                flat[low - start : high - start] = self._range(file, piece, low - piece.start, high - piece.start)
+                covered += high - low
+        if covered != end - start:
+            raise CheckpointError(f"the checkpoint {self.folder} holds {covered} of {end - start} elements of {block}")
+        return flat
+
+    def _range(self, file: str, piece: Piece, low: int, high: int) -> Tensor:
+        path = self.folder / file
+        try:
+            opened = self._open(file)
+            if len(piece.stored_shape) == 1:
+                return opened.get_slice(piece.name)[low:high]
+            return opened.get_tensor(piece.name).reshape(-1)[low:high]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+    def _open_file(self, file: str) -> Any:
+        return safe_open(self.folder / file, framework="pt", device="cpu")

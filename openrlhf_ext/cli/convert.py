@@ -1,0 +1,105 @@
+"""``python -m openrlhf_ext.cli.convert --check PATH [--tp N --pp N ...]``: proves that a checkpoint goes in and out.
+
+Loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process per rank, on this machine),
+exports it again and compares bit for bit with the files, then compares log-probs with transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the check and prints what it found.
+
+    Returns:
+        0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments, the model or its files do
+        not fit.
+    """
+    from openrlhf_ext import patches
+
+    patches.apply()
+    arguments = _parse(argv)
+    from torch.multiprocessing import ProcessRaisedException
+
+    from openrlhf_ext.megatron.accounting import describe, unaccounted_tensors
+    from openrlhf_ext.megatron.hf_config import read_model_shape
+    from openrlhf_ext.megatron.hf_files import HFCheckpoint
+    from openrlhf_ext.megatron.layout import ParallelLayout
+    from openrlhf_ext.planning.conversion_check import LOGPROB_TOLERANCES, CheckSettings, check_conversion
+
+    try:
+        ranks = arguments.tp * arguments.pp * arguments.cp
+        layout = ParallelLayout(ranks, arguments.tp, arguments.pp, arguments.cp, arguments.sp, arguments.vp)
+        shape = read_model_shape(arguments.check)
+        problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if problems:
+        print(f"{arguments.check}: {describe(problems)}", file=sys.stderr)
+        return 2
+    tolerance = LOGPROB_TOLERANCES[arguments.dtype] if arguments.tolerance is None else arguments.tolerance
+    settings = CheckSettings(
+        arguments.check, layout, arguments.dtype, arguments.sequences, arguments.tokens, tolerance, arguments.timeout_s
+    )
+    try:
+        report = check_conversion(settings)
+    except (ProcessRaisedException, TimeoutError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(_text(report, settings))
+    return 0 if report.passed(tolerance) else 1
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.convert", description=__doc__.split("\n\n")[1])
+    parser.add_argument("--check", required=True, metavar="PATH", help="folder of the Hugging Face checkpoint")
+    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks (default 1)")
+    parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages (default 1)")
+    parser.add_argument("--cp", type=_positive, default=1, help="context-parallel ranks (default 1)")
+    parser.add_argument("--vp", type=_positive, default=1, help="model chunks per pipeline stage (default 1)")
+    parser.add_argument("--sp", action="store_true", help="sequence parallelism")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of both models (default fp32)")
+    parser.add_argument("--sequences", type=_positive, default=4, help="random sequences for the log-probs (default 4)")
+    parser.add_argument("--tokens", type=_at_least_two, default=64, help="length of the longest, tokens (default 64)")
+    parser.add_argument(
+        "--tolerance", type=float, default=None, help="largest log-prob difference, nats (default fp32 1e-4, bf16 0.2)"
+    )
+    parser.add_argument("--timeout_s", type=float, default=1800.0, help="longest time of the check (default 1800 s)")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _at_least_two(text: str) -> int:
+    if (value := int(text)) < 2:
+        raise argparse.ArgumentTypeError(f"must be at least 2, got {text}")
+    return value
+
+
+def _text(report, settings) -> str:
+    shown = {"different": report.different, "not exported": report.missing}
+    lists = [f"  {what}: {', '.join(names)}" for what, names in shown.items() if names]
+    bits = "differ from the files" if lists else f"bit for bit those of the files (as {settings.dtype})"
+    gap = report.max_logprob_difference
+    within = "within" if gap <= settings.tolerance else "ABOVE"
+    return "\n".join(
+        [
+            f"{report.tensors} tensors, {report.parameters:,} parameters exported: {bits}",
+            *lists,
+            f"log-probs against transformers: largest difference {gap:.2e} nats, mean "
+            f"{report.mean_logprob_difference:.2e}; {within} the tolerance {settings.tolerance:g}",
+            "seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items()),
+            "the checkpoint goes in and out unchanged" if report.passed(settings.tolerance) else "CHECK FAILED",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

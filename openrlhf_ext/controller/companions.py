@@ -1,0 +1,179 @@
+"""The models beside the policy: the critic's ranks, and a reference's, if it is not in the policy's host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from openrlhf_ext.megatron.hf_config import read_model_shape
+from openrlhf_ext.megatron.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The groups of ranks that a run needs besides the policy's; None for what it does not need or has elsewhere."""
+
+    critic: Any = None
+    reference: Any = None
+
+    @classmethod
+    def start(cls, config: Any, policy_places: Any = None) -> Companions:
+        """Starts the actors, which import in the background.
+
+        Args:
+            policy_places: the policy's ``Reservation``, which a critic shares in a colocated run.
+        """
+        return cls(_start_critic(config, policy_places), _start_reference(config))
+
+    def initialize(self, config: Any, session: Any, policy_settings: Any, steps: int) -> None:
+        """Loads the models on all ranks and remembers their processes.
+
+        Args:
+            steps: training steps of the run.
+            policy_settings: the policy's ``PolicySettings``; critic and reference differ in what is said below.
+        """
+        refs: dict[str, list] = {}
+        if self.critic is not None:
+            settings = critic_settings(config, policy_settings, steps)
+            refs["critic"] = self.critic.async_init_model_from_pretrained(
+                settings, config.train.max_epochs, config.ds.enable_sleep
+            )
+        if self.reference is not None:
+            layout = parallel_layout(config.reference_ranks, config.megatron)
+            settings = dataclasses.replace(policy_settings, layout=layout, optimizer=None, keep_reference=False)
+            refs["reference"] = self.reference.async_init_model_from_pretrained(settings)
+        for name, ranks in refs.items():
+            infos = ray.get(ranks)
+            for info in infos:
+                session.remember(f"{name} rank {info['rank']}", info["pid"], info["host"])
+            session.watch(name, [info["phases"] for info in infos])
+            logger.info("%s ready on %d ranks", name, len(ranks))
+
+    def experience_parts(self, config: Any, policy: Any) -> dict[str, Any]:
+        """Arguments of the experience maker: ``reference``, ``critic`` and ``kl``."""
+        return {
+            "reference": self._reference_scorer(config, policy),
+            "critic": self._value_trainer(config),
+            "kl": _kl_coefficient(config),
+        }
+
+    def _reference_scorer(self, config: Any, policy: Any) -> Any:
+        from openrlhf_ext.controller.scorers import Scorer
+
+        if not config.has_reference:
+            return None
+        attention_length = read_model_shape(config.actor.model_name_or_path).attention_length
+        if self.reference is None:
+            return Scorer(policy, "reference_logprobs", config.data_parallel_size, attention_length)
+        replicas = config.reference_ranks // config.model_parallel_size
+        return Scorer(self.reference, "forward", replicas, attention_length)
+
+    def _value_trainer(self, config: Any) -> Any:
+        from openrlhf_ext.controller.values import ValueTrainer
+
+        if not config.has_critic:
+            return None
+        layout = parallel_layout(config.critic_ranks, config.critic_layout)
+        return ValueTrainer(
+            self.critic,
+            replicas=layout.data_parallel_size,
+            group_size=config.rollout.n_samples_per_prompt,
+            mini_batch_size=config.train.batch_size,
+            attention_length=read_model_shape(critic_path(config)).attention_length,
+        )
+
+    def save(self, config: Any) -> None:
+        """Writes the critic to ``<ckpt.output_dir>_critic`` if ``critic.save_value_network`` asks for it."""
+        if self.critic is not None and config.critic.save_value_network:
+            path = f"{config.ckpt.output_dir}_critic"
+            logger.info("writing the critic to %s", path)
+            ray.get(self.critic.async_run_method("save_model", path), timeout=config.train.step_timeout_s)
+
+
+def _start_critic(config: Any, policy_places: Any) -> Any:
+    if not config.has_critic:
+        return None
+    from openrlhf_ext.controller.critic_actor import CriticActor
+
+    places = policy_places if config.train.colocate_all else None
+    return _start(CriticActor, config, "the critic's ranks", config.critic_ranks, config.critic_layout, places)
+
+
+def _start_reference(config: Any) -> Any:
+    if not config.reference_ranks:
+        return None
+    from openrlhf_ext.controller.reference_actor import ReferenceActor
+
+    return _start(ReferenceActor, config, "the reference's ranks", config.reference_ranks, config.megatron)
+
+
+def _start(actor: type, config: Any, what: str, ranks: int, megatron: Any, places: Any = None) -> Any:
+    from openrlhf_ext.controller.rank_group import RankGroup, reserve
+
+    layout = parallel_layout(ranks, megatron)
+    return RankGroup(
+        ray.remote(num_gpus=1)(actor),
+        places or reserve(ranks, config.vllm.start_timeout_s, what),
+        world_size=ranks,
+        model_parallel_size=layout.model_parallel_size,
+        tensor_size=layout.tensor_parallel_size,
+        block_size=layout.tensor_parallel_size * layout.context_parallel_size,
+    )
+
+
+def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
+    """The layout of a model on ``world_size`` ranks from ``megatron.*`` (or the critic's own)."""
+    return ParallelLayout(
+        world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
+        megatron.context_parallel_size, megatron.sequence_parallel_enable, megatron.virtual_pipeline_size,
+    )  # fmt: skip
+
+
+def frozen_steps(config: Any) -> int:
+    """Training steps at the start in which only the critic is trained."""
+    return config.critic.freezing_steps + 1 if config.has_critic else 0
+
+
+def optimizer_updates(config: Any, steps: int) -> int:
+    """Optimizer updates of ``steps`` training steps, at least 1."""
+    return max(1, steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size))
+
+
+def critic_path(config: Any) -> str:
+    """The critic's checkpoint."""
+    return config.critic.model_name_or_path or config.actor.model_name_or_path
+
+
+def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
+    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
+    from openrlhf_ext.megatron.critic import CriticSettings
+    from openrlhf_ext.megatron.optimizer import OptimizerSettings
+
+    critic, adam = config.critic, config.critic.adam
+    optimizer = OptimizerSettings(
+        lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
+        lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
+        max_steps=optimizer_updates(config, steps), distributed=policy_settings.optimizer.distributed,
+    )  # fmt: skip
+    model = dataclasses.replace(
+        policy_settings,
+        model_path=critic_path(config),
+        layout=parallel_layout(config.critic_ranks, config.critic_layout),
+        optimizer=optimizer,
+        keep_reference=False,
+    )
+    return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
+
+
+def _kl_coefficient(config: Any) -> Any:
+    from openrlhf_ext.controller.kl_control import KLCoefficient
+
+    kl = config.algo.kl
+    return KLCoefficient(kl.init_coef, kl.target, kl.horizon) if kl.init_coef > 0 else None

@@ -1,0 +1,62 @@
+"""The Ray actor that holds one rank of the critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from openrlhf_ext.controller.rank_actor import RankActor
+from openrlhf_ext.controller.rank_checkpoint import CheckpointedRank
+from openrlhf_ext.controller.sleeping_rank import SleepingRank
+from openrlhf_ext.controller.values import ValueMiniBatch
+from openrlhf_ext.megatron.batch import SequenceBatch
+from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic
+from openrlhf_ext.megatron.phases import phase
+
+
+class CriticActor(SleepingRank, CheckpointedRank, RankActor):
+    """One rank of the critic. Every RPC is a collective: the group calls it on all ranks."""
+
+    def init_model_from_pretrained(
+        self, settings: CriticSettings, max_epochs: int, sleeps: bool = False
+    ) -> dict[str, Any]:
+        """Builds the rank's model and optimizer; returns what the process is."""
+        info = self.join(settings.model)
+        with phase("building the critic"):
+            self.critic, self.max_epochs = MegatronCritic(settings), max_epochs
+        self.watch_states(self.critic, sleeps)
+        return info
+
+    @phase("values")
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """(B, T) values of this replica's sequences."""
+        self.reload_states("parameters")
+        return self.critic.values(batch)
+
+    @phase("training the critic")
+    def fit(self, mini_batches: list[ValueMiniBatch]) -> dict[str, float]:
+        """One optimizer step per mini-batch, ``max_epochs`` times over; means over the steps, the same on every rank.
+
+        Args:
+            mini_batches: this replica's share of every optimizer step.
+        """
+        self.reload_states()
+        steps = [
+            self.critic.train_step(mini.batch, mini.targets) for _ in range(self.max_epochs) for mini in mini_batches
+        ]
+        if self.sleeps:
+            self.offload_states()
+        mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
+        return mean | {"value/lr": steps[-1]["value/lr"]}
+
+    @phase("saving the critic")
+    def save_model(self, path: str) -> None:
+        """Writes the critic as an HF checkpoint."""
+        self.reload_states("parameters")
+        self.critic.save_hf(path)
+
+    def checkpointed_model(self) -> MegatronCritic:
+        """The critic (``CheckpointedRank``), on its device."""
+        self.reload_states()
+        return self.critic

@@ -1,0 +1,108 @@
+"""What one rank measures of itself: its own time in each phase, and its memory."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank did since its last report.
+
+    Attributes:
+        device: name of the GPU, 'cpu' without one.
+        seconds: by phase ('logprob', 'train', 'sync'), without the time in which the rank waited for other replicas.
+        memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
+    """
+
+    rank: int
+    host: str
+    device: str
+    seconds: dict[str, float]
+    memory_bytes: int
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in the phases that depend on the rank's own share of the batch."""
+        return self.seconds.get("logprob", 0.0) + self.seconds.get("train", 0.0)
+
+
+class RankClock:
+    """Adds up this rank's time by phase.
+
+    All ranks leave a training step together, so its length says nothing about who was slow. What differs is how long
+    a data-parallel replica takes until its gradients are ready; the reduction, in which it then waits for the slowest,
+    is therefore not counted (``without``).
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._waited = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the body, apart from what ``without`` takes out."""
+        started, waited = _now(), self._waited
+        try:
+            yield
+        finally:
+            spent = _now() - started - (self._waited - waited)
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
+    def without(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time no phase counts."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            started = _now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._waited += _now() - started
+
+        return wrapped
+
+    def report(self, rank: int) -> RankReport:
+        """What was counted since the last report."""
+        seconds, self._seconds = self._seconds, {}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        return RankReport(rank, socket.gethostname(), device, seconds, peak_memory_bytes())
+
+
+def peak_memory_bytes() -> int:
+    """Peak of this process since it began: device memory where there is a GPU, resident memory elsewhere."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def _now() -> float:
+    """Seconds; what was launched on the device before has ended."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(phase: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a method of an object with a ``clock``: its calls count as ``phase``."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.clock.phase(phase):
+                return method(self, *args, **kwargs)
+
+        return wrapped
+
+    return decorate

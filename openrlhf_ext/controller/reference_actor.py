@@ -1,0 +1,28 @@
+"""The Ray actor that holds one rank of a reference policy with ranks of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from openrlhf_ext.controller.rank_actor import RankActor
+from openrlhf_ext.megatron.batch import SequenceBatch
+from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings
+
+
+class ReferenceActor(RankActor):
+    """One rank of the policy as it was at the start; never trained."""
+
+    def init_model_from_pretrained(self, settings: PolicySettings) -> dict[str, Any]:
+        """Builds the rank's model; returns what the process is."""
+        info = self.join(settings)
+        with phase("building the reference"):
+            self.policy = MegatronPolicy(settings)
+        return info
+
+    @phase("reference log-probs")
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        """(B, T) reference log-probs of this replica's sequences."""
+        return self.policy.logprobs(batch).logprobs_BT

@@ -1,0 +1,262 @@
+"""Going on where an earlier run stopped: which checkpoint, what the ranks and the driver take from it, restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_manifest
+from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.checkpoints.store import step_of
+from openrlhf_ext.controller.checkpointing import CONTROLLER, CheckpointOptions, ask_ranks
+
+logger = logging.getLogger(__name__)
+
+# options whose change between two parts of a run says nothing about the training
+_IMMATERIAL = ("ckpt.", "logger.", "dry_run", "train.max_restarts", "train.step_timeout_s")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that this run goes on from: its folder, its step, and the driver's part of it."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+
+
+# ---- before training ------------------------------------------------------------------------------------------------
+
+
+def prepare_folder(config: Any) -> None:
+    """Makes ``ckpt.path`` ready: half-written checkpoints go; a run that starts anew finds none of another one.
+
+    Raises:
+        CheckpointError: the folder cannot be changed.
+    """
+    store = CheckpointOptions.of(config).store()
+    try:
+        store.clean()
+        saves = config.ckpt.save_steps != -1 or config.ckpt.best_metric_key
+        if saves and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
+            logger.warning(
+                "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
+                store.folder,
+                aside,
+            )
+    except OSError as error:
+        raise CheckpointError(f"ckpt.path {store.folder} cannot be used: {error}") from error
+
+
+def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
+    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one.
+
+    Args:
+        groups: actor groups with ``CheckpointedRank`` classes, by name.
+
+    Raises:
+        CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good), or does not fit.
+    """
+    if not config.ckpt.load_enable:
+        return None
+    options = CheckpointOptions.of(config)
+    store = options.store()
+    if not store.checkpoints():
+        logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
+        return None
+    folder = find_good(store, groups, options, fallback=config.ckpt.fallback_enable)
+    state = read_plain(folder / CONTROLLER)
+    report_changed_options(state["options"], plain_options(config))
+    for name, group in groups.items():
+        if not (folder / name).is_dir():
+            raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
+        ask_ranks(group, name, "load_state", options.timeout_s, folder=str(folder), name=name)
+    logger.info("resumed from %s", folder)
+    return Resumed(folder, step_of(folder), state)
+
+
+def find_good(store: CheckpointStore, groups: Mapping[str, Any], options: CheckpointOptions, *, fallback: bool) -> Path:
+    """The newest checkpoint whose files are all as they were written; the ranks share the reading.
+
+    Raises:
+        CheckpointError: the newest one is damaged and ``fallback`` is off, or all are.
+    """
+    damaged = []
+    for folder in reversed(store.checkpoints()):
+        problems = _problems(folder, groups, options)
+        if not problems:
+            return folder
+        damaged.append(f"{folder} is not usable:\n  " + "\n  ".join(problems))
+        if not fallback:
+            raise CheckpointError(
+                f"{damaged[0]}\nAdd --ckpt.fallback_enable to go back to the newest good checkpoint, or remove the "
+                "folder"
+            )
+        logger.error("%s\n  going back to the checkpoint before it", damaged[-1])
+    raise CheckpointError("no checkpoint is usable:\n" + "\n".join(damaged))
+
+
+def _problems(folder: Path, groups: Mapping[str, Any], options: CheckpointOptions) -> list[str]:
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    name, group = next(iter(groups.items()))
+    parts = ask_ranks(group, name, "check_checkpoint", options.timeout_s, folder=str(folder))
+    return [problem for part in parts for problem in part]
+
+
+# ---- the driver's state ---------------------------------------------------------------------------------------------
+
+
+def trainer_state(trainer: Any, progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The driver's part of a checkpoint.
+
+    Args:
+        progress: what OpenRLHF's loop knows: ``episode``, ``global_step``, ``total_consumed_prompts``,
+            ``data_loader_state_dict``; and ``generator`` (:func:`generator_state`) where the generator is further than
+            training, in another thread.
+    """
+    maker = trainer.experience_maker
+    generator = progress.get("generator") or generator_state(trainer.samples_generator)
+    exhausted = generator["loader_ended"] and not generator["samples"]
+    return {
+        "progress": {
+            "global_step": progress["global_step"],
+            # the loader has ended its episode: its state says how the next one is shuffled
+            "episode": progress["episode"] + int(exhausted),
+            "total_consumed_prompts": progress["total_consumed_prompts"],
+            "data_loader_state_dict": progress["data_loader_state_dict"],
+        },
+        **generator,
+        "batches": maker._batches,
+        "kl": maker.kl.state_dict() if maker.kl is not None else None,
+        "initial_entropy": trainer.initial_entropy,
+        "best_value": trainer.checkpointer.best_value if trainer.checkpointer is not None else None,
+        "last_evaluation": trainer.recorder.last_evaluation,
+        "random_states": {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        },
+    }
+
+
+def generator_state(generator: Any) -> dict[str, Any]:
+    """Samples that are left over, and whether the loader has ended its episode."""
+    buffer = getattr(generator, "_sample_buffer", None) or []
+    return {
+        "loader_ended": getattr(generator, "_dataloader_iter", None) is None,
+        "samples": [_sample_to_plain(sample) for sample in buffer],
+    }
+
+
+def restore_trainer(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Gives a trainer that was just built the state that :func:`trainer_state` described."""
+    generator, maker = trainer.samples_generator, trainer.experience_maker
+    trainer.initial_entropy = state["initial_entropy"]
+    if state["samples"]:
+        generator._sample_buffer = [_sample_from_plain(sample) for sample in state["samples"]]
+        # the leftovers are used first; then the loader goes on, or has ended
+        trainer.prompts_dataloader.load_state_dict(state["progress"]["data_loader_state_dict"])
+        generator._dataloader_iter = None if state["loader_ended"] else iter(trainer.prompts_dataloader)
+    maker._batches = state["batches"]
+    if maker.kl is not None and state["kl"] is not None:
+        maker.kl.load_state_dict(state["kl"])
+    trainer.recorder.last_step = state["progress"]["global_step"]
+    trainer.recorder.last_evaluation = state["last_evaluation"]
+    if trainer.checkpointer is not None:
+        trainer.checkpointer.best_value = state["best_value"]
+    random.setstate(state["random_states"]["python"])
+    np.random.set_state(state["random_states"]["numpy"])
+    torch.set_rng_state(state["random_states"]["torch"])
+
+
+def loop_states(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Where OpenRLHF's loop begins; the loader's place is left out where it is restored already.
+
+    Args:
+        state: the driver's state of a checkpoint; None for a run that starts anew.
+    """
+    if state is None:
+        return {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+    return {**state["progress"], **({"data_loader_state_dict": {}} if state["samples"] else {})}
+
+
+def _sample_to_plain(sample: Any) -> dict[str, Any]:
+    return {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+
+
+def _sample_from_plain(plain: Mapping[str, Any]) -> Any:
+    # not at the top: importing OpenRLHF takes long, ranks start meanwhile
+    from openrlhf_ext.controller.rollout_sample import RolloutSample
+
+    return RolloutSample(**plain)
+
+
+def prompts_fingerprint(dataset: Any) -> str:
+    """Changes if a prompt, a label or their order changes: the data cursor means something for these prompts only."""
+    digest = hashlib.sha256()
+    for prompt, label in zip(dataset.prompts, dataset.labels, strict=True):
+        digest.update(repr((prompt, label)).encode())
+    return digest.hexdigest()
+
+
+def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
+    """Refuses a checkpoint whose run had other prompts.
+
+    Raises:
+        CheckpointError: it had.
+    """
+    if resumed is not None and resumed.state["prompts"] != fingerprint:
+        raise CheckpointError(
+            f"{resumed.folder} was written by a run with other prompts: the place in the data that it holds means "
+            "nothing for these. Resume with the same data.* options and unchanged files, or start a new run from its "
+            "weights with actor.model_name_or_path and another ckpt.path"
+        )
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def plain_options(config: Any) -> dict[str, str]:
+    """Every option that is not a secret, as text by its name."""
+    from openrlhf_ext.config.access import value_of
+    from openrlhf_ext.config.options import option_table
+
+    return {name: repr(value_of(config, name)) for name, option in option_table().items() if not option.info.secret}
+
+
+def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Logs the options that differ from those of the run that wrote the checkpoint."""
+    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
+    for name in names:
+        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
+
+
+# ---- restarts -------------------------------------------------------------------------------------------------------
+
+
+def run_with_restarts(config: Any, run_once: Callable[[Any], int]) -> int:
+    """Runs, and after a failure (exit code 1) again from the last checkpoint, ``train.max_restarts`` times at most.
+
+    Args:
+        run_once: trains with a configuration and returns the exit code.
+    """
+    for restart in range(config.train.max_restarts + 1):
+        if restart:
+            logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
+            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
+        code = run_once(config)
+        if code != 1:
+            break
+    return code

@@ -1,0 +1,268 @@
+"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once.
+
+Nothing here knows of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V = rows of this rank's
+vocabulary shard, S = columns of a slice of it, H = hidden size; 4 as in ``statistics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.head.kernels import Kernels, TokenGradient
+from openrlhf_ext.head.plan import TileCosts, TilePlan
+from openrlhf_ext.head.precision import Precision, accumulate, multiply
+from openrlhf_ext.head.rows import Block, Rows
+from openrlhf_ext.head.shard import VocabularyShard
+from openrlhf_ext.head.statistics import TokenStatistics, combine, empty_part, merge
+from openrlhf_ext.head.weight_gradient import WeightGradient
+
+# coefficients(rows, statistics of these tokens) -> d loss / d log-prob and (or None) d loss / d entropy, both (B,)
+Coefficients = Callable[[slice, TokenStatistics], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """The operands of one call; every (N,) tensor is in the order of processing.
+
+    Attributes:
+        target_N: row of each token's target in this shard; outside of ``[0, true_rows)`` where another rank holds it.
+        scale_N: 1 / temperature in the compute format; None for 1.
+        check: called with each block's hidden states, before they are used.
+    """
+
+    weight_VH: Tensor
+    rows: Rows
+    target_N: Tensor
+    scale_N: Tensor | None
+    shard: VocabularyShard
+    precision: Precision
+    kernels: Kernels
+    plan: TilePlan
+    check: Callable[[Block], None] | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        for block in self.rows.blocks():
+            if self.check is not None:
+                self.check(block)
+            yield block
+
+    @property
+    def slices(self) -> list[slice]:
+        return self.plan.slices(self.shard.true_rows)
+
+    def operand(self, block: Block) -> Tensor:
+        """(B, H) left operand of the logits' product, scaled by the temperature where that loses nothing."""
+        hidden_BH = block.hidden_BH.to(self.precision.logits)
+        if self.scale_N is not None and self.precision.operands_are_exact:
+            return hidden_BH * self.scale_N[block.rows, None]
+        return hidden_BH
+
+    def tile_scale(self, rows: slice) -> Tensor | None:
+        """(B,) what is left to scale in the tile of logits."""
+        if self.scale_N is None or self.precision.operands_are_exact:
+            return None
+        return self.scale_N[rows]
+
+    def weight(self, columns: slice, dtype: torch.dtype) -> Tensor:
+        return self.weight_VH[columns].to(dtype)
+
+
+def tile_costs(
+    hidden: int, item: int, precision: Precision, kernels: Kernels, *, gradients: bool, sharded: bool
+) -> TileCosts:
+    """Bytes that a tile takes of the workspace.
+
+    Args:
+        hidden, item: size of a hidden state, and bytes of one of its numbers.
+        gradients: the walk makes gradients; ``sharded``: hidden states come from the ranks' shards of a sequence.
+    """
+    compute = precision.compute.itemsize
+    widened = compute != item and precision.operands_are_exact
+    token = hidden * (compute if precision.operands_are_exact else 0)
+    if gradients:
+        token += 2 * hidden * compute  # of this block, and of the one before, which is on its way
+    if sharded:
+        token += 3 * hidden * item + (hidden * compute if gradients else 0)
+    spare = precision.gradient.itemsize if gradients and precision.gradient != precision.compute else 0
+    return TileCosts(
+        logit=compute + (spare if kernels.keeps_logits else max(spare, compute)),
+        kept=compute,
+        token=token,
+        column=hidden * compute if widened else 0,
+    )
+
+
+class _Buffers:
+    """The workspace of one walk: tiles of logits, and what the kernels and the gradients' products need beside them."""
+
+    def __init__(self, head: LinearHead, *, gradients: bool) -> None:
+        self._head, precision, kernels = head, head.precision, head.kernels
+        tile, block = head.rows.longest * head.plan.columns, head.rows.longest * head.shard.true_rows
+        self._kept = self._empty(block) if head.plan.keeps else None
+        keeps_logits = head.plan.keeps and kernels.keeps_logits
+        self._logits = None if keeps_logits else self._empty(tile)
+        self._spare = None if head.plan.keeps or kernels.keeps_logits else self._empty(tile)
+        narrow = gradients and precision.gradient != precision.compute
+        self._narrow = self._empty(tile, precision.gradient) if narrow else None
+
+    def _empty(self, elements: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(elements, dtype=dtype or self._head.precision.compute, device=self._head.weight_VH.device)
+
+    def kept(self, tokens: int, columns: slice) -> Tensor:
+        """The tile of a slice that outlives the others of its block."""
+        first = tokens * columns.start
+        return self._kept[first : first + tokens * (columns.stop - columns.start)].view(tokens, -1)
+
+    def logits(self, tokens: int, columns: slice) -> Tensor:
+        """Where the logits of a tile are written."""
+        if self._logits is None:
+            return self.kept(tokens, columns)
+        return _view(self._logits, tokens, columns)
+
+    def spare(self, tokens: int, columns: slice) -> Tensor | None:
+        """The second tile of ``Kernels.statistics``."""
+        if self._head.kernels.keeps_logits:
+            return None
+        return self.kept(tokens, columns) if self._spare is None else _view(self._spare, tokens, columns)
+
+    def gradient(self, tile_BS: Tensor, columns: slice) -> Tensor:
+        """Where the gradient of a tile goes: in place, unless the products take another format."""
+        return tile_BS if self._narrow is None else _view(self._narrow, tile_BS.shape[0], columns)
+
+
+def _view(buffer: Tensor, tokens: int, columns: slice) -> Tensor:
+    width = columns.stop - columns.start
+    return buffer[: tokens * width].view(tokens, width)
+
+
+def statistics(head: LinearHead) -> TokenStatistics:
+    """Of every token, from one walk over all tiles and, at its end, two all-reduces for the whole call."""
+    part_4N = _nothing(head, head.rows.count)
+    buffers = _Buffers(head, gradients=False)
+    for block in head.blocks():
+        if parts := _parts(head, buffers, block, head.operand(block)):
+            part_4N[:, block.rows] = merge(torch.stack(parts))
+    return combine(part_4N, head.shard)
+
+
+def gradients(
+    head: LinearHead, stats: TokenStatistics, coefficients: Coefficients, weight_gradient: WeightGradient | None
+) -> Tensor:
+    """Gradient of the hidden states from recomputed logits; that of the weight is added to ``weight_gradient``."""
+    sink, buffers = head.rows.sink(), _Buffers(head, gradients=True)
+    for block in head.blocks():
+        own = stats.select(block.rows)
+        grads = _BlockGradient(head, buffers, block, head.operand(block), weight_gradient)
+        sink.add(block, grads.recomputed(own, coefficients(block.rows, own)))
+    return sink.finish()
+
+
+def statistics_and_gradients(
+    head: LinearHead, coefficients: Coefficients, weight_gradient: WeightGradient | None
+) -> tuple[TokenStatistics, Tensor]:
+    """Statistics and gradients block by block: the coefficients of a block are known as soon as its statistics are.
+
+    The logits are computed once where the plan keeps the tiles of a block, and twice otherwise.
+    """
+    sink, buffers, pieces = head.rows.sink(), _Buffers(head, gradients=True), []
+    for block in head.blocks():
+        operand_BH = head.operand(block)
+        parts = _parts(head, buffers, block, operand_BH)
+        whole = merge(torch.stack(parts)) if parts else _nothing(head, operand_BH.shape[0])
+        own = combine(whole, head.shard)
+        grads = _BlockGradient(head, buffers, block, operand_BH, weight_gradient)
+        if head.plan.keeps:
+            sink.add(block, grads.from_kept(own, coefficients(block.rows, own), parts))
+        else:
+            sink.add(block, grads.recomputed(own, coefficients(block.rows, own)))
+        pieces.append(own)
+    if not pieces:
+        return combine(_nothing(head, 0), head.shard), sink.finish()
+    return TokenStatistics(*(torch.cat(values) for values in zip(*pieces, strict=True))), sink.finish()
+
+
+def _nothing(head: LinearHead, tokens: int) -> Tensor:
+    return empty_part(tokens, head.precision.compute, head.weight_VH.device)
+
+
+def _parts(head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor) -> list[Tensor]:
+    """(4, B) of each slice of this rank's shard."""
+    tokens, target_B, scale_B = operand_BH.shape[0], head.target_N[block.rows], head.tile_scale(block.rows)
+    parts = []
+    for columns in head.slices:
+        logits_BS = buffers.logits(tokens, columns)
+        multiply(logits_BS, operand_BH, head.weight(columns, head.precision.logits).t())
+        spare_BS = buffers.spare(tokens, columns)
+        parts.append(head.kernels.statistics(logits_BS, spare_BS, target_B - columns.start, scale_B))
+    return parts
+
+
+class _BlockGradient:
+    """Gradients of one block."""
+
+    def __init__(
+        self,
+        head: LinearHead,
+        buffers: _Buffers,
+        block: Block,
+        operand_BH: Tensor,
+        weight_gradient: WeightGradient | None,
+    ) -> None:
+        self._head, self._buffers, self._block = head, buffers, block
+        self._operand_BH, self._weight_gradient = operand_BH, weight_gradient
+        self._right_BH = operand_BH.to(head.precision.gradient)
+        self._grad_BH = torch.zeros(operand_BH.shape, dtype=head.precision.compute, device=operand_BH.device)
+
+    def recomputed(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> Tensor:
+        """(B, H) from logits that are computed again."""
+        head, token = self._head, self._token(stats, coefficients)
+        for columns in head.slices:
+            weight_SH = head.weight(columns, head.precision.logits)
+            logits_BS = self._buffers.logits(self._operand_BH.shape[0], columns)
+            multiply(logits_BS, self._operand_BH, weight_SH.t())
+            out_BS = self._buffers.gradient(logits_BS, columns)
+            head.kernels.gradient(logits_BS, self._in_slice(token, columns), out_BS)
+            self._add(out_BS, columns, weight_SH)
+        return self._scaled()
+
+    def from_kept(
+        self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None], parts: list[Tensor]
+    ) -> Tensor:
+        """(B, H) from the tiles that the statistics left behind."""
+        head, token = self._head, self._token(stats, coefficients)
+        for columns, part_4B in zip(head.slices, parts, strict=True):
+            kept_BS = self._buffers.kept(self._operand_BH.shape[0], columns)
+            out_BS = self._buffers.gradient(kept_BS, columns)
+            head.kernels.kept_gradient(kept_BS, part_4B, self._in_slice(token, columns), out_BS)
+            self._add(out_BS, columns, head.weight(columns, head.precision.gradient))
+        return self._scaled()
+
+    def _token(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> TokenGradient:
+        rows, (coefficient_B, entropy_coefficient_B) = self._block.rows, coefficients
+        return TokenGradient(
+            maximum_B=stats.maximum_N,
+            log_sum_B=stats.log_sum_N,
+            coefficient_B=coefficient_B,
+            column_B=self._head.target_N[rows],
+            scale_B=self._head.tile_scale(rows),
+            entropy_coefficient_B=entropy_coefficient_B,
+            entropy_B=None if entropy_coefficient_B is None else stats.entropy_N,
+        )
+
+    @staticmethod
+    def _in_slice(token: TokenGradient, columns: slice) -> TokenGradient:
+        return token._replace(column_B=token.column_B - columns.start)
+
+    def _add(self, grad_BS: Tensor, columns: slice, weight_SH: Tensor) -> None:
+        accumulate(self._grad_BH, grad_BS, weight_SH.to(grad_BS.dtype))
+        if self._weight_gradient is not None:
+            accumulate(self._weight_gradient.total_VH[columns], grad_BS.t(), self._right_BH)
+
+    def _scaled(self) -> Tensor:
+        if self._head.scale_N is not None and self._head.precision.operands_are_exact:
+            self._grad_BH.mul_(self._head.scale_N[self._block.rows, None])
+        return self._grad_BH

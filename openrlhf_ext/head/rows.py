@@ -1,0 +1,247 @@
+"""Hidden states block by block: copies that every rank holds, or shards of the sequence gathered while others compute.
+
+Under sequence parallelism each rank holds the hidden states of a run of tokens, and the head wants those of some of
+them, on every rank. Only the wanted rows travel, one block ahead of the computation; their gradients are summed over
+the vocabulary shards and go back to their owners one block behind it. A block takes from every rank in proportion to
+what that rank holds, so that little is padded, and the order of processing differs from the caller's.
+
+Shape suffixes: N = tokens of the call, L = tokens that a rank holds, B = tokens of a block, R = ranks times the most
+tokens that one of them has in a block, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from openrlhf_ext.head.shard import VocabularyShard
+
+
+class Block(NamedTuple):
+    """Tokens that are computed together.
+
+    Attributes:
+        number: 0, 1, ...
+        rows: their places in the order of processing.
+        hidden_BH: their hidden states.
+    """
+
+    number: int
+    rows: slice
+    hidden_BH: Tensor
+
+
+class GradientSink(Protocol):
+    """Takes the gradients of the blocks' hidden states in the order of the blocks."""
+
+    def add(self, block: Block, grad_BH: Tensor) -> None:
+        """Takes this rank's part of a block's gradient; it may be overwritten, and is summed over the ranks."""
+
+    def finish(self) -> Tensor:
+        """The gradient of the tensor that the caller gave, in its format."""
+
+
+class Rows(Protocol):
+    """The hidden states of a call.
+
+    Attributes:
+        count: N.
+        longest: tokens of the largest block.
+        order_N: the caller's place of each token in the order of processing; None where both are the same.
+    """
+
+    count: int
+    longest: int
+    order_N: Tensor | None
+
+    def blocks(self) -> Iterator[Block]:
+        """All tokens, block by block."""
+
+    def sink(self) -> GradientSink:
+        """A fresh sink for the gradients of all blocks."""
+
+
+class ReplicatedRows:
+    """Hidden states (N, H) that every rank of the group holds."""
+
+    order_N = None
+
+    def __init__(self, hidden_NH: Tensor, shard: VocabularyShard, tokens: int) -> None:
+        self.count = hidden_NH.shape[0]
+        self.longest = min(self.count, tokens)
+        self._hidden_NH, self._shard, self._tokens = hidden_NH, shard, tokens
+
+    def blocks(self) -> Iterator[Block]:
+        for number, first in enumerate(range(0, self.count, self._tokens)):
+            rows = slice(first, min(first + self._tokens, self.count))
+            yield Block(number, rows, self._hidden_NH[rows])
+
+    def sink(self) -> GradientSink:
+        return _ReplicatedSink(torch.empty_like(self._hidden_NH), self._shard)
+
+
+class _ReplicatedSink:
+    """Sums each block over the ranks while the next one is computed."""
+
+    def __init__(self, total_NH: Tensor, shard: VocabularyShard) -> None:
+        self._total_NH, self._shard = total_NH, shard
+        self._pending: tuple[slice, Tensor, dist.Work] | None = None
+
+    def add(self, block: Block, grad_BH: Tensor) -> None:
+        work = self._shard.start_sum(grad_BH)
+        self._settle()
+        if work is None:
+            self._total_NH[block.rows] = grad_BH
+        else:
+            self._pending = (block.rows, grad_BH, work)
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            rows, grad_BH, work = self._pending
+            work.wait()
+            self._total_NH[rows] = grad_BH
+            self._pending = None
+
+    def finish(self) -> Tensor:
+        self._settle()
+        return self._total_NH
+
+
+class SequenceShardedRows:
+    """Rows ``rows_N`` of the hidden states that the ranks of a group hold one after the other, ``hidden_LH`` each.
+
+    Raises:
+        ValueError: ``rows_N`` points outside of the ranks' tokens.
+    """
+
+    def __init__(self, hidden_LH: Tensor, rows_N: Tensor, group: dist.ProcessGroup, tokens: int) -> None:
+        self.count = rows_N.numel()
+        self._hidden_LH, self._group = hidden_LH, group
+        self._size, self._rank = group.size(), group.rank()
+        owner_N = torch.div(rows_N, max(1, hidden_LH.shape[0]), rounding_mode="floor")
+        counts = torch.bincount(owner_N.clamp(0, self._size), minlength=self._size).tolist()
+        if len(counts) > self._size or (self.count and int(rows_N.min()) < 0):
+            raise ValueError(
+                f"sequence_rows must be in [0, {self._size} ranks * {hidden_LH.shape[0]} tokens): "
+                f"got {int(rows_N.min())}..{int(rows_N.max())}"
+            )
+        self._shares = _shares(counts, tokens)  # [block][rank] -> how many rows
+        self.longest = max(map(sum, self._shares), default=0)
+        by_owner_N = torch.argsort(owner_N, stable=True)
+        self.order_N = by_owner_N[_interleave(self._shares, rows_N.device)]
+        self._mine = rows_N[by_owner_N].split(counts)[self._rank] - self._rank * hidden_LH.shape[0]
+
+    def blocks(self) -> Iterator[Block]:
+        first, following = 0, self._gather(0)
+        for number, shares in enumerate(self._shares):
+            current, following = following, self._gather(number + 1)
+            rows = slice(first, first + sum(shares))
+            yield Block(number, rows, current.wait())
+            first = rows.stop
+
+    def sink(self) -> GradientSink:
+        return _ShardedSink(self)
+
+    def _gather(self, number: int) -> _Gathered | None:
+        if number >= len(self._shares):
+            return None
+        padded = self._hidden_LH.new_zeros(max(self._shares[number]), self._hidden_LH.shape[1])
+        mine = self.mine(number)
+        padded[: mine.numel()] = self._hidden_LH[mine]
+        return _Gathered(padded, self._places(number), self._group)
+
+    def mine(self, number: int) -> Tensor:
+        """Which of this rank's L tokens are in a block."""
+        first = sum(shares[self._rank] for shares in self._shares[:number])
+        return self._mine[first : first + self._shares[number][self._rank]]
+
+    def _places(self, number: int) -> Tensor | None:
+        """(B,) places of a block's tokens in the gathered (R, H); None where nothing is padded."""
+        shares = self._shares[number]
+        longest = max(shares)
+        if min(shares) == longest:
+            return None
+        places = [torch.arange(count) + rank * longest for rank, count in enumerate(shares)]
+        return torch.cat(places).to(self._hidden_LH.device, non_blocking=True)
+
+    def start_scatter(self, number: int, grad_BH: Tensor) -> tuple[Tensor, dist.Work, Tensor]:
+        """Begins to sum a block's gradients over the ranks; returns what will hold this rank's rows."""
+        longest, places = max(self._shares[number]), self._places(number)
+        padded_RH = grad_BH
+        if places is not None:
+            padded_RH = grad_BH.new_zeros(longest * self._size, grad_BH.shape[1])
+            padded_RH[places] = grad_BH
+        out = grad_BH.new_empty(longest, grad_BH.shape[1])
+        work = dist.reduce_scatter_tensor(out, padded_RH, group=self._group, async_op=True)
+        return out, work, padded_RH
+
+    def empty_gradient(self) -> Tensor:
+        return torch.zeros_like(self._hidden_LH)
+
+
+class _Gathered:
+    """Rows of one block under way to every rank."""
+
+    def __init__(self, padded: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> None:
+        self._padded, self._places = padded, places
+        self._all = padded.new_empty(padded.shape[0] * group.size(), padded.shape[1])
+        self._work = dist.all_gather_into_tensor(self._all, padded, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._all if self._places is None else self._all[self._places]
+
+
+class _ShardedSink:
+    """Sums each block over the ranks, and sends its rows home, while the next one is computed."""
+
+    def __init__(self, rows: SequenceShardedRows) -> None:
+        self._rows, self._total_LH = rows, rows.empty_gradient()
+        self._pending: tuple[int, tuple[Tensor, dist.Work, Tensor]] | None = None
+
+    def add(self, block: Block, grad_BH: Tensor) -> None:
+        started = self._rows.start_scatter(block.number, grad_BH)
+        self._settle()
+        self._pending = (block.number, started)
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            number, (out, work, _) = self._pending
+            work.wait()
+            mine = self._rows.mine(number)
+            # a token may be wanted more than once
+            self._total_LH.index_add_(0, mine, out[: mine.numel()].to(self._total_LH.dtype))
+            self._pending = None
+
+    def finish(self) -> Tensor:
+        self._settle()
+        return self._total_LH
+
+
+def _shares(counts: list[int], tokens: int) -> list[list[int]]:
+    """How many rows each block takes from each rank: about ``tokens`` a block, never more, proportional to ``counts``.
+
+    With fewer tokens a block than ranks it may be more: every rank gives at most one then.
+    """
+    blocks = -(-sum(counts) // tokens)
+    while True:
+        shares = [[count * (k + 1) // blocks - count * k // blocks for count in counts] for k in range(blocks)]
+        if max(map(sum, shares), default=0) <= max(tokens, len(counts)):
+            return shares
+        blocks += 1
+
+
+def _interleave(shares: list[list[int]], device: torch.device) -> Tensor:
+    """(N,) index into rows sorted by owner, in the order of processing: block by block, rank by rank."""
+    counts = [sum(block[rank] for block in shares) for rank in range(len(shares[0]))] if shares else []
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    pieces = []
+    for block in shares:
+        for rank, count in enumerate(block):
+            pieces.append(torch.arange(starts[rank], starts[rank] + count))
+            starts[rank] += count
+    return torch.cat(pieces).to(device) if pieces else torch.zeros(0, dtype=torch.long, device=device)

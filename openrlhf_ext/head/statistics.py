@@ -1,0 +1,69 @@
+"""What is known of a distribution from parts of its logits, and how the parts are put together.
+
+A part of a token's logits ``u`` (a slice of the vocabulary, or a rank's shard) is described by four numbers:
+
+    m = max u        s = sum exp(u - m)        w = sum exp(u - m) (u - m)        t = u[target], 0 if not in the part
+
+Parts combine without a loss of precision, whatever the size of the logits, because every exponential is at most 1:
+with ``M = max m``, ``d = m - M``: ``s' = sum e^d s``, ``w' = sum e^d (w + d s)``, ``t' = sum t``. Then
+
+    logprob = (t' - M) - ln s'        entropy = ln s' - w' / s'
+
+Shape suffixes: P = parts, N = tokens; 4 = (m, s, w, t).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from openrlhf_ext.head.shard import VocabularyShard
+
+
+class TokenStatistics(NamedTuple):
+    """Of each token's whole distribution, the same on every rank; all of shape (N,), fp32 (fp64 for fp64 input)."""
+
+    logprob_N: Tensor
+    entropy_N: Tensor
+    maximum_N: Tensor
+    log_sum_N: Tensor
+
+    def select(self, index: slice | Tensor) -> TokenStatistics:
+        return TokenStatistics(*(value[index] for value in self))
+
+
+def empty_part(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(4, N) of a part without any logit: the neutral element of ``merge``."""
+    part_4N = torch.zeros(4, tokens, dtype=dtype, device=device)
+    part_4N[0] = torch.finfo(dtype).min / 2  # -inf would give inf - inf
+    return part_4N
+
+
+def merge(parts_P4N: Tensor) -> Tensor:
+    """(4, N) of the union of the parts."""
+    maximum_PN, sum_PN, weighted_PN, target_PN = parts_P4N.unbind(1)
+    maximum_N = maximum_PN.amax(0)
+    sums = _rescaled(maximum_PN, sum_PN, weighted_PN, maximum_N)
+    return torch.stack([maximum_N, *(value.sum(0) for value in sums), target_PN.sum(0)])
+
+
+def combine(part_4N: Tensor, shard: VocabularyShard) -> TokenStatistics:
+    """Statistics of the whole distributions from every rank's part: one MAX and one packed SUM all-reduce."""
+    maximum_N = shard.all_reduce(part_4N[0].clone(), dist.ReduceOp.MAX)
+    packed_3N = torch.stack([*_rescaled(part_4N[0], part_4N[1], part_4N[2], maximum_N), part_4N[3]])
+    sum_N, weighted_N, target_N = shard.all_reduce(packed_3N)
+    log_sum_N = sum_N.log()
+    logprob_N = (target_N - maximum_N - log_sum_N).clamp_max_(0.0)
+    entropy_N = (log_sum_N - weighted_N / sum_N).clamp_(0.0, math.log(shard.vocab_size))
+    return TokenStatistics(logprob_N, entropy_N, maximum_N, log_sum_N)
+
+
+def _rescaled(maximum: Tensor, total: Tensor, weighted: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """``s`` and ``w`` relative to a reference that is at least the maximum."""
+    shift = maximum - reference
+    factor = shift.exp()
+    return factor * total, factor * (weighted + shift * total)

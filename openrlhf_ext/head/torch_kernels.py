@@ -1,0 +1,64 @@
+"""The passes over a tile of logits in torch operations, for any device and for fp64.
+
+On a CPU a tile fits the cache, so that each operation costs well under 1 % of the product that made the tile; the one
+that counts is the exponential. The fused softmax is the fastest way to it, and its probabilities are all that a
+one-pass head must keep: no second exponential is taken.
+
+Shape suffixes as in ``kernels``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.head.kernels import TokenGradient
+
+
+class TorchKernels:
+    """See ``kernels.Kernels``; keeps the softmax of each slice."""
+
+    keeps_logits = False
+
+    def statistics(
+        self, logits_BS: Tensor, spare_BS: Tensor | None, column_B: Tensor, scale_B: Tensor | None
+    ) -> Tensor:
+        if scale_B is not None:
+            logits_BS.mul_(scale_B[:, None])
+        index_B1, here_B = _index(column_B, logits_BS)
+        target_B = logits_BS.gather(1, index_B1)[:, 0].masked_fill_(~here_B, 0.0)
+        maximum_B = logits_BS.amax(1)
+        torch.softmax(logits_BS, 1, out=spare_BS)
+        sum_B = spare_BS.amax(1).reciprocal_()  # the largest exponential is 1
+        weighted_B = logits_BS.sub_(maximum_B[:, None]).mul_(spare_BS).sum(1).mul_(sum_B)
+        return torch.stack([maximum_B, sum_B, weighted_B, target_B])
+
+    def gradient(self, logits_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+        if token.scale_B is not None:
+            logits_BS.mul_(token.scale_B[:, None])
+        log_p_BS = logits_BS.sub_(token.maximum_B[:, None]).sub_(token.log_sum_B[:, None])
+        if token.entropy_coefficient_B is None:
+            grad_BS = log_p_BS.exp_().mul_(-token.coefficient_B[:, None])
+        else:
+            # d entropy / d u_v = -p_v (log p_v + entropy)
+            weight_BS = (log_p_BS + token.entropy_B[:, None]).mul_(token.entropy_coefficient_B[:, None])
+            grad_BS = log_p_BS.exp_().mul_(weight_BS.add_(token.coefficient_B[:, None]).neg_())
+        self._finish(grad_BS, token, out_BS)
+
+    def kept_gradient(self, kept_BS: Tensor, part_4B: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+        share_B = part_4B[1] * (part_4B[0] - token.maximum_B).sub_(token.log_sum_B).exp_()  # of the slice in the whole
+        self._finish(kept_BS.mul_(share_B.mul_(token.coefficient_B).neg_()[:, None]), token, out_BS)
+
+    def _finish(self, grad_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+        index_B1, here_B = _index(token.column_B, grad_BS)
+        grad_BS.scatter_add_(1, index_B1, (token.coefficient_B * here_B)[:, None])
+        if token.scale_B is not None:
+            grad_BS.mul_(token.scale_B[:, None])
+        if out_BS is not grad_BS:
+            out_BS.copy_(grad_BS)
+
+
+def _index(column_B: Tensor, tile_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, 1) a valid column for each token, and (B,) whether its target is really there."""
+    here_B = (column_B >= 0) & (column_B < tile_BS.shape[1])
+    return column_B.masked_fill(~here_B, 0)[:, None], here_B

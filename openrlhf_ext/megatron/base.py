@@ -1,0 +1,357 @@
+"""One rank's share of a decoder on Megatron-core: building, one pipeline schedule, the optimizer step.
+
+What a policy and a critic have in common; what they compute from the hidden states is theirs. One code path for CPU
+(gloo) and GPU (NCCL). Every public method is a collective over all ranks of the model unless it says otherwise.
+
+Shape suffixes: B = sequences, T = response tokens of a sequence, N = response tokens of a micro-batch that this rank
+predicts, L = tokens of a micro-batch on this rank, H = hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from openrlhf_ext.megatron.batch import SequenceBatch, micro_batches, sequence_costs
+from openrlhf_ext.megatron.context_parallel import sum_ranks
+from openrlhf_ext.megatron.groups import build_groups
+from openrlhf_ext.megatron.hf_config import ModelShape, read_model_shape
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model import HiddenStateGPTModel, build_model, packed_sequences, transformer_config
+from openrlhf_ext.megatron.optimizer import OptimizerSettings, build_optimizer, build_scheduler
+from openrlhf_ext.megatron.packing import PackedBatch, PackShape, pack
+from openrlhf_ext.megatron.phases import progress
+from openrlhf_ext.megatron.pipeline import pipeline_arguments
+from openrlhf_ext.megatron.weights import load_hf
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+JOIN_TIMEOUT_S = 600.0
+
+# loss(rows, part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
+LossFunction = Callable[[list[int], PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a rank needs to know; plain values, so that it travels to Ray workers."""
+
+    model_path: str
+    layout: ParallelLayout
+    param_dtype: str = "bf16"
+    temperature: float = 1.0  # of the rollout distribution: log-probs and entropies are taken under it
+    micro_batch_size: int = 1  # training
+    forward_micro_batch_size: int = 1  # old-log-prob pass
+    max_tokens_per_gpu: int | None = None  # training: tokens of a micro-batch on one rank, instead of sequences
+    forward_max_tokens_per_gpu: int | None = None  # the same for the old-log-prob pass
+    head: str = "fused"  # see --megatron.head
+    head_kernels: str = "auto"  # see --megatron.head_kernels
+    head_workspace_bytes: int = 256 << 20
+    recompute: str = "none"
+    seed: int = 42
+    collective_timeout_s: float = 600.0
+    optimizer: OptimizerSettings | None = None  # None: a model that is never trained
+    keep_reference: bool = False  # keep the starting weights in host memory, as the reference of a KL penalty
+
+
+class NonFiniteUpdateError(FloatingPointError):
+    """The loss or the gradient norm of a train step is NaN or infinite."""
+
+
+def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) -> None:
+    """Joins the process group (RANK, WORLD_SIZE, MASTER_* in the environment) and builds Megatron's groups."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        # the others may take longer to start than a collective may take
+        joining = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=joining)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {dist.get_world_size()}")
+    build_groups(layout, timeout_s)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+class MegatronModel:
+    """This rank's share of a decoder with its optimizer.
+
+    Attributes:
+        chunks: the unwrapped model chunks of this rank (one without virtual pipeline stages), in the order of
+            Megatron's schedules; the last one of the last stage makes hidden states.
+        models: the chunks as Megatron's schedules and optimizer see them: DDP-wrapped when the model is trained.
+        optimizer, scheduler: None for a model that is never trained.
+    """
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.settings = settings
+        self.shape = self.read_shape()
+        self.dtype = DTYPES[settings.param_dtype]
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        self.config = transformer_config(self.shape, settings.layout, self.dtype, settings.recompute)
+        self.chunks = self.build_chunks()
+        self.load_weights()
+        self.models = [self._wrap(chunk) for chunk in self.chunks]
+        self.optimizer: MegatronOptimizer | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
+        if settings.optimizer is not None:
+            self.optimizer = build_optimizer(self.models, settings.optimizer, self.dtype)
+            self.scheduler = build_scheduler(self.optimizer, settings.optimizer)
+            self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = _add_up_grads
+
+    # ---- building; a subclass with other parameters overrides these --------------------------------------------
+
+    def read_shape(self) -> ModelShape:
+        """What ``config.json`` says of the model."""
+        return read_model_shape(self.settings.model_path)
+
+    def build_chunks(self) -> list[HiddenStateGPTModel]:
+        """This rank's model chunks, on its device, parameters not yet loaded."""
+        chunks = self.settings.layout.virtual_pipeline_size
+        stages = [None] if chunks == 1 else range(chunks)
+        return [build_model(self.shape, self.config, stage) for stage in stages]
+
+    def load_weights(self) -> None:
+        """Fills the chunks from the Hugging Face checkpoint."""
+        load_hf(self.chunks, self.shape, self.settings.model_path)
+
+    def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:
+        module = Float16Module(self.config, chunk) if self.dtype != torch.float32 else chunk
+        optimizer = self.settings.optimizer
+        if optimizer is None:
+            return module.requires_grad_(False)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=optimizer.distributed,
+            check_for_nan_in_grad=False,  # checked once per step, on the gradient norm
+        )
+        return DistributedDataParallel(self.config, ddp, module)
+
+    @property
+    def on_last_stage(self) -> bool:
+        """Whether this rank's last chunk makes the hidden states that the head needs. Not a collective."""
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def last_chunk(self) -> HiddenStateGPTModel:
+        """The chunk that ends in hidden states; on the last stage only. Not a collective."""
+        return self.chunks[-1]
+
+    # ---- one pipeline schedule --------------------------------------------------------------------------------------
+
+    def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
+        """Rows of each micro-batch of this data-parallel rank.
+
+        Micro-batches hold a fixed number of sequences, or as many as fit a budget of tokens; either way their costs are
+        about equal. Every data-parallel rank gets as many of them, so some may be empty.
+        """
+        lengths = batch.lengths_B.tolist()
+        costs = sequence_costs(lengths, self.shape.attention_length)
+        sizes, capacity = self._capacity(lengths, forward_only)
+        # interleaved schedules want whole rounds of micro-batches
+        multiple = parallel_state.get_pipeline_model_parallel_world_size() if len(self.chunks) > 1 else 1
+        wanted = multiple
+        while True:  # usually twice: what every rank wants alone, then the most that any of them needs
+            plan = micro_batches(costs, sizes, capacity, wanted)
+            most = -(-self._most(len(plan)) // multiple) * multiple
+            if most == wanted:
+                return plan
+            wanted = most
+
+    def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
+        """What each sequence takes of a micro-batch, and how much of that a micro-batch holds."""
+        settings = self.settings
+        tokens = settings.forward_max_tokens_per_gpu if forward_only else settings.max_tokens_per_gpu
+        if tokens is None:
+            return [1] * len(lengths), settings.forward_micro_batch_size if forward_only else settings.micro_batch_size
+        shape = PackShape(self.config.context_parallel_size)
+        return [shape.slots([length])[0] for length in lengths], tokens * shape.context_parallel_size
+
+    def _most(self, count: int) -> int:
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return int(most)
+
+    def run(
+        self, batch: SequenceBatch, plan: Sequence[list[int]], loss: LossFunction, *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too.
+
+        Args:
+            plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
+            loss: called on the last stage for every micro-batch that has response tokens, with its rows, its part of
+                the batch (on this rank's device) and ``hidden_NH``: the hidden states that predict its response
+                tokens on this rank. These are those of ``part.mask_BT`` in row-major order; context-parallel ranks
+                share them, and one may have none of them (``part.places_N``).
+
+        Returns:
+            The metrics of each micro-batch on the last stage, nothing elsewhere.
+        """
+
+        def step(parts: Iterator[tuple[list[int], PackedBatch]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            rows, part = next(parts)
+            progress()
+            return self._hidden_states(model, part), partial(self._finish, loss, rows, part)
+
+        parts = itertools.tee(self._parts(batch, plan), len(self.models))  # each chunk goes through all of them
+        with self._training(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=list(parts),
+                model=self.models,
+                num_microbatches=len(plan),
+                seq_length=1,  # not used: micro-batches differ in length
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **pipeline_arguments(self.config, self._message_lengths(batch, plan), len(self.models)),
+            )
+
+    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
+        for rows in plan:
+            part = batch.select(rows) if rows else SequenceBatch.padding_row(batch.mask_BT.shape[1])
+            rank = parallel_state.get_context_parallel_rank()
+            yield rows, pack(part, self._pack_shape, context_parallel_rank=rank).to(self.device)
+
+    @property
+    def _pack_shape(self) -> PackShape:
+        pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return PackShape(self.config.context_parallel_size, pieces)
+
+    def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
+        """Tokens of each micro-batch that this rank exchanges with the neighbouring pipeline stages."""
+        padding_row = [2]
+        lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
+        return [self._pack_shape.tokens_per_rank(part) for part in lengths]
+
+    def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
+        """(L, 1, H) the model's output for a pack."""
+        # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
+        dtype = {} if self.dtype == torch.float32 else {"fp32_output": False}
+        tokens, positions = part.packed_L[None], part.positions_L[None]
+        return model(tokens, positions, None, packed_seq_params=packed_sequences(part.slots), **dtype)
+
+    def _finish(
+        self, loss: LossFunction, rows: list[int], part: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if not part.has_responses:
+            return hidden[:0].sum(), one(self.device), {}
+        return loss(rows, part, self.response_states(hidden.squeeze(1), part))
+
+    def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
+        """(N, H) what ``loss`` gets of the model's output.
+
+        Args:
+            hidden_LH: final hidden states of this rank's tokens, or of its piece of them under sequence parallelism.
+        """
+        if self.config.sequence_parallel:
+            # every tensor-parallel rank then computes the same with them: the backward pass only splits
+            hidden_LH = gather_from_sequence_parallel_region(hidden_LH, tensor_parallel_output_grad=False)
+        return hidden_LH[part.hidden_N]
+
+    @contextmanager
+    def _training(self, training: bool) -> Iterator[None]:
+        """Megatron recomputes activations only in training mode; nothing else here depends on it."""
+        for model in self.models:
+            model.train(training)
+        try:
+            yield
+        finally:
+            for model in self.models:
+                model.train(True)
+
+    def gather_tokens(self, values_N: Tensor, part: PackedBatch) -> Tensor:
+        """(B, T) with this micro-batch's values at its response tokens, 0 elsewhere; differentiable.
+
+        A collective of the context-parallel ranks: each gives the values of its own response tokens and gets all. When
+        all of them go on to compute the same loss, the gradient of each entry goes to the rank that gave it.
+        """
+        mine = values_N.new_zeros(part.mask_BT.numel()).scatter(0, part.places_N, values_N)
+        return sum_ranks(mine.view(part.mask_BT.shape), parallel_state.get_context_parallel_group())
+
+    def broadcast_from_last_stage(self, tensor: Tensor) -> None:
+        """Overwrites ``tensor`` (any device) with what the last pipeline stage holds."""
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            on_device = tensor.to(self.device)
+            dist.broadcast(
+                on_device,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+            tensor.copy_(on_device)
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Clears gradients before the micro-batches of a step. Not a collective."""
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> dict[str, float]:
+        """One update with the gradients of ``run``; the schedule moves first, so that no update is lost to rate 0.
+
+        Returns:
+            ``grad_norm`` (before clipping) and ``lr``.
+
+        Raises:
+            NonFiniteUpdateError: the gradient norm is not finite.
+        """
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        metrics = {"grad_norm": float(grad_norm or 0.0), "lr": self.optimizer.param_groups[0]["lr"]}
+        if not math.isfinite(metrics["grad_norm"]):
+            raise NonFiniteUpdateError(f"the train step gave the gradient norm {grad_norm}")
+        return metrics
+
+    def sum_metrics(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """Adds the shares of all micro-batches and data-parallel ranks; identical on every rank."""
+        totals: dict[str, float] = {}
+        for share in shares if self._counts_metrics() else []:
+            values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in share.values()]
+            # all numbers of a share leave the device at once
+            for name, value in zip(share, torch.stack(values).tolist() if values else [], strict=True):
+                totals[name] = totals.get(name, 0.0) + value
+        everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, totals)
+        names = sorted({name for part in everyone for name in part})
+        return {name: sum(part.get(name, 0.0) for part in everyone) for name in names}
+
+    def _counts_metrics(self) -> bool:
+        """True on one rank of each replica: the others of the last stage hold copies."""
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        return self.on_last_stage and first
+
+
+def _add_up_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs) -> None:
+    """Megatron's gradient reduction without its division by a token count: the shares carry their denominators."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def one(device: torch.device) -> Tensor:
+    """The token count that Megatron's schedules ask for and that nothing here divides by."""
+    return torch.ones((), dtype=torch.int, device=device)

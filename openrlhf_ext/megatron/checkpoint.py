@@ -1,0 +1,403 @@
+"""Resumable state of a Megatron model: weights, optimizer, schedule and random states, for any layout to load.
+
+Megatron's ``sharded_state_dict`` says which box of which global tensor a parameter is. The optimizer's state is stored
+in the same coordinates: the distributed optimizer keeps a range of each parameter's elements on each data-parallel
+rank, and every rank writes its own ranges. So nothing is gathered to save (Megatron's ``fully_reshardable`` format
+gathers all optimizer states of a replica in the host memory of each of its ranks), nothing is exchanged to load, and
+the files (``openrlhf_ext.checkpoints``) are safetensors and JSON, which cannot run code when they are read.
+
+    <folder>/index.json                which piece of which tensor is in which file
+    <folder>/state.json                steps of optimizer and schedule, layout, shape of the model
+    <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>
+    <folder>/rank00000.json            its random states
+
+State of TransformerEngine's FP8 scaling (``_extra_state``) is left out: it is Python objects, and scaling factors are
+found anew within a few steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import Tensor
+
+from openrlhf_ext.checkpoints import Block, CheckpointError, FileEntry, Piece, TensorIndex, TensorReader, write_pieces
+from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
+from openrlhf_ext.megatron.base import MegatronModel
+
+logger = logging.getLogger(__name__)
+
+INDEX = "index.json"
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class ParameterBlock:
+    """A box of a global tensor that this rank holds.
+
+    Attributes:
+        parameter: the local parameter; the block is elements ``start`` to ``start + block.numel`` of it (a gated MLP's
+            first weight is two blocks).
+        padded: whether other layouts pad the global tensor to other sizes (the vocabulary).
+        copy_of: 0 if no other model-parallel rank stores the block.
+    """
+
+    parameter: Tensor
+    block: Block
+    start: int
+    padded: bool
+    copy_of: int
+
+    def elements(self) -> Tensor:
+        """The block's elements, flat, sharing the parameter's memory."""
+        return self.parameter.detach().view(-1)[self.start : self.start + self.block.numel]
+
+
+@dataclass(frozen=True)
+class OptimizerRange:
+    """Optimizer state of elements ``start`` to ``end`` of a local parameter: flat tensors of that length by name."""
+
+    start: int
+    end: int
+    tensors: dict[str, Tensor]
+
+
+# ---- what a rank holds ------------------------------------------------------------------------------------------
+
+
+def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
+    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks.
+
+    Raises:
+        CheckpointError: Megatron does not know the place of a parameter.
+    """
+    blocks = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
+    known = {id(b.parameter) for b in blocks}
+    names = [n for chunk in model.chunks for n, p in chunk.named_parameters() if id(p) not in known]
+    if names:
+        raise CheckpointError(f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}")
+    return blocks
+
+
+def _sharded_entries(chunk: torch.nn.Module) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
+    for entry in nested_values(state):
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
+            yield entry
+
+
+def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBlock]:
+    parts = list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
+    for part in parts:
+        if not part.data.is_contiguous():
+            raise CheckpointError(f"{part.key} is not a contiguous part of its parameter, so it cannot be saved")
+        shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        yield ParameterBlock(
+            entry.data,
+            Block(part.key, tuple(part.global_shape), tuple(part.global_offset), shape),
+            part.data.storage_offset() - entry.data.storage_offset(),
+            part.allow_shape_mismatch,
+            # (pipeline copy, tensor-parallel copy, data-parallel copy): the last is dealt with by who writes what
+            max(part.replica_id[:2]),
+        )
+
+
+def optimizer_ranges(optimizer: MegatronOptimizer | None) -> dict[int, OptimizerRange]:
+    """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros before the first step.
+
+    Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and ``master`` for the fp32 copy of a
+    parameter of less precision.
+    """
+    return {id(p): r for part in _single_optimizers(optimizer) for p, r in _ranges(part)}
+
+
+def _single_optimizers(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
+    if optimizer is None:
+        return []
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _ranges(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, OptimizerRange]]:
+    inner = optimizer.optimizer
+    if inner is None:  # a rank without parameters of its kind
+        return
+    for parameter, main, start in _main_parameters(optimizer):
+        state = _initialised(inner, main)
+        tensors = {name: t.view(-1) for name, t in state.items() if name != "step"}
+        if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            tensors["master"] = main.detach().view(-1)
+        yield parameter, OptimizerRange(start, start + main.numel(), tensors)
+
+
+def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """(model's parameter, what the inner optimizer updates, where in the parameter that begins)."""
+    inner = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        if optimizer.config.use_precision_aware_optimizer:
+            raise CheckpointError("checkpoints of the precision-aware optimizer are not built: switch it off")
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            yield parameter, inner.param_groups[group]["params"][order], start
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for models, mains in (
+            *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
+            *zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True),
+        ):
+            yield from ((parameter, main, 0) for parameter, main in zip(models, mains, strict=True))
+    elif isinstance(optimizer, FP32Optimizer):
+        for group in inner.param_groups:
+            yield from ((parameter, parameter, 0) for parameter in group["params"])
+    else:
+        raise CheckpointError(f"checkpoints of a {type(optimizer).__name__} are not built")
+
+
+def _initialised(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
+    """The inner optimizer's state of a parameter; before the first step the one that Adam would begin with."""
+    state = inner.state[main]
+    if not state:
+        state |= {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
+        if _steps_in_state(inner):
+            state["step"] = torch.tensor(0.0)
+    return state
+
+
+def _steps_in_state(inner: torch.optim.Optimizer) -> bool:
+    """torch's Adam counts steps per parameter, TransformerEngine's and apex's per group."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
+    """Updates made so far.
+
+    Raises:
+        CheckpointError: parameters differ in it.
+    """
+    steps = set()
+    for inner in (part.optimizer for part in _single_optimizers(optimizer)):
+        if inner is not None and _steps_in_state(inner):
+            steps |= {int(state["step"]) for state in inner.state.values() if "step" in state}
+        elif inner is not None:
+            steps |= {int(group["step"]) for group in inner.param_groups if "step" in group}
+    if len(steps) > 1:
+        raise CheckpointError(f"the optimizer has made different numbers of steps for its parameters: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
+    """Sets the number of updates, which Adam's bias correction depends on."""
+    for inner in (part.optimizer for part in _single_optimizers(optimizer)):
+        if inner is not None and _steps_in_state(inner):
+            for state in inner.state.values():
+                state["step"] = torch.tensor(float(step))  # one each: torch advances them one by one
+        elif inner is not None:
+            for group in inner.param_groups:
+                group["step"] = step
+
+
+# ---- save ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank will write; its methods communicate with nobody and may run in a thread of their own."""
+
+    rank: int
+    pieces: list[tuple[Piece, Tensor]]
+    random_states: dict[str, Any]
+    index: TensorIndex | None  # on rank 0 only, as is
+    state: dict[str, Any] | None
+
+    def write(self, folder: Path, name: str) -> list[FileEntry]:
+        """Writes this rank's files of ``folder/name`` and returns their entries, relative to ``folder``.
+
+        Raises:
+            CheckpointError: the operating system refused.
+        """
+        entries = [
+            write_pieces(folder, f"{name}/{_rank_file(self.rank)}.safetensors", self.pieces),
+            write_plain(folder, f"{name}/{_rank_file(self.rank)}.json", self.random_states),
+        ]
+        if self.index is not None:
+            entries += [
+                self.index.write(folder, f"{name}/{INDEX}"),
+                write_plain(folder, f"{name}/{STATE}", self.state),
+            ]
+        return entries
+
+
+def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, copy: bool) -> Snapshot:
+    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete.
+
+    Args:
+        extra: plain values of the owner, returned by :func:`load_checkpoint`; rank 0's are kept.
+        copy: copy the tensors to host memory, so that training may go on while they are written.
+    """
+    rank = dist.get_rank()
+    pieces = [(piece, t.to("cpu", copy=True) if copy else t) for piece, t in _own_pieces(model)]
+    files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
+    everyone: list | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(files, everyone)
+    index = TensorIndex.build(entry for part in everyone for entry in part) if everyone is not None else None
+    state = {
+        "layout": asdict(model.settings.layout),
+        "shape": asdict(model.shape),
+        "param_dtype": model.settings.param_dtype,
+        "optimizer_step": optimizer_step(model.optimizer),
+        "scheduler_steps": model.scheduler.num_steps if model.scheduler is not None else 0,
+        "extra": extra or {},
+    }
+    return Snapshot(rank, pieces, random_states(), index, state if rank == 0 else None)
+
+
+def _own_pieces(model: MegatronModel) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces this rank writes: copies on other ranks are left out, data-parallel ranks share the rest evenly."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replica, replicas = group.rank(), group.size()
+    ranges = optimizer_ranges(model.optimizer)
+    distributed = any(isinstance(part, DistributedOptimizer) for part in _single_optimizers(model.optimizer))
+    for i, block in enumerate(parameter_blocks(model)):
+        if block.copy_of:
+            continue
+        mine = i % replicas == replica
+        if mine:
+            yield Piece.whole(_named(block.block, "model")), block.elements()
+        own_range = ranges.get(id(block.parameter))
+        if own_range is not None and (mine or distributed):
+            for name, start, end, tensor in _state_of(block, own_range):
+                yield Piece(_named(block.block, f"optimizer.{name}"), start, end), tensor
+
+
+def _state_of(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[str, int, int, Tensor]]:
+    """(name of the state, start and end in the block, its elements) of what is held of the block."""
+    low, high = max(held.start, block.start), min(held.end, block.start + block.block.numel)
+    if low < high:
+        for name, tensor in sorted(held.tensors.items()):
+            yield name, low - block.start, high - block.start, tensor[low - held.start : high - held.start]
+
+
+def _named(block: Block, prefix: str) -> Block:
+    return Block(f"{prefix}.{block.key}", block.global_shape, block.offset, block.shape)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank{rank:05d}"
+
+
+# ---- load ---------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
+    """Overwrites the model's weights, optimizer and schedule with those of ``folder``, written in any layout.
+
+    Learning rates and the like follow the present options; only the counts of steps are restored. Random states are
+    restored if the layout is the one that wrote them (with dropout 0, as here, nothing that is trained depends on
+    them). A collective: no rank returns before all have loaded.
+
+    Returns:
+        ``extra`` of :func:`take_snapshot`.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or type, or cannot be read; on every rank.
+    """
+    problem, asked, state = None, set(), {}
+    try:
+        state = read_plain(folder / STATE)
+        _check_model(model, state, folder)
+        index = TensorIndex.read(folder / INDEX)
+        asked = _load_tensors(model, TensorReader(folder, index))
+        _load_steps(model, state)
+        _restore_random_states(model, state, folder)
+    except CheckpointError as error:
+        problem = str(error)
+    everyone: list[tuple[str | None, set[str]]] = [(None, set())] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, asked))
+    if problems := sorted({p for p, _ in everyone if p}):
+        raise CheckpointError("; ".join(problems))
+    if unused := sorted(set(index.tensors) - set().union(*(keys for _, keys in everyone))):
+        raise CheckpointError(f"{folder} holds {len(unused)} tensors that the model has not, such as {unused[:3]}")
+    return state["extra"]
+
+
+def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
+    """Fills weights and optimizer state; returns the names of the tensors that were read."""
+    ranges = optimizer_ranges(model.optimizer)
+    asked: set[str] = set()
+    for block in parameter_blocks(model):
+        for piece, target in _wanted(block, ranges.get(id(block.parameter))):
+            asked.add(piece.block.key)
+            target.copy_(reader.read(piece, target.dtype, padded=block.padded))
+    return asked
+
+
+def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
+    set_optimizer_step(model.optimizer, state["optimizer_step"])
+    if model.scheduler is not None:
+        model.scheduler.num_steps = state["scheduler_steps"]
+        model.scheduler.step(0)  # the present schedule's rate at that step
+
+
+def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[Piece, Tensor]]:
+    """Every piece this rank needs of the block, and where its elements go."""
+    yield Piece.whole(_named(block.block, "model")), block.elements()
+    if held is not None:
+        for name, start, end, tensor in _state_of(block, held):
+            yield Piece(_named(block.block, f"optimizer.{name}"), start, end), tensor
+
+
+def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:
+    ours = asdict(model.shape)
+    different = [f"{k} {v!r}, the model has {ours.get(k)!r}" for k, v in state["shape"].items() if ours.get(k) != v]
+    if different:
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(different)}")
+    if state["param_dtype"] != model.settings.param_dtype:
+        raise CheckpointError(
+            f"{folder} holds {state['param_dtype']} parameters, megatron.param_dtype is {model.settings.param_dtype}: "
+            "resume with the type of the run that wrote it"
+        )
+
+
+# ---- random states --------------------------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """States of every random generator that training may draw from in this process."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states | {"tracker": {name: state for name, state in tracked.items() if isinstance(state, Tensor)}}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restores what :func:`random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **states["tracker"]})
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _restore_random_states(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:
+    path = folder / f"{_rank_file(dist.get_rank())}.json"
+    if state["layout"] == asdict(model.settings.layout):
+        set_random_states(read_plain(path))
+    elif dist.get_rank() == 0:
+        logger.info("%s was written in another layout: random states of the ranks start anew", folder)

@@ -1,0 +1,189 @@
+"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_SHARD_BYTES = 5 << 30
+
+
+class HFCheckpointError(ValueError):
+    """The files of a checkpoint are absent, damaged, or do not belong together."""
+
+
+class HFCheckpoint:
+    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache.
+
+    Raises (constructor and methods):
+        HFCheckpointError: a file is missing or damaged, or the index does not list what the files hold.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._opened: dict[Path, Any] = {}
+        self._file_of = self._index()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, safetensors' name of the dtype) of a tensor, without reading it."""
+        view = self._view(name)
+        return tuple(view.get_shape()), view.get_dtype()
+
+    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """Entries [start, stop) of a tensor along ``axis`` (0 or 1); the whole tensor by default."""
+        view = self._view(name)
+        with _naming(self._file_of[name]):
+            return view[start:stop] if axis == 0 else view[:, start:stop]
+
+    def _view(self, name: str) -> Any:
+        path = self._file_of[name]
+        with _naming(path):
+            return self._open(path).get_slice(name)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
+
+    def _index(self) -> dict[str, Path]:
+        if not (self.path / _INDEX).exists():
+            return dict.fromkeys(self._keys(_SINGLE, f"neither {_SINGLE} nor {_INDEX} found"), self.path / _SINGLE)
+        try:
+            listed: dict[str, str] = json.loads((self.path / _INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise HFCheckpointError(f"{self.path / _INDEX} holds no weight_map: {error!r}") from error
+        for file in sorted(set(listed.values())):
+            named = {name for name, where in listed.items() if where == file}
+            held = self._keys(file, f"{_INDEX} names {file}, which is not there")
+            if named != held:
+                raise HFCheckpointError(
+                    f"{self.path / file} does not hold what {_INDEX} says: missing {sorted(named - held)}, not listed "
+                    f"{sorted(held - named)}"
+                )
+        return {name: self.path / file for name, file in listed.items()}
+
+    def _keys(self, file: str, if_absent: str) -> set[str]:
+        if not (self.path / file).exists():
+            raise HFCheckpointError(f"{self.path}: {if_absent}")
+        with _naming(self.path / file):
+            return set(self._open(self.path / file).keys())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise HFCheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+# ---- writing a checkpoint directory -----------------------------------------------------------------------------
+
+_SIDE_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+
+
+def save_hf(
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path,
+    target: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    config_changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
+
+    The files are written under a temporary name and moved when complete, so that ``target`` is never half-written.
+    Other files in ``target`` stay. ``config_changes`` overrides entries of ``config.json``.
+    """
+    target, temporary = Path(target), Path(f"{target}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    files = list(_write_shards(tensors, temporary, max_shard_bytes))
+    _finish_names(files, temporary)
+    for name in _SIDE_FILES:
+        if (Path(source) / name).exists():
+            shutil.copy2(Path(source) / name, temporary / name)
+    if config_changes:
+        config = temporary / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | dict(config_changes), indent=2, sort_keys=True))
+    for path in temporary.iterdir():
+        _fsync(path)
+    _replace_directory(temporary, target)
+    logger.info("wrote %s", target)
+
+
+def _write_shards(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: int
+) -> Iterator[tuple[Path, list[str], int]]:
+    shard: dict[str, Tensor] = {}
+    size = number = 0
+    for name, tensor in tensors:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if shard and size + tensor_bytes > limit:
+            yield _write_shard(shard, folder, number), list(shard), size
+            shard, size, number = {}, 0, number + 1
+        shard[name] = tensor.to("cpu", copy=True).contiguous()
+        size += tensor_bytes
+    yield _write_shard(shard, folder, number), list(shard), size
+
+
+def _write_shard(shard: dict[str, Tensor], folder: Path, number: int) -> Path:
+    path = folder / f"shard-{number:05d}.safetensors"
+    save_file(shard, path, metadata={"format": "pt"})
+    return path
+
+
+def _finish_names(files: list[tuple[Path, list[str], int]], folder: Path) -> None:
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, (path, names, _) in enumerate(files):
+        final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": sum(size for *_, size in files)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())
+
+
+def _replace_directory(temporary: Path, target: Path) -> None:
+    """Puts the finished files of ``temporary`` into ``target`` without touching other files there (metrics, figures).
+
+    ``config.json`` leaves first and arrives last: a loader in between finds no checkpoint, never a mixed one.
+    """
+    if not target.exists():
+        temporary.rename(target)
+        return
+    (target / "config.json").unlink(missing_ok=True)
+    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
+        stale.unlink()
+    for path in sorted(temporary.iterdir(), key=lambda p: p.name == "config.json"):
+        path.replace(target / path.name)
+    temporary.rmdir()

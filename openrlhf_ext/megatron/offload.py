@@ -1,0 +1,298 @@
+"""A trained model's states in host memory while others need the device, and back again, bit for bit.
+
+What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
+view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object and sees the old
+values. Raw pointers change; nothing here keeps any.
+
+Three kinds of state, each moved by itself:
+
+* ``parameters``: what the forward pass reads;
+* ``gradients``: DDP's buffers. Only their room is given back: a train step starts by clearing them, so they come back
+  as zeros. Between the backward pass and the optimizer step they must therefore stay;
+* ``optimizer``: master weights and moments.
+
+On CPU, where nothing is gained, a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make
+the round trip, and it is zero meanwhile.
+
+Device memory never exceeds what it was before: one storage at a time is copied and emptied. Host memory is taken once,
+pinned, and kept, because pinning is slow: as many bytes as parameters and optimizer states have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("parameters", "gradients", "optimizer")
+_CHUNK_BYTES = 1 << 30  # torch rounds pinned blocks up to a power of two: whole chunks waste nothing
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What one call moved.
+
+    Attributes:
+        moved_bytes: bytes of the storages that were emptied or filled.
+        measured_bytes: by how much torch's reserved device memory fell (offload) or rose (reload); on CPU, where there
+            is no such measure, the bytes of storages that were really emptied or filled.
+        seconds: of the call, transfers completed.
+    """
+
+    moved_bytes: int
+    measured_bytes: int
+    seconds: float
+
+
+class ModelStates:
+    """The states of one rank's model and optimizer, each kind either on the device or in host memory.
+
+    Not a collective: every rank moves its own.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, device: torch.device
+    ) -> None:
+        """
+        Args:
+            models: model chunks, DDP-wrapped if they are trained.
+            optimizer: None for a model that is never trained.
+            device: where the states live; others (Adam's step counters) are left alone.
+        """
+        self._models, self._optimizer, self._device = list(models), optimizer, device
+        self._away: dict[str, list[_Absent]] = {}
+        self._arenas = {kind: HostArena(pinned=device.type == "cuda") for kind in ("parameters", "optimizer")}
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Kinds that are on the device."""
+        return frozenset(KINDS) - self._away.keys()
+
+    def offload(self, *kinds: str) -> Swap:
+        """Moves these kinds (none named: all) to host memory; those already there stay."""
+        todo = [kind for kind in _known(kinds) if kind not in self._away]
+        with _Measured(self._device) as measured:
+            if "gradients" in todo and self._optimizer is not None:
+                self._optimizer.zero_grad()  # fp32 copies of gradients that the last step left on master weights
+            for kind in todo:
+                self._away[kind] = self._empty(kind)
+                measured.count(self._away[kind])
+            if todo and self._device.type == "cuda":
+                torch.cuda.empty_cache()  # back to the driver: the engines are other processes
+        swap = measured.swap
+        if todo:
+            logger.debug("offloaded %s: %.1f MiB in %.2f s", todo, swap.measured_bytes / 2**20, swap.seconds)
+        return swap
+
+    def reload(self, *kinds: str) -> Swap:
+        """Moves these kinds (none named: all) back to the device; those already there stay."""
+        todo = [kind for kind in _known(kinds) if kind in self._away]
+        with _Measured(self._device) as measured:
+            for kind in todo:
+                absent = self._away.pop(kind)
+                for storage in absent:
+                    storage.fill()
+                measured.count(absent)
+        return measured.swap
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes that the kind has on the device, or would have."""
+        if kind in self._away:
+            return sum(absent.nbytes for absent in self._away[kind])
+        return sum(storage.nbytes() for storage in self._storages(kind))
+
+    def _empty(self, kind: str) -> list[_Absent]:
+        storages = self._storages(kind)
+        if kind == "gradients":
+            return [_Absent.without_content(storage, self._device) for storage in storages]
+        arena = self._arenas[kind]
+        arena.reserve(sum(_aligned(storage.nbytes()) for storage in storages))
+        absent, offset = [], 0
+        for storage in storages:
+            absent.append(_Absent.with_content(storage, self._device, list(arena.pieces(offset, storage.nbytes()))))
+            offset += _aligned(absent[-1].nbytes)
+        return absent
+
+    def _storages(self, kind: str) -> list[torch.UntypedStorage]:
+        """Storages on the device that belong to the kind and to none before it: fp32 master weights are parameters."""
+        seen: set[int] = set()
+        for earlier in KINDS[: KINDS.index(kind)]:
+            if earlier not in self._away:
+                seen |= {storage._cdata for storage in self._unique(_TENSORS[earlier](self), set())}
+            else:
+                seen |= {absent.storage._cdata for absent in self._away[earlier]}
+        return self._unique(_TENSORS[kind](self), seen)
+
+    def _unique(self, tensors: Iterable[Tensor], seen: set[int]) -> list[torch.UntypedStorage]:
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            if tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage._cdata not in seen:
+                    found.setdefault(storage._cdata, storage)
+        return list(found.values())
+
+    def _parameter_tensors(self) -> Iterator[Tensor]:
+        for buffer in self._buffers():
+            if buffer.param_data is not None:
+                yield buffer.param_data
+        for model in self._models:
+            for parameter in model.parameters():
+                yield parameter.data
+
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        for buffer in self._buffers():
+            yield buffer.grad_data
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        if self._optimizer is None:
+            return
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            for group in part.param_groups:
+                yield from (parameter.data for parameter in group["params"])
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _buffers(self) -> Iterator:
+        for model in self._models:
+            if isinstance(model, DistributedDataParallel):
+                yield from model.buffers
+                yield from model.expert_parallel_buffers
+
+
+_TENSORS = {
+    "parameters": ModelStates._parameter_tensors,
+    "gradients": ModelStates._gradient_tensors,
+    "optimizer": ModelStates._optimizer_tensors,
+}
+
+
+class HostArena:
+    """Host memory in chunks, taken once; a range of it may lie in several chunks."""
+
+    def __init__(self, pinned: bool, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._pinned, self._chunk_bytes = pinned, chunk_bytes
+        self._chunks: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes room for at least ``nbytes``; only the last chunk may be smaller than the others."""
+        if nbytes <= self.nbytes:
+            return
+        whole, rest = divmod(nbytes, self._chunk_bytes)
+        sizes = [self._chunk_bytes] * whole + [rest] * (rest > 0)
+        kept = [chunk for chunk in self._chunks if chunk.numel() == self._chunk_bytes]
+        self._chunks = kept + [
+            torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in sizes[len(kept) :]
+        ]
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[Tensor]:
+        """Views that together are the bytes ``offset`` to ``offset + nbytes``, in order."""
+        while nbytes:
+            chunk, start = divmod(offset, self._chunk_bytes)
+            size = min(nbytes, self._chunk_bytes - start)
+            yield self._chunks[chunk][start : start + size]
+            offset, nbytes = offset + size, nbytes - size
+
+
+@dataclass
+class _Absent:
+    """A storage that was emptied, and how it is filled again: from ``pieces`` of host memory, or with zeros."""
+
+    storage: torch.UntypedStorage
+    device: torch.device
+    nbytes: int
+    pieces: list[Tensor] | None = field(repr=False)
+    is_freed: bool = True
+
+    @classmethod
+    def with_content(cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor]) -> _Absent:
+        absent = cls(storage, device, storage.nbytes(), pieces)
+        for here, there in absent._pairs():
+            there.copy_(here, non_blocking=True)
+        _synchronize(device)  # the copy must be complete before its source goes
+        return absent._emptied()
+
+    @classmethod
+    def without_content(cls, storage: torch.UntypedStorage, device: torch.device) -> _Absent:
+        return cls(storage, device, storage.nbytes(), None)._emptied()
+
+    def _emptied(self) -> _Absent:
+        self.is_freed = self.storage.resizable() or self.device.type != "cpu"
+        if self.is_freed:
+            self.storage.resize_(0)
+        else:
+            _bytes_of(self.storage, self.device).zero_()
+        return self
+
+    def fill(self) -> None:
+        if self.is_freed:
+            self.storage.resize_(self.nbytes)
+        if self.pieces is None:
+            _bytes_of(self.storage, self.device).zero_()
+            return
+        for here, there in self._pairs():
+            here.copy_(there, non_blocking=True)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(part of the storage, its place in host memory)."""
+        sizes = [piece.numel() for piece in self.pieces]
+        return zip(_bytes_of(self.storage, self.device).split(sizes), self.pieces, strict=True)
+
+
+class _Measured:
+    """Time and device memory of a block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved_bytes = self._freed_bytes = 0
+
+    def count(self, storages: Iterable[_Absent]) -> None:
+        for storage in storages:
+            self._moved_bytes += storage.nbytes
+            self._freed_bytes += storage.nbytes * storage.is_freed
+
+    def __enter__(self) -> _Measured:
+        self._started, self._reserved = time.perf_counter(), self._reserved_bytes()
+        return self
+
+    def __exit__(self, *error) -> None:
+        _synchronize(self._device)
+        change = abs(self._reserved_bytes() - self._reserved)
+        measured = change if self._device.type == "cuda" else self._freed_bytes
+        self.swap = Swap(self._moved_bytes, measured, time.perf_counter() - self._started)
+
+    def _reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
+def _known(kinds: Sequence[str]) -> Sequence[str]:
+    if unknown := set(kinds) - set(KINDS):
+        raise ValueError(f"kinds of model states are {KINDS}, got {sorted(unknown)}")
+    return [kind for kind in KINDS if not kinds or kind in kinds]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,413 @@
+"""What every rank is doing, so that a collective that waits in vain can name the ranks it waits for.
+
+    start_monitor(timeout_s)                  # once per process, after the process group exists; a collective
+    with phase("training step"):              # around everything in which this rank meets the others
+        ...
+
+A thread of every rank answers the question "what are you doing?" on a socket of its own: the phase, for how long, and
+the line the main thread is at. Nobody asks until a collective fails or times out; then `phase` asks all ranks and
+raises `RanksMissingError`, which names those that did not arrive, or whose process does not answer. This costs nothing
+while all is well, and needs no other process alive than the one that asks.
+
+Gloo raises in the waiting thread when the process group's timeout has passed. NCCL instead ends the process from a
+thread of its own, without saying who is missing: there the monitor reports and ends the process shortly before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+OPTION = "megatron.collective_timeout_s"
+EXIT_CODE = 70
+"""Of a process that the monitor ended."""
+
+Address = tuple[str, int]
+
+_ANSWER_S = 3.0
+_TICK_S = 1.0
+_LISTED = 16
+_COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
+_COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+class RanksMissingError(RuntimeError):
+    """A collective failed or waited in vain; the message names the ranks that did not arrive and what each does."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank answers.
+
+    Attributes:
+        rank: global rank.
+        count: phases entered so far; ranks enter the same phases, so a smaller number is a rank that lags behind.
+        phase: the phase it is in, nested ones joined by " > "; None between phases.
+        last: the phase it left last.
+        seconds: since it entered the phase, or left the last one.
+        place: where its main thread is: function, file and line.
+        in_collective: whether that is inside a collective call.
+        waited: a collective of its latest phase failed or timed out: it waits, or has waited, for others.
+        error: what made it leave its last phase with an exception.
+    """
+
+    rank: int
+    count: int
+    phase: str | None
+    last: str | None
+    seconds: float
+    place: str
+    in_collective: bool
+    waited: bool
+    error: str | None
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.phase is not None:
+            verb = "waits in a collective at" if self.in_collective or self.waited else "is at"
+            return f"in {self.phase!r} for {self.seconds:.1f} s, {verb} {self.place}"
+        if self.last is None:
+            return f"has entered no phase yet, is at {self.place}"
+        ended = f"with {self.error}" if self.error else "in good order"
+        return f"left {self.last!r} {self.seconds:.1f} s ago {ended}, is at {self.place}"
+
+
+# ---- one rank's side --------------------------------------------------------------------------------------------
+
+
+class PhaseMonitor:
+    """Knows this rank's phase, answers those who ask, and explains a collective that failed.
+
+    Made by the thread whose phases it watches.
+
+    Args:
+        listener: a listening socket, whose address the other ranks know.
+        addresses: of all ranks' listeners, by rank.
+        timeout_s: how long a collective call may wait, for messages.
+        stuck_s: the process ends with a report when the thread has stood still in a phase for so long; None: never.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        addresses: Sequence[Address],
+        rank: int,
+        timeout_s: float,
+        stuck_s: float | None = None,
+    ) -> None:
+        self.addresses, self.rank = list(addresses), rank
+        self.timeout_s, self.stuck_s = timeout_s, stuck_s
+        self._names: list[str] = []
+        self._count = self._progress = 0
+        self._last: str | None = None
+        self._error: str | None = None
+        self._waited_at: str | None = None
+        self._since = time.monotonic()
+        self._thread_id = threading.get_ident()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._listener = listener
+        self._thread = threading.Thread(target=self._serve, name="phases", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Runs the body as a phase; phases may be nested.
+
+        Raises:
+            RanksMissingError: a collective of the body failed or timed out.
+        """
+        self._enter(name)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            if is_collective_failure(raised):
+                error = RanksMissingError(self._explain(raised))
+                raise error from raised
+            raise
+        finally:
+            self._leave(error)
+
+    def progress(self) -> None:
+        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call)."""
+        self._progress += 1
+
+    def _enter(self, name: str) -> None:
+        with self._lock:
+            if not self._names:
+                self._count += 1
+                self._since, self._error, self._waited_at = time.monotonic(), None, None
+            self._names.append(name)
+
+    def _leave(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._last = " > ".join(self._names)
+            self._names.pop()
+            if error is not None and self._error is None:
+                self._error = _one_line(error)
+            if not self._names:
+                self._since = time.monotonic()
+
+    def _explain(self, error: BaseException) -> str:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        with self._lock:
+            self._waited_at = _place(frames[::-1])
+        state = self.state()
+        return (
+            f"rank {self.rank} waited in vain in {state.phase!r}, {state.seconds:.1f} s after it entered it "
+            f"({_one_line(error)}).\n{self.report()}\n"
+            f"If these ranks only need more time, raise --{OPTION} (now {self.timeout_s:g})."
+        )
+
+    def state(self) -> RankState:
+        """What this rank is doing now."""
+        frames = _stack(self._thread_id)
+        with self._lock:
+            return RankState(
+                rank=self.rank,
+                count=self._count,
+                phase=" > ".join(self._names) or None,
+                last=self._last,
+                seconds=round(time.monotonic() - self._since, 1),
+                place=self._waited_at if self._waited_at and self._names else _place(frames),
+                in_collective=_in_collective(frames),
+                waited=self._waited_at is not None,
+                error=self._error,
+            )
+
+    def report(self) -> str:
+        """Which ranks did not arrive, and what every rank is doing."""
+        return describe_ranks(self.addresses)
+
+    def close(self) -> None:
+        """Ends the thread; from then on this rank does not answer."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # not everywhere, but where it works it wakes the thread at once
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=5 * _TICK_S)
+        self._listener.close()
+
+    # ---- the thread ----
+
+    def _serve(self) -> None:
+        self._listener.settimeout(_TICK_S)
+        trace, still_since = None, time.monotonic()
+        while not self._closing.is_set():
+            with contextlib.suppress(OSError):  # nobody asked, or who asked went away
+                self._answer()
+            now = self._trace()
+            if now is None or now != trace:
+                trace, still_since = now, time.monotonic()
+            elif self.stuck_s is not None and time.monotonic() - still_since > self.stuck_s:
+                self._end_process(time.monotonic() - still_since)
+
+    def _answer(self) -> None:
+        asker, _ = self._listener.accept()
+        with asker:
+            asker.settimeout(_ANSWER_S)
+            asker.sendall(json.dumps(asdict(self.state())).encode())
+
+    def _trace(self) -> list[tuple[int, int]] | None:
+        """Identity and position of the watched thread's frames; None between phases. Equal traces: it stood still."""
+        if not self._names:
+            return None
+        return [(self._count, self._progress), *((id(frame), frame.f_lasti) for frame in _stack(self._thread_id))]
+
+    def _end_process(self, seconds: float) -> None:
+        answer = threading.Thread(target=self._answer_forever, name="phases during the report", daemon=True)
+        answer.start()  # the other ranks report at about the same time, and ask this one too
+        logger.error(
+            "rank %d has stood still for %.1f s in %r, so it ends (--%s is %g).\n%s",
+            self.rank, seconds, self.state().phase, OPTION, self.timeout_s, self.report(),
+        )  # fmt: skip
+        logging.shutdown()
+        os._exit(EXIT_CODE)
+
+    def _answer_forever(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self._answer()
+
+
+# ---- everyone's side --------------------------------------------------------------------------------------------
+
+
+def describe_ranks(addresses: Sequence[Address]) -> str:
+    """Asks all ranks what they are doing; the first line names the suspects, then one line for each rank.
+
+    Args:
+        addresses: where the ranks answer, by rank.
+    """
+    states = ask_ranks(addresses)
+    found = find_suspects(states)
+    head = [f"{why}: {', '.join(f'rank {rank}' for rank in ranks)}." for why, ranks in found.items()]
+    head = head or ["All ranks are in a collective: perhaps not the same one, or the network is slow."]
+    suspects = [rank for ranks in found.values() for rank in ranks]
+    order = [*suspects, *(rank for rank in range(len(states)) if rank not in suspects)]
+    lines = [f"rank {rank}: {_describe(states[rank])}" for rank in order[:_LISTED]]
+    if len(order) > _LISTED:
+        lines.append(f"and {len(order) - _LISTED} more ranks")
+    return "\n  ".join([" ".join(head), *lines])
+
+
+def ask_ranks(addresses: Sequence[Address]) -> list[RankState | OSError]:
+    """What each rank is doing, or why it does not answer."""
+    with ThreadPoolExecutor(max_workers=min(64, max(1, len(addresses)))) as pool:
+        return list(pool.map(_ask, addresses))
+
+
+def _ask(address: Address) -> RankState | OSError:
+    try:
+        with socket.create_connection(address, timeout=_ANSWER_S) as connection:
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    except OSError as error:
+        return error
+    return RankState(**json.loads(answer)) if answer else ConnectionResetError("it ended while it was asked")
+
+
+def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
+    """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
+
+    Ranks that are in the phase but not in a collective are suspected only if there is no better reason to suspect
+    anyone: they may be about to enter one. Ranks whose own collective failed were waiting, and are never suspected.
+    """
+    answers = [state for state in states if isinstance(state, RankState)]
+    others = [state for state in answers if not state.waited]
+    failed = [s.rank for s in others if s.phase is None and s.error is not None]
+    most = max((s.count for s in answers), default=0)
+    found = {
+        "Not answering": [rank for rank, state in enumerate(states) if not isinstance(state, RankState)],
+        "Failed": failed,
+        "Not arrived": [s.rank for s in others if s.rank not in failed and (s.count < most or s.phase is None)],
+    }
+    if not any(found.values()):
+        found = {"Arrived, but not in a collective": [s.rank for s in others if not s.in_collective]}
+    return {why: ranks for why, ranks in found.items() if ranks}
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether an exception comes from a collective: a timeout, or a peer that went away."""
+    if isinstance(error, RanksMissingError) or getattr(error, "explained", False):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _COLLECTIVE_TEXT)
+
+
+def _describe(state: RankState | OSError) -> str:
+    if isinstance(state, RankState):
+        return state.describe()
+    if isinstance(state, ConnectionError):
+        return f"its process has ended ({_one_line(state)})"
+    return f"its process is stopped or blocked, or its machine cannot be reached ({_one_line(state)})"
+
+
+def _stack(thread_id: int) -> list[FrameType]:
+    """Frames of a thread, innermost first."""
+    frame, frames = sys._current_frames().get(thread_id), []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _place(frames: Sequence[FrameType]) -> str:
+    """The innermost line of this package, which says what is being done, and the innermost line of all."""
+    ours = next((frame for frame in frames if frame.f_code.co_filename.startswith(_PACKAGE)), None)
+    shown = dict.fromkeys(frame for frame in (ours, *frames[:1]) if frame is not None)
+    return " -> ".join(_line(frame) for frame in shown) or "an unknown place"
+
+
+def _line(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"
+
+
+def _in_collective(frames: Sequence[FrameType]) -> bool:
+    return any(part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+# ---- the process's monitor --------------------------------------------------------------------------------------
+
+_monitor: PhaseMonitor | None = None
+
+
+def start_monitor(timeout_s: float) -> Address:
+    """Starts this process's monitor and returns where it answers. A collective over the default process group.
+
+    Args:
+        timeout_s: the timeout of the process groups.
+    """
+    global _monitor
+    stop_monitor()
+    listener = _listen_towards(os.environ["MASTER_ADDR"])
+    addresses: list[Address] = [("", 0)] * dist.get_world_size()
+    dist.all_gather_object(addresses, listener.getsockname()[:2])
+    # before NCCL does it, and with every chance for a slow call that needs nobody else
+    stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" and len(addresses) > 1 else None
+    _monitor = PhaseMonitor(listener, addresses, dist.get_rank(), timeout_s, stuck_s)
+    atexit.register(stop_monitor)
+    return addresses[dist.get_rank()]
+
+
+def stop_monitor() -> None:
+    """Ends this process's monitor, if there is one."""
+    global _monitor
+    if _monitor is not None:
+        _monitor.close()
+        _monitor = None
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Runs the body as a phase of this process's monitor; without a monitor it just runs.
+
+    Raises:
+        RanksMissingError: a collective of the body failed or timed out.
+    """
+    if _monitor is None:
+        yield
+        return
+    with _monitor.phase(name):
+        yield
+
+
+def progress() -> None:
+    """Tells this process's monitor, if there is one, that the phase goes on: once per micro-batch or tensor, say."""
+    if _monitor is not None:
+        _monitor.progress()
+
+
+def _listen_towards(peer: str) -> socket.socket:
+    """A listening socket on the network that leads to ``peer``."""
+    family, *_, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        own = probe.getsockname()[0]
+    return socket.create_server((own, 0), family=family)

@@ -1,0 +1,43 @@
+"""Files of a checkpoint are complete or known to be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+
+import pytest
+
+from openrlhf_ext.checkpoints import CheckpointError, check_files, write_file
+
+
+def test_the_entry_says_what_sha256sum_says(tmp_path):
+    entry = write_file(tmp_path, "a/b.bin", [b"one", memoryview(b"two")])
+    assert (entry.path, entry.size, entry.sha256) == ("a/b.bin", 6, hashlib.sha256(b"onetwo").hexdigest())
+    printed = subprocess.run(["sha256sum", tmp_path / "a/b.bin"], capture_output=True, text=True, check=True).stdout
+    assert printed.startswith(entry.sha256)
+    assert check_files(tmp_path, [entry]) == []
+
+
+def test_every_kind_of_damage_names_the_file(tmp_path):
+    entries = {
+        name: write_file(tmp_path, name, [b"content " * 9]) for name in ("short", "long", "flipped", "gone", "good")
+    }
+    (tmp_path / "short").write_bytes(b"content ")
+    (tmp_path / "long").write_bytes(b"content " * 10)
+    (tmp_path / "flipped").write_bytes(b"Content " + b"content " * 8)
+    (tmp_path / "gone").unlink()
+    problems = check_files(tmp_path, entries.values())
+    expected = {
+        "short": "truncated: 8 bytes, the manifest says 72", "long": "longer than written: 80 bytes",
+        "flipped": "corrupted: its SHA-256", "gone": "No such file",
+    }  # fmt: skip
+    for name, words in expected.items():
+        assert any(str(tmp_path / name) in p and words in p for p in problems), (name, problems)
+    assert len(problems) == 4
+
+
+def test_a_full_disk_is_an_error_with_the_file_and_the_reason(tmp_path):
+    target = tmp_path / "full"
+    target.symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"cannot write .*full after .* bytes: .*No space left on device"):
+        write_file(tmp_path, "full", [b"x" * (1 << 20)])

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from openrlhf_ext.cli import convert
+from openrlhf_ext.megatron.hf_files import HFCheckpoint, save_hf
+from openrlhf_ext.planning import conversion_check
+from openrlhf_ext.planning.conversion_check import CheckReport, compare_export, same_bits
+from tests.models import make_tiny_model
+
+
+def run(*words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openrlhf_ext.cli.convert", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path):
+    """Rounded to bf16, in several files, read as fp32: nothing may be lost on the way."""
+    make_tiny_model(tmp_path / "m", "qwen3")
+    tensors = {name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()}
+    save_hf(tensors.items(), tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
+    done = run("--check", tmp_path / "sharded", "--tp", 2, "--sp")
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "bit for bit those of the files" in done.stdout and "goes in and out unchanged" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path, "qwen2")
+    return path
+
+
+def test_different_and_missing_tensors_are_named(checkpoint):
+    files = HFCheckpoint(checkpoint)
+    exported = {name: files.read(name).clone() for name in files.names}
+    assert compare_export(exported.items(), files)[:2] == ((), ())
+    exported["model.norm.weight"][3] *= 1 + 2**-23
+    exported["lm_head.weight"] = exported["lm_head.weight"].T
+    del exported["model.layers.2.mlp.up_proj.weight"]
+    exported["surprise.weight"] = torch.ones(1)
+    different, missing, _ = compare_export(exported.items(), files)
+    assert different == ("lm_head.weight", "model.norm.weight", "surprise.weight")
+    assert missing == ("model.layers.2.mlp.up_proj.weight",)
+    assert compare_export([], files, rank=1) == ((), (), (0, 0)), "only rank 0 receives tensors"
+
+
+def test_bits_are_compared_not_values():
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "text"),
+    [
+        ({}, 0, "goes in and out unchanged"),
+        ({"different": ("model.norm.weight",)}, 1, "different: model.norm.weight"),
+        ({"missing": ("lm_head.weight",)}, 1, "not exported: lm_head.weight"),
+        ({"max_logprob_difference": 0.01}, 1, "ABOVE the tolerance 0.0001"),
+        ({"max_logprob_difference": float("nan")}, 1, "CHECK FAILED"),
+    ],
+)
+def test_the_exit_code_says_whether_it_passed(checkpoint, monkeypatch, capsys, found, code, text):
+    report = {
+        "tensors": 3, "parameters": 10, "different": (), "missing": (), "max_logprob_difference": 1e-6,
+        "mean_logprob_difference": 1e-7, "seconds": {},
+    } | found  # fmt: skip
+    monkeypatch.setattr(conversion_check, "check_conversion", lambda settings: CheckReport(**report))
+    assert convert.main(["--check", str(checkpoint)]) == code
+    assert text in capsys.readouterr().out
+
+
+def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint, tmp_path, capsys):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_hf(tensors.items(), checkpoint, tmp_path / "m")
+    assert convert.main(["--check", str(tmp_path / "m")]) == 2
+    assert "missing from the checkpoint: ['model.norm.weight']" in capsys.readouterr().err
+    (tmp_path / "m/model.safetensors").write_bytes(b"nothing of the kind")
+    assert convert.main(["--check", str(tmp_path / "m")]) == 2
+    assert "model.safetensors cannot be read as safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "text"), [(["--vp", "2"], "virtual_pipeline_size"), ([], "config.json")])
+def test_what_cannot_be_built_is_refused_before_any_process_starts(tmp_path, capsys, words, text):
+    assert convert.main(["--check", str(tmp_path), *words]) == 2
+    assert text in capsys.readouterr().err

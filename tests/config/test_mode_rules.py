@@ -1,0 +1,101 @@
+"""Colocated and asynchronous training: which options go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf_ext.config import mode_rules, placement_table
+from openrlhf_ext.config.options import option_table
+
+COLOCATED = ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")
+TWO_ENGINES = ("--vllm.num_engines", "2")  # as many as the run of conftest.py has ranks
+
+
+def test_a_colocated_run_has_as_many_engine_workers_as_policy_ranks(load, problems):
+    assert load(*COLOCATED, *TWO_ENGINES).warnings == ()
+    assert problems(*COLOCATED, "--vllm.tensor_parallel_size", "2") == []
+    (message,) = problems(*COLOCATED)
+    assert "got 2 and 1 * 1 = 1" in message and "change vllm.num_engines" in message
+
+
+def test_a_colocated_run_whose_parts_do_not_sleep_is_warned_about(load):
+    (warning,) = load("--train.colocate_all", "--vllm.enable_sleep", *TWO_ENGINES).warnings
+    assert "vllm.gpu_memory_utilization must leave room" in warning
+
+
+@pytest.mark.parametrize("option", ["ds.enable_sleep", "vllm.enable_sleep"])
+def test_only_sharers_sleep(problems, option):
+    (message,) = problems(f"--{option}")
+    assert message.startswith(option) and "add --train.colocate_all" in message
+
+
+def test_partial_rollouts_are_asynchronous_and_asynchronous_runs_are_not_colocated(problems):
+    assert problems("--train.async_enable", "--train.partial_rollout_enable", "--train.async_queue_size", "2") == []
+    assert "needs train.async_enable" in problems("--train.partial_rollout_enable")[0]
+    assert "exclude each other" in problems("--train.async_enable", *COLOCATED, *TWO_ENGINES)[0]
+
+
+def test_tensor_parallel_groups_fit_into_a_node(problems):
+    two_nodes = ("--actor.num_nodes", "2", "--megatron.tensor_parallel_size", "2", "--actor.num_gpus_per_node")
+    assert problems(*two_nodes, "2") == []
+    (message,) = problems(*two_nodes, "1")
+    assert "every layer would wait for the network: got 2 and 1" in message
+
+
+def test_asynchronous_runs_correct_their_samples_unless_told_not_to(load):
+    def correction(*words: str):
+        return load(*words).algorithm_options()[2]
+
+    assert correction() is None
+    assert correction("--train.async_enable") == {
+        "level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.5, 5.0],
+    }  # fmt: skip
+    assert correction("--train.async_enable", "--algo.advantage.is_correction_level", "off") is None
+    assert correction("--train.async_enable", "--algo.advantage.is_correction_level", "seq")["level"] == "seq"
+    assert correction("--train.async_enable", "--algo.advantage.is_correction_mode", "clip")["mode"] == "clip"
+
+
+def test_options_without_effect_are_told(load):
+    (warning,) = load("--train.async_queue_size", "2").warnings
+    assert warning == "train.async_queue_size has no effect: train.async_enable is off"
+    (warning,) = load(
+        "--train.async_enable", "--train.partial_rollout_enable", "--train.full_determinism_enable"
+    ).warnings
+    assert "two runs differ" in warning
+
+
+def test_the_placement_shows_which_ranks_share_gpus_with_which_engine(load):
+    table = placement_table(load(*COLOCATED, *TWO_ENGINES))
+    assert "2 vLLM engines x tp 1, bf16, on the GPUs of these policy ranks\n" in table
+    assert "  engine  policy ranks\n       0             0\n       1             1\n" in table
+    assert "GPUs of their own, placed by Ray" in placement_table(load())
+
+
+def test_violations_name_options_that_exist():
+    found = [
+        *mode_rules.colocation_violations(
+            colocate_all=True,
+            policy_ranks=2,
+            critic_ranks=4,
+            num_engines=1,
+            engine_tp=1,
+            policy_sleep=True,
+            engine_sleep=True,
+        ),
+        *mode_rules.colocation_violations(
+            colocate_all=False,
+            policy_ranks=2,
+            critic_ranks=4,
+            num_engines=1,
+            engine_tp=1,
+            policy_sleep=True,
+            engine_sleep=True,
+        ),
+        *mode_rules.async_violations(async_enable=True, partial_rollout=True, colocate_all=True),
+        *mode_rules.async_violations(async_enable=False, partial_rollout=True, colocate_all=False),
+        *mode_rules.node_violations(num_nodes=2, gpus_per_node=1, tp=2),
+    ]
+    assert len(found) == 7
+    for violation in found:
+        assert set(violation.options) <= set(option_table())
+        assert any(name in violation.message for name in violation.options)

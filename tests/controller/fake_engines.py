@@ -1,0 +1,78 @@
+"""Actors in the place of rollout engines. They start fast: nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import ray
+
+from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
+
+
+class _Process:
+    """What the guard asks of every engine."""
+
+    def ping(self) -> None:
+        """Answers while the process lives."""
+
+    def process_info(self) -> dict[str, Any]:
+        """As `RolloutEngine`."""
+        return {"pid": os.getpid(), "children": [], "host": socket.gethostname(), "logs": []}
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=8)
+class MisbehavingEngine(_Process):
+    """Answers with its prompt and its own start; misbehaves at the prompts that say so, until it is replaced."""
+
+    def __init__(self, index: int, life: int) -> None:
+        self.index, self.life, self.void_before = index, life, False
+
+    def generate_responses(self, prompt: str) -> list[str]:
+        time.sleep(0.05)
+        if self.life == 0 and prompt == "die":
+            os._exit(1)
+        if self.life == 0 and prompt == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)  # this thread may run on for a moment
+        if self.life == 0 and prompt == "lose the engine":
+            raise EngineDied("the vLLM engine of this actor died")
+        if prompt == "void" and not self.void_before:
+            self.void_before = True
+            raise InvalidWeights("update to version 3 is not complete")
+        if prompt == "cannot grade":
+            raise ValueError("reward_func failed")
+        return [prompt, f"engine {self.index}.{self.life}"]
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=8)
+class ScoringEngine(_Process):
+    """Scores prompt i with the mean i % 3 / 2: 0 and 1 are filtered. Dies at one prompt in its first life."""
+
+    def __init__(self, dies_at: str) -> None:
+        self.dies_at = dies_at
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    def generate_responses(self, prompt: str, label: str, num_samples: int, **_: Any) -> list[dict[str, Any]]:
+        if prompt == self.dies_at:
+            os._exit(1)
+        mean = int(prompt) % 3 / 2
+        scores = [mean] * num_samples if mean != 0.5 else [0.0, 1.0]
+        return [self._response(prompt, label, score) for score in scores]
+
+    def _response(self, prompt: str, label: str, score: float) -> dict[str, Any]:
+        return {
+            "prompt": prompt, "label": label, "observation_tokens": [1, 2, 3, int(prompt)], "action_ranges": [(2, 4)],
+            "rollout_log_probs": [0.0, 0.0, -1.0, -2.0], "reward": score, "scores": score, "truncated": False,
+        }  # fmt: skip
+
+
+@ray.remote(num_cpus=0.1)
+def outcome(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,211 @@
+"""When a checkpoint is written, in which forms, and what a failure costs; the ranks are stand-ins that write files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf_ext.checkpoints import CheckpointError, read_manifest, write_file
+from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.controller import checkpointing
+from openrlhf_ext.controller.checkpointing import Checkpointer, CheckpointOptions
+
+
+class Ranks:
+    """Two ranks that answer like ``CheckpointedRank``."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.full_disk = False
+        self.done = True
+        self.written: list[list] = []
+
+    def answer(self, method: str, **arguments) -> list:
+        self.calls.append(method)
+        return getattr(self, method)(**arguments)
+
+    def save_state(self, folder: str, name: str, background: bool) -> list:
+        if self.full_disk:
+            raise CheckpointError("cannot write: No space left on device")
+        self.written = [[write_file(Path(folder), f"{name}/rank{rank}", [b"state"])] for rank in range(2)]
+        return [None, None] if background else self.written
+
+    def saved_files(self, wait: bool) -> list:
+        return self.written if wait or self.done else [self.written[0], None]
+
+    def save_model(self, path: str) -> list:
+        write_file(Path(path), "model.safetensors", [b"weights"])
+        return [None, None]
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Ranks:
+    ranks = Ranks()
+    monkeypatch.setattr(
+        checkpointing, "ask_ranks", lambda group, who, method, timeout_s, **a: ranks.answer(method, **a)
+    )
+    return ranks
+
+
+def make(folder: Path, **options) -> Checkpointer:
+    given = {
+        "save_steps": 2, "keep": 2, "max_bytes": float("inf"), "resumable": True, "hf": False, "background": False,
+        "best_metric": None, "timeout_s": 1.0,
+    } | options  # fmt: skip
+    return Checkpointer(
+        CheckpointOptions(str(folder), **given), {"policy": object()}, "a: 1\n", about={}, constants={"prompts": "p"}
+    )
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+
+
+def run(checkpointer: Checkpointer, evaluations: dict[int, float], last: int) -> None:
+    for step in range(1, last + 1):
+        evaluation = {"eval/accuracy": evaluations[step]} if step in evaluations else None
+        checkpointer.after_step(step, evaluation, lambda step=step: {"at": step})
+
+
+def test_every_second_step_and_the_newest_two(tmp_path, ranks):
+    run(make(tmp_path), {}, last=7)
+    assert steps(tmp_path) == ["global_step4", "global_step6"]
+    manifest = read_manifest(tmp_path / "global_step6")
+    assert {f.path for f in manifest.files} == {"controller.json", "config.yaml", "policy/rank0", "policy/rank1"}
+    assert read_plain(tmp_path / "global_step6/controller.json") == {"at": 6, "prompts": "p"}
+
+
+def test_the_best_is_saved_when_it_is_found_and_kept(tmp_path, ranks):
+    checkpointer = make(tmp_path, save_steps=5, keep=1, best_metric="eval/accuracy", hf=True)
+    run(checkpointer, {1: 0.1, 3: 0.5, 7: 0.5, 9: 0.4}, last=11)
+    assert steps(tmp_path) == ["best.json", "global_step10", "global_step10_hf", "global_step3", "global_step3_hf"]
+    assert checkpointer.store.best() == {"step": 3, "metric": "eval/accuracy", "value": 0.5}
+    assert checkpointer.best_value == 0.5
+
+
+def test_hf_only(tmp_path, ranks):
+    run(make(tmp_path, resumable=False, hf=True), {}, last=4)
+    assert steps(tmp_path) == ["global_step2_hf", "global_step4_hf"] and "save_state" not in ranks.calls
+
+
+def test_nothing_is_saved_unasked(tmp_path, ranks):
+    run(make(tmp_path, save_steps=None), {2: 1.0}, last=4)
+    assert steps(tmp_path) == [] and ranks.calls == []
+
+
+def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, ranks):
+    checkpointer = make(tmp_path)
+    run(checkpointer, {}, last=2)
+    ranks.full_disk = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.after_step(4, None, lambda: {"at": 4})
+    assert steps(tmp_path) == ["global_step2"]
+
+
+def test_a_background_save_is_completed_when_all_ranks_are_done(tmp_path, ranks):
+    checkpointer = make(tmp_path, background=True)
+    ranks.done = False
+    run(checkpointer, {}, last=3)
+    assert steps(tmp_path) == ["global_step2.incomplete"], "one rank is still writing"
+    ranks.done = True
+    checkpointer.poll()
+    assert steps(tmp_path) == ["global_step2"] and read_manifest(tmp_path / "global_step2").step == 2
+
+
+def test_the_next_save_and_the_end_wait_for_a_background_save(tmp_path, ranks):
+    checkpointer = make(tmp_path, background=True)
+    ranks.done = False
+    run(checkpointer, {}, last=4)
+    assert steps(tmp_path) == ["global_step2", "global_step4.incomplete"]
+    checkpointer.finish()
+    assert steps(tmp_path) == ["global_step2", "global_step4"]
+
+
+def test_a_failed_background_save_surfaces_and_leaves_nothing(tmp_path, ranks):
+    checkpointer = make(tmp_path, background=True)
+    run(checkpointer, {}, last=2)
+
+    def fail(wait: bool) -> list:
+        raise CheckpointError("cannot write: No space left on device")
+
+    ranks.saved_files = fail
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.after_step(3, None, dict)
+    assert steps(tmp_path) == []
+
+
+# ---- what the trainer asks for
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "expected"), [(True, [(1, None), (2, 0.5), (3, None)]), (False, [(1, None), (2, None), (3, None)])]
+)
+def test_a_step_is_saved_once_and_after_its_evaluation(evaluates, expected):
+    from openrlhf_ext.controller.deadline import Deadline
+    from openrlhf_ext.controller.trainer import PolicyTrainer
+
+    calls: list[tuple[int, float | None]] = []
+
+    class Recording:
+        def after_step(self, step, evaluation, state):
+            calls.append((step, evaluation and evaluation["eval/accuracy"]))
+
+    trainer = object.__new__(PolicyTrainer)
+    trainer.args = SimpleNamespace(
+        eval=SimpleNamespace(steps=2), ckpt=SimpleNamespace(save_steps=float("inf")),
+        logger=SimpleNamespace(logging_steps=1), rollout=SimpleNamespace(n_samples_per_prompt=1),
+    )  # fmt: skip
+    trainer.wandb_logger = trainer.tensorboard_logger = None
+    trainer.eval_dataloader = [object()] if evaluates else None
+    trainer.guard = SimpleNamespace(ask=lambda method: [], restarts=0)
+    trainer.recorder = SimpleNamespace(step=lambda *arguments, **more: {})
+    trainer.deadline, trainer.limits, trainer.checkpointer = Deadline(), SimpleNamespace(step_timeout_s=5), Recording()
+    for step in (1, 2, 3):  # as OpenRLHF's loop does
+        trainer.save_logs_and_checkpoints(step, {}, {"total_consumed_prompts": 0})
+        if evaluates and step % 2 == 0:
+            assert (step, None) not in calls
+            trainer.save_best_checkpoint({"eval/accuracy": 0.5}, step, {})
+    assert calls == expected
+
+
+# ---- waiting for ranks
+
+
+class Calls:
+    """Stands in for Ray: references are numbers; those in ``late`` never get ready, those in ``bad`` raise."""
+
+    def __init__(self, late=(), bad=()) -> None:
+        self.late, self.bad = set(late), set(bad)
+
+    def wait(self, refs, num_returns, timeout):
+        ready = [ref for ref in refs if ref not in self.late][:1]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, refs):
+        if self.bad & set(refs):
+            raise CheckpointError("No space left on device")
+        return [f"answer {ref}" for ref in refs]
+
+
+def ask(monkeypatch, calls: Calls) -> list:
+    monkeypatch.setattr(checkpointing, "ray", calls)
+    group = SimpleNamespace(async_run_method=lambda method_name, **arguments: [0, 1, 2])
+    return checkpointing.ask_ranks(group, "critic", "save_state", 7.0, name="critic")
+
+
+def test_every_rank_answers(monkeypatch):
+    assert ask(monkeypatch, Calls()) == ["answer 0", "answer 1", "answer 2"]
+
+
+def test_late_ranks_are_named(monkeypatch):
+    with pytest.raises(
+        checkpointing.RanksTimeoutError, match=r"7 s for save_state on the critic ranks, \[1\] have not"
+    ):
+        ask(monkeypatch, Calls(late=[1]))
+
+
+def test_an_error_does_not_wait_for_the_other_ranks(monkeypatch):
+    with pytest.raises(CheckpointError, match="No space left"):
+        ask(monkeypatch, Calls(late=[1], bad=[2]))

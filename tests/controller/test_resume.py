@@ -1,0 +1,198 @@
+"""Which checkpoint a run goes on from, what the driver takes from it, and how often it is tried again."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
+from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.controller import resume
+from openrlhf_ext.controller.kl_control import KLCoefficient
+
+PROGRESS = {"episode": 1, "global_step": 7, "total_consumed_prompts": 50}
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    entry = write_file(store.begin(step), "policy/data", [b"state" * 9])
+    return store.commit(Manifest(step, (entry,)))
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> CheckpointStore:
+    """Three checkpoints; the ranks that check them are one stand-in that checks everything."""
+    store = CheckpointStore(tmp_path, keep=9)
+    for step in (1, 2, 10):
+        save(store, step)
+
+    def ask_ranks(group, who, method, timeout_s, *, folder):
+        assert method == "check_checkpoint"
+        return [check_files(Path(folder), read_manifest(Path(folder)).files)]
+
+    monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
+    return store
+
+
+def find(store: CheckpointStore, fallback: bool) -> str:
+    options = SimpleNamespace(timeout_s=1)
+    return resume.find_good(store, {"policy": None}, options, fallback=fallback).name
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_the_newest_is_taken(store):
+    assert find(store, fallback=False) == "global_step10"
+
+
+def test_a_damaged_one_stops_the_run_unless_fallback_is_allowed(store, caplog):
+    truncate(store.folder / "global_step10/policy/data")
+    with pytest.raises(CheckpointError, match=r"global_step10/policy/data is truncated[\s\S]*--ckpt\.fallback_enable"):
+        find(store, fallback=False)
+    assert find(store, fallback=True) == "global_step2"
+    assert "going back to the checkpoint before it" in caplog.text and "truncated" in caplog.text
+
+
+def test_foreign_and_missing_manifests_are_damage_too(store):
+    (store.folder / "global_step10/manifest.json").write_text('{"format": "x", "version": 1}')
+    (store.folder / "global_step2/manifest.json").unlink()
+    assert find(store, fallback=True) == "global_step1"
+    truncate(store.folder / "global_step1/manifest.json")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is usable") as error:
+        find(store, fallback=True)
+    for words in ("of format 'x'", "holds no manifest.json", "cannot be read"):
+        assert words in str(error.value)
+
+
+# ---- the driver's state
+
+
+def make_trainer(samples: list, iterator: object) -> SimpleNamespace:
+    class Loader:
+        state = None
+
+        def load_state_dict(self, state):
+            self.state = state
+
+        def __iter__(self):
+            return iter(["from", self.state])
+
+    return SimpleNamespace(
+        samples_generator=SimpleNamespace(_sample_buffer=samples, _dataloader_iter=iterator),
+        experience_maker=SimpleNamespace(_batches=7, kl=KLCoefficient(0.1, target=1.0)),
+        recorder=SimpleNamespace(last_step=7, last_evaluation=6),
+        checkpointer=SimpleNamespace(best_value=0.5),
+        prompts_dataloader=Loader(),
+        initial_entropy=0.61,
+    )
+
+
+def through_a_file(folder: Path, state: dict) -> dict:
+    write_plain(folder, "controller.json", state)
+    return read_plain(folder / "controller.json")
+
+
+def test_the_driver_continues_with_the_same_state(tmp_path):
+    trainer = make_trainer([], iter(()))
+    trainer.experience_maker.kl.value = 0.25
+    state = resume.trainer_state(trainer, {**PROGRESS, "data_loader_state_dict": {"cursor": 3}})
+    expected = random.random(), float(torch.rand(()))
+    state = through_a_file(tmp_path, state)
+    fresh = make_trainer([], None)
+    fresh.experience_maker._batches, fresh.recorder.last_evaluation, fresh.initial_entropy = 0, -1, None
+    fresh.recorder.last_step, fresh.checkpointer.best_value = 0, None
+    resume.restore_trainer(fresh, state)
+    assert (random.random(), float(torch.rand(()))) == expected
+    assert (fresh.experience_maker._batches, fresh.experience_maker.kl.value, fresh.initial_entropy) == (7, 0.25, 0.61)
+    assert (fresh.recorder.last_step, fresh.recorder.last_evaluation, fresh.checkpointer.best_value) == (7, 6, 0.5)
+    assert resume.loop_states(state) == {**PROGRESS, "data_loader_state_dict": {"cursor": 3}}
+
+
+def test_an_ended_episode_is_not_run_again(tmp_path):
+    state = resume.trainer_state(make_trainer([], None), {**PROGRESS, "data_loader_state_dict": {"cursor": "end"}})
+    assert resume.loop_states(state)["episode"] == 2
+
+
+def test_leftovers_of_sampling_are_used_before_new_prompts(tmp_path):
+    from openrlhf_ext.compat import Experience
+
+    sample = Experience(
+        sequences=torch.tensor([[1, 2, 3]]), action_mask=torch.tensor([[0, 1]]), prompts=["1 + 1"], labels=["2"],
+        rewards=torch.tensor([0.5]), info={"reward": torch.tensor([0.5])},
+    )  # fmt: skip
+    for iterator, loader_goes_on in ((iter(()), True), (None, False)):
+        trainer = make_trainer([sample], iterator)
+        progress = {**PROGRESS, "data_loader_state_dict": {"cursor": 3}}
+        state = through_a_file(tmp_path, resume.trainer_state(trainer, progress))
+        fresh = make_trainer([], None)
+        resume.restore_trainer(fresh, state)
+        (back,) = fresh.samples_generator._sample_buffer
+        assert back.sequences.equal(sample.sequences) and back.prompts == ["1 + 1"] and back.info["reward"] == 0.5
+        assert (fresh.samples_generator._dataloader_iter is not None) == loader_goes_on
+        assert fresh.prompts_dataloader.state == {"cursor": 3}
+        # the loader is where it should be: the loop must not move it again
+        assert resume.loop_states(state) == {**PROGRESS, "data_loader_state_dict": {}}
+
+
+def test_other_prompts_are_refused():
+    def dataset(*prompts):
+        return SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts))
+
+    first = resume.prompts_fingerprint(dataset("a", "b"))
+    resumed = resume.Resumed(Path("/runs/global_step3"), 3, {"prompts": first})
+    resume.check_prompts(None, first)
+    resume.check_prompts(resumed, resume.prompts_fingerprint(dataset("a", "b")))
+    for other in (dataset("b", "a"), dataset("a"), dataset("a", "c")):
+        with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
+            resume.check_prompts(resumed, resume.prompts_fingerprint(other))
+
+
+def test_changed_options_are_named_and_immaterial_ones_not(caplog):
+    config = RunConfig()
+    before = resume.plain_options(config)
+    ckpt = config.ckpt.model_copy(update={"load_enable": True})
+    actor = config.actor.model_copy(update={"max_norm": 0.5})
+    resume.report_changed_options(
+        before, resume.plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor}))
+    )
+    assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
+    assert "logger.wandb.key" not in before and json.dumps(before)
+
+
+# ---- restarts
+
+
+@pytest.mark.parametrize(
+    ("codes", "limit", "expected"), [([1, 1, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([1], 0, 1)]
+)
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected):
+    config = RunConfig()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_restarts": limit})})
+    loads, left = [], list(codes)
+
+    def run_once(config):
+        loads.append(config.ckpt.load_enable)
+        return left.pop(0)
+
+    assert resume.run_with_restarts(config, run_once) == expected
+    assert not left and loads == [False] + [True] * (len(codes) - 1)
+
+
+def test_a_run_that_starts_anew_moves_checkpoints_of_another_aside(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=3)
+    save(store, 1)
+    (tmp_path / "global_step2.incomplete").mkdir()
+    ckpt = {"path": str(tmp_path), "save_steps": 1, "load_enable": True}
+    config = RunConfig().model_copy(update={"ckpt": RunConfig().ckpt.model_copy(update=ckpt)})
+    resume.prepare_folder(config)
+    assert [p.name for p in tmp_path.iterdir()] == ["global_step1"], "a resuming run removes what is half-written only"
+    anew = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": False})})
+    resume.prepare_folder(anew)
+    assert [p.name for p in tmp_path.iterdir()] == ["superseded.1"] and "ckpt.load_enable is off" in caplog.text

@@ -1,0 +1,25 @@
+"""Rows that were dealt to replicas come back in their places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openrlhf_ext.controller import scorers
+from openrlhf_ext.controller.scorers import Scorer
+from tests.controller.ranks import LocalGroup, get
+from tests.megatron.test_policy import make_batch
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (2, 3), (9, 1)])
+def test_scores_are_those_of_their_rows(monkeypatch, replicas, ranks):
+    monkeypatch.setattr(scorers.ray, "get", get)
+    batch, _ = make_batch(61)  # seven rows: with nine replicas two have none
+
+    def token_ids(batch):
+        return batch.targets_BT.float()
+
+    group = LocalGroup(replicas, ranks, forward=token_ids)
+    scores_BT = Scorer(group, "forward", replicas).start(batch).result()
+    assert torch.equal(scores_BT, batch.targets_BT.float())
+    assert scores_BT.dtype == torch.float32 and batch.targets_BT.any()

@@ -1,0 +1,20 @@
+"""What a failed run says about its processes."""
+
+from __future__ import annotations
+
+from openrlhf_ext.controller.deadline import DeadlineExceeded
+from openrlhf_ext.controller.session import RaySession
+from tests.megatron.test_phases import monitors
+
+
+def test_a_deadline_of_the_driver_tells_what_every_rank_is_doing() -> None:
+    session = RaySession(policy_ranks=2, engines=1, env={}, verbose=False)
+    with monitors(2) as made, made[1].phase("training"):
+        session.watch("policy", made[0].addresses)
+        text = session.describe_failure(DeadlineExceeded("waited 9 s while training step 3"))
+        other = session.describe_failure(ValueError("no"))
+    first, group, suspects, *_ = text.splitlines()
+    assert first == "DeadlineExceeded: waited 9 s while training step 3"
+    assert group == "--- ranks of the policy" and suspects == "Not arrived: rank 0."
+    assert "rank 0: has entered no phase yet" in text and "rank 1: in 'training' for" in text
+    assert other == "ValueError: no"

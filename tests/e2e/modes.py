@@ -1,0 +1,47 @@
+"""Trains asynchronously, goes on from a checkpoint, trains with partial rollouts, on one set of Ray actors."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from openrlhf_ext import compat
+from openrlhf_ext.config import load_config
+from openrlhf_ext.controller import job
+from openrlhf_ext.controller.resume import restore
+from openrlhf_ext.controller.session import RaySession
+from tests.e2e.jobs import Task
+
+# long responses: sampling a batch takes longer than training on one, so that weights change in the middle of it
+COMMON = {
+    "train__async_enable": "true", "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8,
+}  # fmt: skip
+RUNS = {
+    "async": {"eval__steps": 2, "eval__n_samples_per_prompt": 1, "ckpt__save_steps": 2},
+    "resumed": {"train__num_episodes": 2, "ckpt__load_enable": "true"},
+    "partial": {"train__partial_rollout_enable": "true"},
+}
+
+
+def config_of(task: Task, name: str):
+    folders = {"eval__dataset": task.folder / "held_out.jsonl", "ckpt__path": task.folder / "checkpoints"}
+    return load_config(task.options(name, **folders, **COMMON, **RUNS[name]))
+
+
+def main(folder: Path) -> None:
+    task = Task(folder)
+    base = config_of(task, "async")
+    with RaySession(policy_ranks=2, engines=1, env=job.worker_env(base), verbose=False) as session:
+        parts = job.build_parts(base, session)
+        for name in RUNS:
+            config = config_of(task, name)
+            resumed = restore(config, job.checkpointed_groups(parts.policy, parts.companions))
+            strategy = compat.get_strategy(config.upstream_args())
+            trainer = job.build_trainer(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
+            trainer.fit()
+            trainer.recorder.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,95 @@
+"""Asynchronous training and partial rollouts through the whole stack (colocated runs: test_layouts.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.reporting import is_documented
+from tests.e2e.jobs import Task
+
+PROMPTS, SAMPLES, STEPS = 32, 4, 4
+ROOT = Path(__file__).resolve().parent.parent.parent
+# writes down every response it grades, and tells the record of a step which questions were trained on
+REWARD = """
+from pathlib import Path
+
+def reward_func(queries, prompts, labels, **kwargs):
+    number = int(prompts[0].split()[0])
+    with open(Path(__file__).parent / "graded", "a") as file:
+        file.write(f"{prompts[0]}\\n")
+    completion = queries[0][len(prompts[0]):]
+    share = sum(c.isalnum() for c in completion) / max(1, len(completion))
+    return {"rewards": share, "scores": float(share > 0.4), "extra_logs": {"number": number, "square": number**2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Task:
+    folder = tmp_path_factory.mktemp("modes")
+    task = Task.make(folder, prompts=PROMPTS, reward=REWARD)
+    held_out = [{"question": f"{i} - 1 = ", "answer": ""} for i in range(100, 104)]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held_out))
+    command = [sys.executable, "-m", "tests.e2e.modes", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return task
+
+
+def steps_of(task: Task, name: str) -> list[dict]:
+    records = [record for record in task.metrics(name) if "loss/policy" in record]
+    first = STEPS + 1 if name == "resumed" else 1
+    assert [record["step"] for record in records] == list(range(first, first + STEPS))
+    for record in records:
+        assert all(map(is_documented, record)), [key for key in record if not is_documented(key)]
+        assert record["weight_sync/probe_max_abs_diff"] < 1e-4
+        assert record["algorithm/correction_filtered"] >= 0, "importance correction is on by default"
+        assert 0 <= record["time/wait_rollouts"] <= record["time/step"]
+    return records
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_without_partial_rollouts_every_batch_is_of_one_version_and_one_update_old(task):
+    records = steps_of(task, "async")
+    assert all(record["staleness/mixed_fraction"] == 0 for record in records)
+    assert all(record["staleness/max"] == record["staleness/mean"] <= 1 for record in records)
+    assert records[0]["staleness/max"] == 0 and records[-1]["staleness/max"] == 1
+    assert records[0]["kl/rollout_max_abs"] < 1e-3, "the first batch is on-policy"
+    evaluations = [record["step"] for record in task.metrics("async") if "eval/accuracy" in record]
+    assert evaluations == [0, 2, 4]
+
+
+@pytest.mark.e2e
+def test_with_partial_rollouts_weights_change_in_the_middle_of_requests(task):
+    records = steps_of(task, "partial")
+    assert max(record["staleness/mixed_fraction"] for record in records) > 0, "no sync met a request in flight"
+    assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 1 for record in records)
+
+
+@pytest.mark.e2e
+def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
+    before, after = steps_of(task, "async"), steps_of(task, "resumed")
+    assert [record["prompts/consumed"] for record in after] == [40, 48, 56, 64]
+    assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 1 for record in after)
+    assert after[0]["weight_sync/version"] > before[-1]["weight_sync/version"]
+    assert after[0]["kl/rollout_max_abs"] < 1e-3, "the engines have the weights of the checkpoint"
+
+
+@pytest.mark.e2e
+def test_every_sample_is_graded_once_and_trained_on_once(task):
+    graded = Counter((task.folder / "graded").read_text().splitlines())
+    training = {f"{i} + {i + 1} = ": 3 * SAMPLES for i in range(PROMPTS)}  # three passes over the prompts
+    assert {prompt: count for prompt, count in graded.items() if prompt in training} == training
+    assert [record["prompts/consumed"] for record in steps_of(task, "partial")] == [8, 16, 24, 32]
+    for name in ("async", "resumed", "partial"):
+        records = steps_of(task, name)
+        for key, power in (("number", 1), ("square", 2)):
+            trained = sum(record[f"reward_log/{key}"] for record in records) * PROMPTS / STEPS
+            assert trained == pytest.approx(sum(i**power for i in range(PROMPTS))), (name, key)

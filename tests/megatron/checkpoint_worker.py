@@ -1,0 +1,85 @@
+"""What the ranks of the checkpoint tests run: train, save, load in other layouts, train on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
+from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from tests.megatron.parity import WeightedLogprob
+
+
+def build(case: dict) -> MegatronPolicy | MegatronCritic:
+    """A policy, or a critic, in the case's layout; fresh process groups."""
+    size = int(os.environ["WORLD_SIZE"])
+    layout = ParallelLayout(
+        size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
+    )
+    settings = PolicySettings(
+        case["model"], layout, param_dtype=case.get("dtype", "fp32"), micro_batch_size=2, forward_micro_batch_size=3,
+        optimizer=OptimizerSettings(
+            lr=1e-2, eps=1e-3, max_steps=8, lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.3,
+            distributed=case.get("distributed", True),
+        ),
+    )  # fmt: skip
+    initialize_distributed(layout, 60, 1234)
+    return MegatronCritic(CriticSettings(settings)) if case.get("critic") else MegatronPolicy(settings)
+
+
+def train(model: MegatronPolicy | MegatronCritic, batch: SequenceBatch, weights_BT: torch.Tensor, steps: int) -> list:
+    """Train steps towards something: a policy with weighted log-probs, a critic with the weights as returns."""
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rows = balance_rows(batch.lengths_B, replicas)[replica]
+    mine = batch.select(rows)
+    if isinstance(model, MegatronCritic):
+        targets = ValueTargets(torch.zeros_like(weights_BT), weights_BT, batch.mask_BT.sum()).select(rows)
+        return [model.train_step(mine, targets) for _ in range(steps)]
+    shaped = WeightedLogprob(weights_BT[rows])
+    return [model.train_step(mine, shaped, shaped) for _ in range(steps)]
+
+
+def exported(policy: MegatronPolicy | MegatronCritic) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+def save_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_BT: torch.Tensor) -> dict:
+    """Two steps, a checkpoint, and two more steps: what a run does that is never interrupted."""
+    policy = build(case)
+    train(policy, batch, weights_BT, 2)
+    snapshot = take_snapshot(policy, {"version": 2}, copy=True)
+    steps = train(policy, batch, weights_BT, 1)  # the copy is of before this step
+    entries = snapshot.write(folder, "policy")
+    dist.barrier()
+    steps += train(policy, batch, weights_BT, 1)
+    result = {"steps": steps, "weights": exported(policy), "entries": entries}
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_BT: torch.Tensor) -> dict:
+    """The checkpoint into a fresh policy, and two steps."""
+    policy = build(case)
+    try:
+        extra = load_checkpoint(policy, folder / "policy")
+    except CheckpointError as error:
+        parallel_state.destroy_model_parallel()
+        return {"error": str(error)}
+    result = {"extra": extra, "steps": train(policy, batch, weights_BT, 2), "weights": exported(policy)}
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def run(batch: SequenceBatch, weights_BT: torch.Tensor, jobs: list[tuple[str, dict, Path]]) -> list[dict]:
+    """``save`` and ``load`` jobs one after the other in one set of processes."""
+    functions = {"save": save_and_go_on, "load": load_and_go_on}
+    return [functions[kind](case, folder, batch, weights_BT) for kind, case, folder in jobs]

@@ -1,0 +1,69 @@
+"""What the ranks of the critic's test run: one critic per layout, compared with transformers by the parent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
+from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.optimizer import OptimizerSettings
+
+LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3  # a large eps: Adam would amplify the rounding of tiny gradients
+
+
+def critic_settings(case: dict, world_size: int) -> CriticSettings:
+    degrees = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "vp": "virtual_pipeline"}
+    layout = ParallelLayout(
+        world_size,
+        **{f"{name}_size": case.get(short, 1) for short, name in degrees.items()},
+        sequence_parallel=case.get("sp", False),
+    )
+    optimizer = OptimizerSettings(
+        LR, eps=EPS, max_steps=4, lr_scheduler="constant", distributed=case.get("distributed_optimizer", False)
+    )
+    model = PolicySettings(
+        case["model"], layout, param_dtype=case.get("dtype", "fp32"), micro_batch_size=2, forward_micro_batch_size=3,
+        max_tokens_per_gpu=case.get("max_tokens"), optimizer=optimizer,
+    )  # fmt: skip
+    return CriticSettings(model, value_clip=case.get("clip", CLIP))
+
+
+def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) -> list[dict]:
+    """For each case: values, gradients, metrics of some steps and the weights after them, as this rank sees them."""
+    results = []
+    for case in cases:
+        settings = critic_settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
+        initialize_distributed(settings.model.layout, 60, 1234)
+        results.append(run_case(MegatronCritic(settings), batch, targets, case))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def run_case(critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets, case: dict) -> dict:
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rows = balance_rows(batch.lengths_B, replicas)[replica]
+    mine, my_targets = batch.select(rows), targets.select(rows)
+    if "load" in case:
+        load_checkpoint(critic, Path(case["load"]) / "critic")
+        return {"steps": [critic.train_step(mine, my_targets)]}
+    result = {"rows": rows, "values": critic.values(mine)}
+    result["start"] = {name: tensor.clone() for name, tensor in critic.export() if name.startswith("score")}
+    if not case.get("distributed_optimizer", False):
+        critic.accumulate_gradients(mine, my_targets)
+        result["grads"] = {name: tensor.clone() for name, tensor in critic.export(lambda p: p.main_grad)}
+    result["steps"] = [critic.train_step(mine, my_targets)]
+    if "checkpoint" in case:
+        take_snapshot(critic, copy=False).write(Path(case["checkpoint"]), "critic")
+        dist.barrier()
+    result["steps"] += [critic.train_step(mine, my_targets) for _ in range(STEPS - 1)]
+    result["weights"] = {name: tensor.clone() for name, tensor in critic.export()}
+    if "save" in case:
+        result["saved_values"] = critic.values(mine)
+        critic.save_hf(case["save"])
+    return result

@@ -1,0 +1,131 @@
+"""Every algorithm on one small mini-batch: the truth from plain transformers in fp64, and what the ranks compute.
+
+The truth is made in one process on padded sequences, all at once. The ranks compute the same mini-batch in a layout,
+dealt, cut into micro-batches and packed.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
+from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from tests.algorithms.test_invariants import NAMES, build
+from tests.megatron.parity import deal, settings
+
+GROUP, TEMPERATURE = 4, 0.8
+# (prompt, response) tokens of each completion: one-token responses among them
+LENGTHS = [(4, 9), (4, 1), (4, 6), (4, 3), (7, 2), (7, 12), (7, 1), (7, 5), (2, 1), (2, 4), (2, 8), (2, 3)]
+
+
+@dataclass
+class Truth:
+    """One algorithm's loss on the mini-batch: ``shaped`` and what the whole of it gives."""
+
+    shaped: ShapedBatch
+    value: float
+    metrics: dict[str, float]
+    grads: dict[str, Tensor]  # by HF name
+
+
+def algorithms() -> dict[str, Any]:
+    """Every registered algorithm, and the terms that any of them may carry: KL, importance correction, dual clip."""
+    made = {name: build(name) for name in NAMES}
+    made["gtpo_conflict"] = build("gtpo_conflict", h_ini=1.0)  # else it drops all completions of a random model
+    made["gae"] = get_algorithm("gae")
+    made["grpo with KL"] = get_algorithm("grpo", kl={"coef": 0.1, "estimator": "k3", "place": "loss"})
+    correction = {"level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.5, 2.0]}
+    made["dapo with correction"] = get_algorithm("dapo", dual_clip=3.0, correction=correction)
+    return made
+
+
+def make_batch(vocab: int) -> SequenceBatch:
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(2, vocab, (p + r,), generator=generator) for p, r in LENGTHS]
+    masks = [torch.tensor([0] * (p - 1) + [1] * r) for p, r in LENGTHS]
+    return sequence_batch(sequences, masks)
+
+
+def rollout(batch: SequenceBatch, new_BT: Tensor, entropies_BT: Tensor) -> RolloutBatch:
+    """A rollout batch whose old log-probs are far enough from the new ones for every kind of clipping."""
+    generator = torch.Generator().manual_seed(7)
+
+    def near(scale: float) -> Tensor:
+        noise_BT = scale * torch.randn(new_BT.shape, generator=generator)
+        return (new_BT.detach() + noise_BT).clamp(max=-1e-3).float() * batch.mask_BT
+
+    rows = len(batch)
+    return RolloutBatch(
+        tokens=batch.targets_BT,
+        mask=batch.mask_BT,
+        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]),
+        group_ids=torch.arange(rows) // GROUP,
+        old_logprobs=near(0.4),
+        entropies=entropies_BT.detach().float(),
+        ref_logprobs=near(0.3),
+        guide_logprobs=near(0.3),
+        rollout_logprobs=near(0.5),
+        values=torch.randn(new_BT.shape, generator=generator),
+        truncated=torch.arange(rows) == 5,
+        from_guide=torch.arange(rows) % GROUP == 3,
+        group_size=GROUP,
+    )
+
+
+def truths(model: torch.nn.Module, batch: SequenceBatch) -> dict[str, Truth]:
+    """Every algorithm's loss, metrics and gradients by plain transformers, in fp64, on the padded batch."""
+    model = copy.deepcopy(model).double()
+    log_p_BSV = (model(batch.tokens_BS).logits / TEMPERATURE).log_softmax(-1)
+    log_p_BTV = log_p_BSV.gather(1, batch.predict_BT[..., None].expand(-1, -1, log_p_BSV.shape[-1]))
+    new_BT = log_p_BTV.gather(2, batch.targets_BT[..., None])[..., 0] * batch.mask_BT
+    entropies_BT = -(log_p_BTV.exp() * log_p_BTV).sum(-1) * batch.mask_BT
+    samples = rollout(batch, new_BT, entropies_BT)
+    return {name: truth(algorithm, samples, new_BT, model) for name, algorithm in algorithms().items()}
+
+
+def truth(algorithm: Any, samples: RolloutBatch, new_BT: Tensor, model: torch.nn.Module) -> Truth:
+    shaped = algorithm.prepare(new_BT.detach(), algorithm.shape(samples))
+    loss = algorithm.loss(new_BT, shaped)
+    model.zero_grad()
+    loss.value.backward(retain_graph=True)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert all(grad.norm() > 1e-6 for grad in grads.values()), f"{algorithm.name}: a gradient to compare with is zero"
+    metrics = {name: float(value) for name, value in loss.metrics.items() if name != "policy_loss"}
+    return Truth(shaped.lean(), float(loss.value.detach()), metrics, grads)
+
+
+# ---- what the ranks run -----------------------------------------------------------------------------------------
+
+
+def run_layouts(cases: list[dict], world_size: int, batch: SequenceBatch, problems: dict[str, dict]) -> list[dict]:
+    """For each case and algorithm, (metrics, {HF name: relative error of the gradient}) as this rank sees them."""
+    results = []
+    for case in cases:
+        policy_settings = settings(case, world_size)
+        initialize_distributed(policy_settings.layout, 60, 1234)
+        policy = MegatronPolicy(policy_settings)
+        mine = deal(case, batch, policy.shape.attention_length)
+        results.append(
+            {name: run_algorithm(policy, batch, mine, truth) for name, truth in problems[case["name"]].items()}
+        )
+        parallel_state.destroy_model_parallel()
+    dist.barrier()
+    return results
+
+
+def run_algorithm(policy: MegatronPolicy, batch: SequenceBatch, rows: list[int], truth: Truth) -> tuple[dict, dict]:
+    shaped = truth.shaped
+    metrics = policy.accumulate_gradients(batch.select(rows), shaped.select(rows), shaped.algorithm)
+    errors = {}
+    for name, grad in policy.export(lambda parameter: parameter.main_grad):
+        expected = truth.grads[name]
+        errors[name] = float((grad.double() - expected).norm() / expected.norm())
+    return metrics, errors

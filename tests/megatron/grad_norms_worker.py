@@ -1,0 +1,47 @@
+"""What the ranks of the gradient-norm test run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core import parallel_state
+
+from openrlhf_ext.megatron.batch import sequence_batch
+from openrlhf_ext.megatron.grad_norms import gradient_norms
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from tests.megatron.parity import WeightedLogprob
+
+
+def rows(replica: int, replicas: int):
+    """This replica's part of four sequences, and a weight for every response token."""
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(2, 60, (length,), generator=generator) for length in (9, 5, 12, 7)]
+    batch = sequence_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
+    weights_BT = torch.randn(batch.mask_BT.shape, generator=generator) * batch.mask_BT
+    mine = list(range(replica, 4, replicas))
+    return batch.select(mine), WeightedLogprob(weights_BT[mine])
+
+
+def run_cases(cases: list[dict], ranks: int) -> list[dict]:
+    """For each case the norms by group, the global norm of the step, and on rank 0 the gradients if they are whole."""
+    results = []
+    for case in cases:
+        optimizer = OptimizerSettings(lr=1e-3, lr_scheduler="constant", distributed=case["distributed"])
+        layout = ParallelLayout(ranks, **case["layout"])
+        initialize_distributed(layout, 60, 1234)
+        policy = MegatronPolicy(PolicySettings(case["model"], layout, param_dtype="fp32", optimizer=optimizer))
+        batch, shaped = rows(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+        policy.accumulate_gradients(batch, shaped, shaped)
+        result = {"groups": gradient_norms(policy.models)}
+        if not case["distributed"]:
+            result["grads"] = {name: float(g.norm()) for name, g in policy.export(lambda p: p.main_grad)}
+        step = policy.optimizer_step()
+        again = policy.train_step(batch, shaped, shaped)
+        result |= {"grad_norm": step["grad_norm"], "step": again}
+        assert math.isfinite(again["grad_norm"])
+        results.append(result)
+        parallel_state.destroy_model_parallel()
+    return results

@@ -1,0 +1,61 @@
+"""What the ranks of the reference test run: training with and without a reference that is swapped in between."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.batch import balance_rows
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.reference import HostReference
+from tests.megatron.parity import WeightedLogprob
+
+
+def run_cases(cases: list[dict], batch, weights_BT) -> list[dict]:
+    results = []
+    for case in cases:
+        layout = ParallelLayout(case["world_size"], case.get("tp", 1), case.get("pp", 1))
+        optimizer = OptimizerSettings(1e-2, max_steps=8, lr_scheduler="constant", distributed=case["distributed"])
+        settings = PolicySettings(case["model"], layout, param_dtype=case["dtype"], optimizer=optimizer)
+        initialize_distributed(layout, 60, 1234)
+        plain = MegatronPolicy(settings)
+        result = {"plain": train(plain, batch, weights_BT, 4)}
+        policy = MegatronPolicy(settings)
+        result |= train_with_reference(policy, batch, weights_BT)
+        results.append(result)
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def train(policy: MegatronPolicy, batch, weights_BT, steps: int) -> list[dict]:
+    rows = balance_rows(batch.lengths_B, parallel_state.get_data_parallel_world_size())
+    mine = rows[parallel_state.get_data_parallel_rank()]
+    shaped = WeightedLogprob(weights_BT[mine])
+    return [policy.train_step(batch.select(mine), shaped, shaped) for _ in range(steps)]
+
+
+def train_with_reference(policy: MegatronPolicy, batch, weights_BT) -> dict:
+    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+    start = policy.logprobs(batch).logprobs_BT
+    reference = HostReference(policy.chunks)
+    steps = train(policy, batch, weights_BT, 2)
+    before = [p.detach().clone() for p in parameters]
+    with reference.swapped_in():
+        inside = policy.logprobs(batch).logprobs_BT
+    with contextlib.suppress(InterruptedError), reference.swapped_in():
+        raise InterruptedError
+    exact = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    trained = policy.logprobs(batch).logprobs_BT
+    steps += train(policy, batch, weights_BT, 2)
+    with reference.swapped_in():
+        later = policy.logprobs(batch).logprobs_BT
+    return {
+        "start": start, "inside": inside, "later": later, "trained": trained, "exact": exact, "steps": steps,
+        "bytes": (reference.nbytes, sum(p.nbytes for p in parameters)), "rank": dist.get_rank(),
+    }  # fmt: skip

@@ -1,0 +1,135 @@
+"""A checkpoint written in one layout continues in every other as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from openrlhf_ext.checkpoints import check_files
+from tests.launch import launch
+from tests.megatron.test_policy import make_batch
+from tests.models import make_tiny_model
+
+WORKER = "tests.megatron.checkpoint_worker"
+VOCAB = 61  # divisible neither by 2 nor by 4: layouts pad it to different sizes
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for name, family, tied, layers in (
+        ("untied", "qwen2", False, 4),
+        ("tied", "qwen3", True, 4),
+        ("other", "qwen2", False, 2),
+    ):
+        make_tiny_model(root / name, family, tied=tied, vocab=VOCAB, layers=layers)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return make_batch(VOCAB)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models, batch, tmp_path_factory):
+    """(folders, results of every rank) of the jobs below on two ranks."""
+    root: Path = tmp_path_factory.mktemp("checkpoints")
+    untied, tied = {"model": models["untied"]}, {"model": models["tied"]}
+    bf16 = untied | {"dtype": "bf16"}
+    jobs = [
+        ("save", untied | {"tp": 2, "sp": True}, root / "tp2"),
+        ("load", untied | {"tp": 2, "sp": True}, root / "tp2"),
+        ("load", untied | {"pp": 2}, root / "tp2"),
+        ("load", untied, root / "tp2"),
+        ("save", tied | {"pp": 2, "distributed": False}, root / "pp2"),
+        ("load", tied | {"pp": 2, "distributed": False}, root / "pp2"),
+        ("load", tied | {"tp": 2, "distributed": True}, root / "pp2"),
+        ("save", bf16, root / "dp2"),
+        ("load", bf16, root / "dp2"),
+        ("load", bf16 | {"pp": 2, "distributed": False}, root / "dp2"),
+        ("load", {"model": models["other"], "tp": 2}, root / "tp2"),
+        ("load", bf16, root / "tp2"),
+        ("save", tied | {"tp": 2, "critic": True}, root / "critic"),
+        ("load", tied | {"pp": 2, "critic": True}, root / "critic"),
+        ("load", untied | {"cp": 2}, root / "tp2"),
+        ("load", untied | {"pp": 2, "vp": 2}, root / "tp2"),
+    ]
+    return root, jobs, launch(WORKER, "run", 2, 200, batch=batch[0], weights_BT=batch[1], jobs=jobs)
+
+
+def assert_same_continuation(expected: dict, got: dict, case: dict, rel: float = 1e-5, atol: float = 1e-5) -> None:
+    assert got["extra"] == {"version": 2}, case
+    for want, have in zip(expected["steps"], got["steps"], strict=True):
+        for name in want.keys() & {"lr", "value/lr", "loss/policy", "loss/value", "grad_norm", "value/grad_norm"}:
+            assert have[name] == pytest.approx(want[name], rel=rel, abs=1e-6), (case, name)
+    for name, tensor in expected["weights"].items():
+        assert got["weights"][name].allclose(tensor, atol=atol), (case, name)
+
+
+def test_the_same_layout_continues_bit_for_bit(two_ranks):
+    _, jobs, results = two_ranks
+    for saved, loaded in ((0, 1), (4, 5), (7, 8)):
+        expected, got = results[0][saved], results[0][loaded]
+        assert got["steps"] == expected["steps"], jobs[loaded]
+        for name, tensor in expected["weights"].items():
+            assert got["weights"][name].equal(tensor), (jobs[loaded], name)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15)])
+def test_another_layout_on_as_many_ranks(two_ranks, saved, loaded):
+    _, jobs, results = two_ranks
+    assert_same_continuation(results[0][saved], results[0][loaded], jobs[loaded][1])
+
+
+def test_bf16_weights_have_their_fp32_masters(two_ranks):
+    _, jobs, results = two_ranks
+    assert_same_continuation(results[0][7], results[0][9], jobs[9][1], rel=2e-2, atol=2e-2)
+
+
+def test_another_number_of_ranks(two_ranks, models, batch):
+    root, _, results = two_ranks
+    untied = {"model": models["untied"]}
+    jobs = [
+        ("load", untied | {"tp": 2}, root / "tp2"),
+        ("load", untied | {"tp": 2, "pp": 2}, root / "tp2"),
+        ("save", untied | {"tp": 2}, root / "tp2dp2"),
+        ("load", untied | {"pp": 2}, root / "tp2dp2"),
+        ("load", untied, root / "tp2dp2"),
+    ]
+    four = launch(WORKER, "run", 4, 200, batch=batch[0], weights_BT=batch[1], jobs=jobs)[0]
+    for i in (0, 1):
+        assert_same_continuation(results[0][0], four[i], jobs[i][1])
+    for i in (3, 4):
+        assert_same_continuation(four[2], four[i], jobs[i][1])
+    alone = [("load", untied, root / name) for name in ("tp2", "tp2dp2")]
+    one = launch(WORKER, "run", 1, 200, batch=batch[0], weights_BT=batch[1], jobs=alone)[0]
+    assert_same_continuation(results[0][0], one[0], {"tp": 1})
+    assert_same_continuation(four[2], one[1], {"tp": 1})
+
+
+def test_a_checkpoint_of_another_model_or_type_is_refused(two_ranks):
+    _, _, results = two_ranks
+    for rank in results:
+        assert "is of another model: num_layers 4, the model has 2" in rank[10]["error"]
+        assert "holds fp32 parameters, megatron.param_dtype is bf16" in rank[11]["error"]
+
+
+def test_every_file_is_listed_and_every_element_is_stored_once(two_ranks):
+    root, _, results = two_ranks
+    for job, name in ((0, "tp2"), (4, "pp2"), (7, "dp2")):
+        entries = [entry for rank in results for entry in rank[job]["entries"]]
+        assert check_files(root / name, entries) == []
+        assert {e.path for e in entries} == {p.relative_to(root / name).as_posix() for p in (root / name).rglob("*.*")}
+        stored = sum(_elements(root / name / e.path) for e in entries if e.path.endswith(".safetensors"))
+        index = json.loads((root / name / "policy/index.json").read_text())
+        assert stored == sum(torch.Size(tensor["shape"]).numel() for tensor in index.values())
+
+
+def _elements(path: Path) -> int:
+    with safe_open(path, "pt") as file:
+        return sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118

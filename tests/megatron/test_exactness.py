@@ -1,0 +1,65 @@
+"""Loss, metrics and every gradient of every algorithm do not depend on layout, micro-batches, packing or head."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import launch
+from tests.megatron.exactness import TEMPERATURE, make_batch, truths
+from tests.models import make_tiny_model
+
+TOLERANCE = 1e-5
+
+# (model, layout) by number of ranks; what is left of the ranks is data-parallel. "tied": tied embeddings, 2 key-value
+# heads, a vocabulary that 2 and 4 do not divide; "untied": query and key norms, the same otherwise
+LAYOUTS = {
+    1: [
+        ("tied", {"micro_batch_size": 1}), ("untied", {"micro_batch_size": 12}), ("tied", {"max_tokens": 25}),
+        ("untied", {"micro_batch_size": 5, "head": "two_pass"}), ("tied", {"micro_batch_size": 5, "head": "naive"}),
+    ],
+    4: [
+        ("untied", {"micro_batch_size": 1}), ("untied", {"micro_batch_size": 7, "lopsided": True}),
+        ("untied", {"tp": 2, "max_tokens": 20}), ("tied", {"tp": 4, "sp": True, "max_tokens": 40}),
+        ("tied", {"tp": 2, "pp": 2, "sp": True, "max_tokens": 30}), ("untied", {"tp": 2, "pp": 2, "head": "naive"}),
+        ("tied", {"pp": 2, "vp": 2, "max_tokens": 25, "lopsided": True}), ("untied", {"pp": 2, "micro_batch_size": 3}),
+        ("untied", {"tp": 2, "cp": 2, "sp": True, "max_tokens": 20}),
+        ("tied", {"tp": 2, "cp": 2, "head": "two_pass"}),
+        ("tied", {"pp": 2, "cp": 2, "max_tokens": 15}), ("untied", {"cp": 2, "max_tokens": 10}),
+        ("untied", {"cp": 4, "micro_batch_size": 4}),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Name -> (path, truth of every algorithm)."""
+    batch, made = make_batch(61), {}
+    for name, family, tied, layers in [("tied", "qwen2", True, 4), ("untied", "qwen3", False, 2)]:
+        path = tmp_path_factory.mktemp(name)
+        made[name] = (str(path), truths(make_tiny_model(path, family, tied=tied, layers=layers), batch))
+    return made
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_algorithm_in_every_layout(problems, world_size):
+    cases = [
+        {"name": name, "model": problems[name][0], "temperature": TEMPERATURE, **layout}
+        for name, layout in LAYOUTS[world_size]
+    ]
+    ranks = launch(
+        "tests.megatron.exactness", "run_layouts", world_size,
+        cases=cases, world_size=world_size, batch=make_batch(61), problems={n: p[1] for n, p in problems.items()},
+    )  # fmt: skip
+    wrong = []
+    for number, case in enumerate(cases):
+        for name, truth in problems[case["name"]][1].items():
+            metrics, errors = ranks[0][number][name]
+            where = f"{name} in {case}"
+            assert all(rank[number][name][0] == metrics for rank in ranks), f"{where}: metrics differ between ranks"
+            assert set(errors) == set(truth.grads), where
+            wrong += [f"{where}: gradient of {n} is off by {e:.1e}" for n, e in errors.items() if not e < TOLERANCE]
+            assert set(metrics) - {"loss/policy"} == set(truth.metrics), where
+            for metric, expected in {"loss/policy": truth.value, **truth.metrics}.items():
+                if metrics[metric] != pytest.approx(expected, rel=TOLERANCE, abs=1e-6):
+                    wrong.append(f"{where}: {metric} is {metrics[metric]}, not {expected}")
+    assert not wrong, "\n".join(wrong)

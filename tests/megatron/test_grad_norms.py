@@ -1,0 +1,56 @@
+"""Norms by group are those of the whole gradient in every layout, and add up to the global norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from openrlhf_ext.megatron.grad_norms import GROUPS, group_of
+from tests.launch import launch
+from tests.models import make_tiny_model
+
+HF_GROUPS = {  # by HF names, independently of ours
+    "norm": "norms", "embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp",
+}  # fmt: skip
+
+
+def expected_norms(grads: dict[str, float]) -> dict[str, float]:
+    squares: dict[str, float] = {}
+    for name, norm in grads.items():
+        group = next(group for part, group in HF_GROUPS.items() if part in name)
+        squares[group] = squares.get(group, 0.0) + norm**2
+    return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}
+
+
+def test_groups_in_every_layout(tmp_path):
+    models = {}
+    for tied in (False, True):
+        models[tied] = str(tmp_path / f"tied-{tied}")
+        make_tiny_model(tmp_path / f"tied-{tied}", "qwen3", tied=tied)
+    tp, pp, dp, cp = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {}, {"context_parallel_size": 2}
+    chosen = [  # whole gradients come from the optimizer that is not distributed
+        (False, tp, False), (False, tp, True), (False, pp, True), (False, dp, True), (False, cp, True),
+        (True, pp, False), (True, pp, True), (True, dp, True),
+    ]  # fmt: skip
+    cases = [{"model": models[tied], "layout": layout, "distributed": d} for tied, layout, d in chosen]
+    results = launch("tests.megatron.grad_norms_worker", "run_cases", 2, cases=cases, ranks=2)
+    reference = {
+        case["model"]: expected_norms(r["grads"]) for case, r in zip(cases, results[0], strict=True) if r.get("grads")
+    }
+    for rank in results:
+        for case, result in zip(cases, rank, strict=True):
+            groups, expected = result["groups"], reference[case["model"]]
+            assert groups == results[0][cases.index(case)]["groups"], "the same on every rank"
+            assert groups == pytest.approx(expected, rel=1e-5), case
+            total = math.sqrt(sum(norm**2 for norm in groups.values()))
+            assert total == pytest.approx(result["grad_norm"], rel=1e-5), case
+            assert ("grad_norm/head" in groups) == (case["model"] == models[False])
+            assert {f"grad_norm/{g}" for g in GROUPS} - {"grad_norm/head"} <= set(result["step"])
+
+
+def test_a_parameter_of_no_group_is_an_error():
+    assert group_of("decoder.layers.3.self_attention.q_layernorm.weight") == "norms"
+    assert group_of("decoder.layers.3.self_attention.linear_qkv.bias") == "attention"
+    with pytest.raises(ValueError, match="router.weight belongs to none"):
+        group_of("decoder.layers.3.router.weight")

@@ -1,0 +1,185 @@
+"""A collective that waits in vain names the ranks it waits for."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from openrlhf_ext.megatron import phases
+from openrlhf_ext.megatron.phases import PhaseMonitor, RankState, describe_ranks, find_suspects
+from tests.launch import launch
+from tests.megatron.phases_worker import TIMEOUT_S
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, str]]:
+    return launch("tests.megatron.phases_worker", "all_cases", WORLD, 90)
+
+
+def test_phases_without_trouble_cost_nothing(seen) -> None:
+    assert [rank["all_is_well"] for rank in seen] == ["no error"] * WORLD
+    assert all(float(rank["seconds of all_is_well"]) < TIMEOUT_S for rank in seen)
+
+
+@pytest.mark.parametrize(
+    ("case", "phase", "culprit", "why", "doing"),
+    [
+        ("one_rank_sleeps", "training step", 1, "Arrived, but not in a collective",
+         r"in 'training step' for [\d.]+ s, is at one_rank_sleeps \(megatron/phases_worker.py:\d+\)"),
+        ("one_rank_lags", "training step", 2, "Not arrived",
+         r"in 'forward > reading a file' for [\d.]+ s, is at one_rank_lags"),
+        ("one_rank_raises", "loading", 0, "Failed",
+         r"left 'loading' [\d.]+ s ago with ValueError: the 3rd expert is missing, is at one_rank_raises"),
+        ("one_rank_is_stopped", "saving", 3, "Not answering",
+         r"its process is stopped or blocked, or its machine cannot be reached"),
+    ],
+)  # fmt: skip
+def test_the_waiting_ranks_name_the_one_they_wait_for(seen, case, phase, culprit, why, doing) -> None:
+    for rank in set(range(WORLD)) - {culprit}:
+        message = seen[rank][case]
+        assert message.startswith(f"RanksMissingError: rank {rank} waited in vain in '{phase}'"), message
+        assert f"{why}: rank {culprit}.\n  rank {culprit}: " in message, message
+        assert re.search(doing, message), message
+        assert f"--megatron.collective_timeout_s (now {TIMEOUT_S})" in message
+        assert f"rank {rank}: in '{phase}' for" in message and "waits in a collective at" in message
+        # gloo's own timeout, and as long as it takes to ask everyone
+        assert TIMEOUT_S <= float(seen[rank][f"seconds of {case}"]) < TIMEOUT_S + 7
+    assert "RanksMissingError" not in seen[culprit][case]
+
+
+# ---- ranks as threads -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def monitors(count: int) -> Iterator[list[PhaseMonitor]]:
+    """Monitors of ranks that all live in this thread."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [listener.getsockname() for listener in listeners]
+    made = [PhaseMonitor(listener, addresses, rank, 5.0) for rank, listener in enumerate(listeners)]
+    try:
+        yield made
+    finally:
+        for monitor in made:
+            monitor.close()
+
+
+def test_an_error_of_the_body_passes_unchanged() -> None:
+    with monitors(1) as (monitor,), pytest.raises(ZeroDivisionError), monitor.phase("shaping"):
+        1 / 0  # noqa: B018
+
+
+def test_a_rank_whose_process_has_ended_is_named() -> None:
+    with monitors(3) as made:
+        made[1].close()
+        with made[0].phase("forward"), made[2].phase("forward"):
+            report = describe_ranks(made[0].addresses)
+    assert report.splitlines()[0] == "Not answering: rank 1."
+    assert "rank 1: its process has ended (ConnectionRefusedError" in report
+
+
+def test_only_the_first_ranks_are_listed_and_the_suspects_always() -> None:
+    with monitors(40) as made:
+        for monitor in made:
+            if monitor.rank != 37:
+                monitor._enter("forward")
+        report = describe_ranks(made[0].addresses)
+    lines = report.splitlines()
+    assert lines[:2] == ["Not arrived: rank 37.", lines[1]] and "rank 37: has entered no phase yet" in lines[1]
+    assert lines[-1].strip() == "and 24 more ranks" and len(lines) == 1 + 16 + 1
+
+
+def test_two_ranks_that_give_up_together_do_not_accuse_each_other() -> None:
+    def fail(monitor: PhaseMonitor, messages: list[str], other: threading.Barrier) -> None:
+        other.wait(timeout=5)
+        with pytest.raises(phases.RanksMissingError) as caught, monitor.phase("training step"):
+            raise dist.DistBackendError("Timed out waiting 1000ms for recv operation to complete")
+        messages.append(str(caught.value))
+
+    messages: list[str] = []
+    together = threading.Barrier(2)
+    with monitors(3) as made:
+        threads = [threading.Thread(target=fail, args=(m, messages, together)) for m in made[:2]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+    assert len(messages) == 2 and all("\nNot arrived: rank 2.\n" in message for message in messages), messages
+
+
+def state(rank: int, **fields) -> RankState:
+    common = {
+        "count": 3, "phase": "forward", "last": None, "seconds": 1.0, "place": "x", "in_collective": True,
+        "waited": False, "error": None,
+    }  # fmt: skip
+    return RankState(rank=rank, **{**common, **fields})
+
+
+@pytest.mark.parametrize(
+    ("states", "wanted"),
+    [
+        ([state(0), state(1)], {}),
+        ([state(0), state(1, in_collective=False)], {"Arrived, but not in a collective": [1]}),
+        ([state(0, waited=True, in_collective=False), state(1)], {}),
+        ([state(0), state(1, count=2), state(2, phase=None)], {"Not arrived": [1, 2]}),
+        ([state(0), state(1, phase=None, error="ValueError: no"), state(2, in_collective=False)], {"Failed": [1]}),
+        ([state(0), TimeoutError("timed out"), state(2, count=2)], {"Not answering": [1], "Not arrived": [2]}),
+        ([ConnectionRefusedError()], {"Not answering": [0]}),
+    ],
+    ids=["all wait", "busy", "gave up", "late", "failed", "silent and late", "all gone"],
+)
+def test_who_is_suspected(states, wanted) -> None:
+    assert find_suspects(states) == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:6"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (phases.RanksMissingError("gloo timed out waiting"), False),
+        (KeyError("nccl"), False),
+    ],
+)
+def test_what_counts_as_the_failure_of_a_collective(error, wanted) -> None:
+    assert phases.is_collective_failure(error) is wanted
+
+
+def test_without_a_monitor_a_phase_is_only_its_body() -> None:
+    with pytest.raises(RuntimeError, match="gloo"), phases.phase("alone"):
+        raise RuntimeError("gloo")
+
+
+def test_a_process_that_stands_still_ends_with_a_report() -> None:
+    """What happens on NCCL, whose collectives do not raise in the thread that waits."""
+    script = (
+        "import socket, time\n"
+        "from openrlhf_ext.megatron.phases import PhaseMonitor\n"
+        "listener = socket.create_server(('127.0.0.1', 0))\n"
+        "monitor = PhaseMonitor(listener, [listener.getsockname()], 0, timeout_s=9.0, stuck_s=0.5)\n"
+        "time.sleep(1.5)  # outside of a phase nobody is stuck\n"
+        "with monitor.phase('training step'):\n"
+        "    until = time.monotonic() + 2.0\n"
+        "    while time.monotonic() < until:\n"
+        "        time.sleep(0.1)\n"
+        "        monitor.progress()  # slow, but going on\n"
+        "    print('not stuck', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    started = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == phases.EXIT_CODE and "not stuck" in run.stdout, run.stderr
+    assert "rank 0 has stood still for" in run.stderr and "in 'training step', so it ends" in run.stderr
+    assert "(--megatron.collective_timeout_s is 9)" in run.stderr and "is at <module>" in run.stderr
+    assert time.monotonic() - started < 30

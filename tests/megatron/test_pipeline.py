@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.pipeline import schedule_order
+
+
+def test_interleaving_needs_stages():
+    with pytest.raises(ValueError, match="virtual_pipeline_size needs pipeline_parallel_size > 1: got 2 and 1"):
+        ParallelLayout(2, 2, virtual_pipeline_size=2)
+
+
+def test_without_interleaving_micro_batches_come_in_turn():
+    assert schedule_order(3, 1, 2) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_interleaved_rounds_go_through_all_chunks():
+    """As many micro-batches as stages go through a chunk before the next chunk starts (Narayanan et al. 2021)."""
+    assert schedule_order(4, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]

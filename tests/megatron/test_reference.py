@@ -1,0 +1,38 @@
+"""A reference in host memory scores with the starting weights and leaves the policy's training alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.launch import launch
+from tests.megatron.test_policy import make_batch
+from tests.models import make_tiny_model
+
+CASES = [
+    {"tp": 2, "dtype": "fp32", "distributed": False},
+    {"pp": 2, "dtype": "bf16", "distributed": True, "tied": True},  # parameters are views into Megatron's buffers
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    make_tiny_model(folder / "tied", tied=True, layers=2)
+    make_tiny_model(folder / "untied", layers=2)
+    cases = [
+        {**case, "world_size": 2, "model": str(folder / ("tied" if case.get("tied") else "untied"))} for case in CASES
+    ]
+    batch, weights_BT = make_batch(61)
+    return launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_BT=weights_BT)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_scores_with_the_starting_weights_and_changes_nothing(ranks, index):
+    for result in (rank[index] for rank in ranks):
+        assert torch.equal(result["inside"], result["start"]), "the reference is not what the policy was"
+        assert torch.equal(result["later"], result["start"]), "the reference changed by being swapped in"
+        assert not torch.allclose(result["trained"], result["start"], atol=1e-3), "training did nothing"
+        assert result["exact"], "the policy's weights are not the same bits after a swap"
+        assert result["steps"] == result["plain"], "training differs from training without a reference"
+        assert result["bytes"][0] == result["bytes"][1]
