@@ -22,7 +22,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch as collect_prompt_batch
-from openrlhf.trainer.ray.launcher import BaseModelActor, RayActorGroup
+from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
@@ -50,7 +50,7 @@ def quiet_upstream_logs(level: int = logging.WARNING) -> None:
 
 
 __all__ = [
-    "AgentExecutorBase", "BaseModelActor", "BasePPOTrainer", "Experience", "MultiTurnAgentExecutor", "PPOTrainer",
+    "AgentExecutorBase", "BasePPOTrainer", "Experience", "MultiTurnAgentExecutor", "PPOTrainer",
     "PromptDataset", "RayActorGroup", "RemoteExperienceMaker", "RolloutRayActor", "SUPPORTED_OPENRLHF",
     "SamplesGenerator", "SingleTurnAgentExecutor", "TensorboardLogger", "WandbLogger", "batch_vllm_engine_call",
     "blending_datasets", "collect_prompt_batch", "compute_eval_metrics", "get_bundle_indices", "get_strategy",

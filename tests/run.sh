@@ -12,4 +12,8 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 WANDB_MO
 
 cd "$ROOT"
 "$VENV_PYTHON" -m ruff check .
-exec "$VENV_PYTHON" -m pytest "$@"
+"$VENV_PYTHON" -m pytest "$@"
+# With arguments, that was all. Triton stays out of the other tests' environment, see requirements/triton.lock.
+if (($# == 0)); then
+    PYTHONPATH="$VENV/triton" "$VENV_PYTHON" -m pytest tests/head/test_triton.py
+fi

@@ -36,6 +36,8 @@ setup_env() {
     if [[ $extra == dev ]]; then
         _phase dev "$(_fingerprint "$python_version" requirements/dev.lock)" \
             _pip install --no-deps -r requirements/dev.lock
+        _phase triton "$(_fingerprint "$python_version" requirements/triton.lock)" \
+            _pip install --no-deps --upgrade --target "$VENV/triton" -r requirements/triton.lock
     fi
     _phase torch "$(_fingerprint "$python_version $(_pin torch) ${OPENRLHF_EXT_TORCH_INDEX:-}")" _install_torch
     _phase deepspeed "$(_fingerprint "$python_version $(_pin deepspeed)")" _install_deepspeed
@@ -190,7 +192,7 @@ _fail_phase() {
 _remedy() {
     case $1 in
         venv) echo "install the venv module of $(_base_python) (on Debian: python3.11-venv), or set PYTHON" ;;
-        tools | packages | dev) echo "see that pip reaches its package index ($VENV_PYTHON -m pip config list), then" \
+        tools | packages | dev | triton) echo "see that pip reaches its package index ($VENV_PYTHON -m pip config list), then" \
             "run the same command again: it goes on with this phase" ;;
         torch) echo "$(_pin torch), CPU or CUDA build, must be on pip's index, in its find-links, or on the index" \
             "named by OPENRLHF_EXT_TORCH_INDEX; the CUDA build needs about 10 GB of disk" ;;

@@ -7,18 +7,15 @@ OpenRLHF's trainer drives it through ``RayActorGroup`` with the method names of 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from typing import Any
 
 import ray
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.compat import BaseModelActor
 from openrlhf_ext.controller.gpu_sharing import Sleepers
 from openrlhf_ext.controller.preparation import share_for_update
+from openrlhf_ext.controller.rank_actor import RankActor
 from openrlhf_ext.controller.rank_checkpoint import CheckpointedRank
 from openrlhf_ext.controller.rank_clock import RankClock, RankReport, timed
 from openrlhf_ext.controller.shards import MiniBatchShard, TrainingShard
@@ -26,14 +23,14 @@ from openrlhf_ext.controller.sleeping_rank import SleepingRank
 from openrlhf_ext.controller.weight_publisher import SyncSettings, WeightPublisher
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.digest import digest
-from openrlhf_ext.megatron.phases import phase, start_monitor
-from openrlhf_ext.megatron.policy import LogprobEntropy, MegatronPolicy, PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.policy import LogprobEntropy, MegatronPolicy, PolicySettings
 from openrlhf_ext.megatron.reference import HostReference
 
 logger = logging.getLogger(__name__)
 
 
-class PolicyActor(SleepingRank, CheckpointedRank, BaseModelActor):
+class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
     def init_model_from_pretrained(
@@ -45,11 +42,9 @@ class PolicyActor(SleepingRank, CheckpointedRank, BaseModelActor):
         sleepers: Sleepers | None = None,
     ) -> dict[str, Any]:
         """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
-        address = start_monitor(settings.collective_timeout_s)
+        about = self.join(settings)
         self._build(settings, sync, max_epochs, engines, sleepers)
-        return {"rank": dist.get_rank(), "pid": os.getpid(), "host": socket.gethostname(), "phases": address}
+        return about
 
     @phase("building the policy")
     def _build(
@@ -68,15 +63,6 @@ class PolicyActor(SleepingRank, CheckpointedRank, BaseModelActor):
         self.publisher = WeightPublisher(self.policy, sync, engines) if engines else None
         if self.publisher is not None:
             self.publisher.connect()
-
-    def empty_cache(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list:
-        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it."""
-        ((name, values),) = all_data.items()
-        return [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
 
     def rank_report(self) -> RankReport:
         """This rank's time by phase since the last report, and its memory. Not a collective."""

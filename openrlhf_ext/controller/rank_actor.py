@@ -1,4 +1,8 @@
-"""What the Ray actors of models beside the policy have in common: one rank each, every RPC a collective."""
+"""What the Ray actors of all models have in common: one rank each, every RPC a collective.
+
+They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, which would bring vLLM and DeepSpeed into
+every rank: half of its start-up time and of its host memory.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,31 @@ import os
 import socket
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.compat import BaseModelActor
 from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
 from openrlhf_ext.megatron.phases import start_monitor
 
 
-class RankActor(BaseModelActor):
+class RankActor:
     """One rank of a Megatron model. The group calls every method on all ranks."""
+
+    def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
+        """Puts the rendezvous into the environment; rank 0 gets no address and finds one (``get_master_addr_port``)."""
+        self._address = (master_addr or _own_address(), master_port or _free_port())
+        os.environ |= {
+            "MASTER_ADDR": self._address[0],
+            "MASTER_PORT": str(self._address[1]),
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(rank),
+            "LOCAL_RANK": _local_rank(),
+        }
+
+    def get_master_addr_port(self) -> tuple[str, int]:
+        """Where the ranks meet. Not a collective."""
+        return self._address
 
     def join(self, settings: PolicySettings) -> dict[str, Any]:
         """Joins the process group of the model; returns what the process is."""
@@ -33,3 +52,20 @@ class RankActor(BaseModelActor):
         """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it."""
         ((name, values),) = all_data.items()
         return [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
+
+
+def _own_address() -> str:
+    return ray.util.get_node_ip_address().strip("[]")  # IPv6 addresses come in brackets
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]
+
+
+def _local_rank() -> str:
+    """Ray shows an actor only its own GPU, unless it was told not to."""
+    if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
+        return str(ray.get_gpu_ids()[0])
+    return "0"

@@ -57,6 +57,7 @@ class RaySession:
         if not torch.cuda.is_available():
             # OpenRLHF's actor group asks for one GPU per rank: on a CPU they are only numbers. One CPU each, likewise.
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            local["address"] = "local"  # not somebody else's Ray that happens to run on this machine
             local |= {"num_gpus": self.policy_ranks, "num_cpus": self.policy_ranks + self.engines + 1}
             local["object_store_memory"] = 256 << 20
         return common | local

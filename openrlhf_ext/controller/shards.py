@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from openrlhf_ext.algorithms import ShapedBatch
-from openrlhf_ext.compat import Experience
 from openrlhf_ext.controller.preparation import Preparation
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 
@@ -27,10 +28,18 @@ class MiniBatchShard:
 
 
 @dataclass
-class TrainingShard(Experience):
-    """One data-parallel rank's share of a rollout batch, in the shape OpenRLHF's trainer hands on to its actors."""
+class TrainingShard:
+    """One data-parallel rank's share of a rollout batch, which OpenRLHF's trainer hands on to its actors.
 
-    mini_batches: list[MiniBatchShard] = field(default_factory=list)
+    The tensors are those of OpenRLHF's ``Experience`` that its trainer describes the batch with; ranks read
+    ``mini_batches``. It is no ``Experience``, because ranks do not import OpenRLHF.
+    """
+
+    sequences: Tensor
+    response_length: Tensor
+    truncated: Tensor
+    info: dict[str, Tensor]
+    mini_batches: list[MiniBatchShard]
 
 
 def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[list[int]]:

@@ -19,10 +19,11 @@ NEEDED_FILES = (
     "requirements/build.lock",
     "requirements/cpu.lock",
     "requirements/dev.lock",
+    "requirements/triton.lock",
     "setup.py",
     "pyproject.toml",
 )
-PHASES = ["venv", "tools", "packages", "dev", "torch", "deepspeed", "project", "check"]
+PHASES = ["venv", "tools", "packages", "dev", "triton", "torch", "deepspeed", "project", "check"]
 
 # Answers as the script expects of an interpreter: its version; `-m venv DIR` puts a copy of itself there; every call of
 # pip and of the doctor is written down. Calls that match $STUB_FAIL fail, those that match $STUB_SLOW take two seconds.
@@ -121,6 +122,7 @@ def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkou
         "-m pip install -r requirements/build.lock",
         "-m pip install --no-deps -r requirements/cpu.lock",
         "-m pip install --no-deps -r requirements/dev.lock",
+        f"-m pip install --no-deps --upgrade --target {checkout}/.venv/triton -r requirements/triton.lock",
         "-m pip install torch==2.13.0",
         "-m pip uninstall -y torchvision torchaudio torchcodec triton",
         "-m pip install --use-pep517 --no-deps deepspeed==0.19.6",
@@ -130,8 +132,8 @@ def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkou
 
 
 def test_users_without_tests_get_no_test_tools(setup: Setup, calls) -> None:
-    assert phases_of(setup().stdout) == [phase for phase in PHASES if phase != "dev"]
-    assert not any("dev.lock" in call for call in calls())
+    assert phases_of(setup().stdout) == [phase for phase in PHASES if phase not in ("dev", "triton")]
+    assert not any("dev.lock" in call or "triton.lock" in call for call in calls())
 
 
 def test_a_second_run_does_nothing_in_less_than_two_seconds(setup: Setup, calls) -> None:
@@ -159,14 +161,14 @@ def test_a_moved_checkout_installs_the_project_again(setup: Setup, checkout: Pat
 def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, checkout: Path) -> None:
     failed = setup("dev", STUB_FAIL="*torch==2.13.0")
     assert failed.returncode == 1
-    assert phases_of(failed.stdout) == PHASES[:4]
+    assert phases_of(failed.stdout) == PHASES[:5]
     assert "set-up failed in phase 'torch' (exit status 3)" in failed.stderr
     assert "stub error: no matching distribution" in failed.stderr
     assert "stub output 30" in failed.stderr and "stub output 2\n" not in failed.stderr
     assert "What to do: torch==2.13.0, CPU or CUDA build" in failed.stderr
     assert "stub output 1\n" in (checkout / ".venv/setup.log").read_text()
 
-    assert phases_of(setup("dev").stdout) == PHASES[4:]
+    assert phases_of(setup("dev").stdout) == PHASES[5:]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
