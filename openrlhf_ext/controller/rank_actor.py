@@ -1,7 +1,7 @@
 """What the Ray actors of all models have in common: one rank each, every RPC a collective.
 
 They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, which would bring vLLM and DeepSpeed into
-every rank: half of its start-up time and of its host memory.
+every rank, which would wait for them at its start and hold them in host memory.
 """
 
 from __future__ import annotations

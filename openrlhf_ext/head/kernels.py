@@ -6,11 +6,15 @@ Shape suffixes: B = tokens of a block, S = columns of a slice of the vocabulary;
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -69,11 +73,18 @@ def choose_kernels(implementation: Implementation, compute: torch.dtype, device:
     obstacle = triton_obstacle(compute, device)
     if implementation == "triton" and obstacle:
         raise ValueError(f"implementation 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
+    if implementation == "auto" and obstacle and device.type == "cuda":
+        _warn_once(obstacle)
     if implementation == "torch" or obstacle or (implementation == "auto" and device.type != "cuda"):
         return TorchKernels()
     from openrlhf_ext.head.triton_kernels import TritonKernels
 
     return TritonKernels()
+
+
+@cache
+def _warn_once(obstacle: str) -> None:
+    logger.warning("the head uses torch kernels, which are slower on a GPU than Triton's: %s", obstacle)
 
 
 def triton_obstacle(compute: torch.dtype, device: torch.device) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.megatron.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 
 class HiddenStateGPTModel(GPTModel):
@@ -138,6 +141,8 @@ def _spec(config: TransformerConfig, vp_stage: int | None, plain: bool = False):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     from openrlhf_ext.megatron.layer_spec import block_spec
 
+    if torch.cuda.is_available() and not plain:
+        logger.warning("TransformerEngine is not installed: the layers are plain torch, slower on a GPU")
     return block_spec(config, vp_stage)
 
 
