@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from openrlhf_ext.controller.settings import critic_path, critic_settings, parallel_layout
 from openrlhf_ext.megatron.hf_config import read_model_shape
-from openrlhf_ext.megatron.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -126,50 +125,6 @@ def _start(actor: type, config: Any, what: str, ranks: int, megatron: Any, place
         tensor_size=layout.tensor_parallel_size,
         block_size=layout.tensor_parallel_size * layout.context_parallel_size,
     )
-
-
-def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
-    """The layout of a model on ``world_size`` ranks from ``megatron.*`` (or the critic's own)."""
-    return ParallelLayout(
-        world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
-        megatron.context_parallel_size, megatron.sequence_parallel_enable, megatron.virtual_pipeline_size,
-    )  # fmt: skip
-
-
-def frozen_steps(config: Any) -> int:
-    """Training steps at the start in which only the critic is trained."""
-    return config.critic.freezing_steps + 1 if config.has_critic else 0
-
-
-def optimizer_updates(config: Any, steps: int) -> int:
-    """Optimizer updates of ``steps`` training steps, at least 1."""
-    return max(1, steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size))
-
-
-def critic_path(config: Any) -> str:
-    """The critic's checkpoint."""
-    return config.critic.model_name_or_path or config.actor.model_name_or_path
-
-
-def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
-    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
-    from openrlhf_ext.megatron.critic import CriticSettings
-    from openrlhf_ext.megatron.optimizer import OptimizerSettings
-
-    critic, adam = config.critic, config.critic.adam
-    optimizer = OptimizerSettings(
-        lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
-        lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
-        max_steps=optimizer_updates(config, steps), distributed=policy_settings.optimizer.distributed,
-    )  # fmt: skip
-    model = dataclasses.replace(
-        policy_settings,
-        model_path=critic_path(config),
-        layout=parallel_layout(config.critic_ranks, config.critic_layout),
-        optimizer=optimizer,
-        keep_reference=False,
-    )
-    return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
 
 
 def _kl_coefficient(config: Any) -> Any:

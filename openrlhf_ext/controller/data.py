@@ -74,3 +74,29 @@ def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
         values = getattr(dataset, name)
         setattr(dataset, name, [values[i] for i in rows])
     return dataset
+
+
+def load_data(config: Any, strategy: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Training prompts and, if configured, held-out prompts that fit."""
+    limits = {
+        "max_prompt_tokens": config.data.max_len - (config.rollout.max_new_tokens or 1),
+        "overlong": config.data.overlong_prompts,
+    }
+    prompts = load_prompts(
+        config.data.prompt_dataset,
+        config.data.prompt_split,
+        strategy,
+        tokenizer,
+        probabilities=config.data.prompt_probs,
+        **limits,
+    )
+    if config.eval.dataset is None:
+        return prompts, None
+    return prompts, load_prompts(
+        config.eval.dataset, config.eval.split, strategy, tokenizer, probabilities=None, **limits
+    )
+
+
+def dataloader(strategy: Any, data: Any, *, shuffle: bool = False, workers: int = 0) -> Any:
+    """OpenRLHF's resumable loader, one prompt at a time."""
+    return strategy.setup_dataloader(data.dataset, 1, True, shuffle, data.dataset.collate_fn, num_workers=workers)

@@ -88,10 +88,12 @@ class RaySession:
         signal.signal(signal.SIGTERM, self._sigterm)
 
     def describe_failure(self, error: BaseException) -> str:
-        """The failing process's own error text: its traceback, or the end of its log if it died without one."""
-        if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
-            return str(error)
-        lines = [f"{type(error).__name__}: {error}"]
+        """The failing process's own error text and, of every process that died, its name and the end of its log.
+
+        Which process reports a death first is a matter of chance: often it is one that waited for the dead process.
+        """
+        of_a_task = isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError)
+        lines = [str(error) if of_a_task else f"{type(error).__name__}: {error}"]
         if isinstance(error, TimeoutError):
             lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
         dead = {name: pid for name, pid in self.pids.items() if not _alive(pid)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import job
-from openrlhf_ext.controller.companions import Companions, critic_settings
+from openrlhf_ext.controller.companions import Companions
+from openrlhf_ext.controller.settings import critic_settings, policy_settings
 from tests.e2e.jobs import Task
 
 GAE = {"algo__advantage__estimator": "gae", "critic__num_gpus_per_node": 2}
@@ -23,7 +23,7 @@ def test_the_critic_shares_the_policys_settings_but_model_layout_and_optimizer(t
         "critic__lr_scheduler": "constant", "critic__value_clip": "null", "ds__value_head_prefix": "head",
     }  # fmt: skip
     config = load_config(task.options("out", **GAE, **own))
-    policy = job.policy_settings(config, steps=10)
+    policy = policy_settings(config, steps=10)
     critic = critic_settings(config, policy, steps=10)
     assert (critic.value_clip, critic.value_head) == (None, "head")
     assert critic.model.model_path == policy.model_path
@@ -38,7 +38,7 @@ def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
     config = load_config(
         task.options("out", **GAE, critic__freezing_steps=2, train__batch_size=16, train__max_epochs=2)
     )
-    policy = job.policy_settings(config, steps=10)
+    policy = policy_settings(config, steps=10)
     assert policy.optimizer.max_steps == 7 * 2 * 2  # 32 samples are two updates, twice over
     assert critic_settings(config, policy, steps=10).model.optimizer.max_steps == 10 * 2 * 2
 
@@ -50,7 +50,7 @@ def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
 )  # fmt: skip
 def test_the_policy_keeps_its_starting_weights_only_for_a_reference_without_ranks(task, options, kept):
     config = load_config(task.options("out", **options))
-    assert job.policy_settings(config, steps=1).keep_reference is kept
+    assert policy_settings(config, steps=1).keep_reference is kept
 
 
 def test_the_experience_maker_gets_only_what_the_run_needs(task):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
+from ray.exceptions import RayTaskError
+
 from openrlhf_ext.controller.deadline import DeadlineExceeded
 from openrlhf_ext.controller.session import RaySession
 from tests.megatron.test_phases import monitors
@@ -18,3 +25,16 @@ def test_a_deadline_of_the_driver_tells_what_every_rank_is_doing() -> None:
     assert group == "--- ranks of the policy" and suspects == "Not arrived: rank 0."
     assert "rank 0: has entered no phase yet" in text and "rank 1: in 'training' for" in text
     assert other == "ValueError: no"
+
+
+def test_a_death_is_named_whoever_reports_it() -> None:
+    """A rank that waited for a dead engine raises first: the report still names the engine."""
+    session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
+    engine = subprocess.Popen([sys.executable, "-c", "pass"])
+    session.remember("rollout engine 0", engine.pid, socket.gethostname())
+    session.remember("policy rank 0", os.getpid(), socket.gethostname())
+    engine.wait(30)
+    waited = RayTaskError("sync", "Traceback: engine 0 failed while receiving weights", RuntimeError("engine 0 failed"))
+    text = session.describe_failure(waited)
+    assert "engine 0 failed while receiving weights" in text
+    assert f"dead processes: rollout engine 0 (pid {engine.pid})" in text

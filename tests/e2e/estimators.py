@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import job
+from openrlhf_ext.controller import job, settings
 from openrlhf_ext.controller.session import RaySession
 from tests.e2e.jobs import Task
 
@@ -35,7 +35,7 @@ def config_of(task: Task, estimator: str):
 def main(folder: Path) -> None:
     task = Task(folder)
     base = config_of(task, "grpo")
-    session = RaySession(policy_ranks=2, engines=1, env=job.worker_env(base), verbose=False)
+    session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
         parts = job.build_parts(base, session)
         for estimator in OPTIONS:

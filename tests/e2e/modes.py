@@ -8,7 +8,7 @@ from pathlib import Path
 
 from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import job
+from openrlhf_ext.controller import job, settings
 from openrlhf_ext.controller.resume import restore
 from openrlhf_ext.controller.session import RaySession
 from tests.e2e.jobs import Task
@@ -32,7 +32,7 @@ def config_of(task: Task, name: str):
 def main(folder: Path) -> None:
     task = Task(folder)
     base = config_of(task, "async")
-    with RaySession(policy_ranks=2, engines=1, env=job.worker_env(base), verbose=False) as session:
+    with RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False) as session:
         parts = job.build_parts(base, session)
         for name in RUNS:
             config = config_of(task, name)

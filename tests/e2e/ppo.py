@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import job
+from openrlhf_ext.controller import job, settings
 from openrlhf_ext.controller.session import RaySession
 from tests.e2e.jobs import Task
 
@@ -23,7 +23,7 @@ IN_LOSS = {"algo__kl__init_coef": 0.1, "algo__kl__estimator": "k3", "algo__kl__u
 def main(folder: Path) -> None:
     task = Task(folder)
     base = load_config(task.options("ppo", **CRITIC, **ADAPTIVE_KL))
-    session = RaySession(policy_ranks=base.training_ranks, engines=1, env=job.worker_env(base), verbose=False)
+    session = RaySession(policy_ranks=base.training_ranks, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
         parts = job.build_parts(base, session)
         for config in (base, load_config(task.options("grpo", **IN_LOSS))):

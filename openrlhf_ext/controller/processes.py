@@ -1,0 +1,133 @@
+"""The processes of a run: where engines and policy ranks go, their start, and the proof that they agree."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import ray
+
+from openrlhf_ext.controller.gpu_sharing import Sleepers
+from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.controller.settings import policy_settings, sync_settings
+
+logger = logging.getLogger(__name__)
+
+
+def reserve_policy_places(config: Any):
+    """Bundles for the policy's ranks, which engines share in a colocated run."""
+    from openrlhf_ext.controller.rank_group import reserve
+
+    return reserve(
+        config.world_size, config.vllm.start_timeout_s, "the policy's ranks", shared=config.train.colocate_all
+    )
+
+
+def tensor_block_size(config: Any) -> int:
+    """Neighbouring ranks that must be on one node: a tensor-parallel group, and a colocated engine's workers."""
+    tensor = config.megatron.tensor_parallel_size
+    return math.lcm(tensor, config.vllm.tensor_parallel_size) if config.train.colocate_all else tensor
+
+
+def engine_places(config: Any, use_gpu: bool, policy_places: Any) -> dict[str, Any]:
+    """Where engines go, as arguments of ``create_rollout_engines``: the policy's bundles, or GPUs of their own."""
+    from openrlhf_ext.controller.placement import place_ranks
+    from openrlhf_ext.controller.rank_group import reserve
+
+    size = config.vllm.tensor_parallel_size
+    if config.train.colocate_all:
+        places, block = policy_places, tensor_block_size(config)
+    elif use_gpu:
+        count = config.vllm.num_engines * size
+        places, block = reserve(count, config.vllm.start_timeout_s, "the rollout engines", shared=True), size
+    else:
+        return {}
+    bundles = place_ranks(places.nodes, tensor_size=block)
+    return {"shared_placement_group": places.group, "shared_bundles": bundles}
+
+
+def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
+    """The vLLM actors; they start in the background."""
+    from openrlhf_ext.rollout import create_rollout_engines
+
+    if config.vllm.enable_sleep and not use_gpu:
+        logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
+    agent = config.train.agent_func_path
+    return create_rollout_engines(
+        num_engines=config.vllm.num_engines,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        model_path=config.actor.model_name_or_path,
+        seed=config.train.seed,
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout_dtype],
+        max_model_len=config.data.max_len,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enforce_eager=config.vllm.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
+        logprobs_mode="processed_logprobs",
+        executor_factory=None if agent else executor_factory(config),
+        agent_func_path=agent,
+        seed_requests=config.train.full_determinism_enable,
+        # before the batch's own deadline, so that an engine that is stuck can be replaced
+        request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
+        enable_sleep=config.vllm.enable_sleep and use_gpu,
+        use_gpu=use_gpu,
+        **engine_places(config, use_gpu, policy_places),
+    )
+
+
+def executor_factory(config: Any):
+    """Single-turn rollouts graded in killable worker processes."""
+    from openrlhf_ext.rewards import RewardSettings, make_executor
+
+    return make_executor(
+        RewardSettings(
+            remote_url=config.reward.remote_url,
+            num_workers=config.reward.num_workers,
+            timeout_s=config.reward.timeout_s,
+            max_failures=config.reward.max_failures,
+            failure_value=config.reward.failure_value,
+        )
+    )
+
+
+def start_policy(config: Any, places: Any):
+    """The group of policy ranks: contiguous blocks of tp * cp * pp ranks are one data-parallel rank."""
+    from openrlhf_ext.controller.policy_actor import PolicyActor
+    from openrlhf_ext.controller.rank_group import RankGroup
+
+    tensor = tensor_block_size(config)
+    return RankGroup(
+        ray.remote(num_gpus=1)(PolicyActor),
+        places,
+        world_size=config.world_size,
+        model_parallel_size=config.model_parallel_size,
+        tensor_size=tensor,
+        block_size=math.lcm(tensor, config.megatron.tensor_parallel_size * config.megatron.context_parallel_size),
+    )
+
+
+def initialize_everything(config: Any, session: RaySession, policy: Any, engines: list, steps: int) -> None:
+    """Waits for the engines, loads the policy on every rank, connects both, proves that they agree."""
+    from openrlhf_ext.rollout import wait_until_ready
+
+    wait_until_ready(engines, config.vllm.start_timeout_s)
+    for i, info in enumerate(ray.get([engine.process_info.remote() for engine in engines])):
+        session.remember(f"rollout engine {i}", info["pid"], info["host"])
+    if config.vllm.enable_sleep:
+        ray.get([engine.sleep.remote() for engine in engines])  # the policy is about to load
+    infos = ray.get(
+        policy.async_init_model_from_pretrained(
+            policy_settings(config, steps),
+            sync_settings(config, session.use_gpu),
+            config.train.max_epochs,
+            engines,
+            Sleepers(config.ds.enable_sleep, config.vllm.enable_sleep),
+        )
+    )
+    for info in infos:
+        session.remember(f"policy rank {info['rank']}", info["pid"], info["host"])
+    session.watch("policy", [info["phases"] for info in infos])
+    gauge = ray.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
+    logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)

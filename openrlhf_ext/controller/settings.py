@@ -1,0 +1,141 @@
+"""What each part of a run gets from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.controller.engine_recovery import RecoveryLimits
+from openrlhf_ext.megatron.layout import ParallelLayout
+
+
+def worker_env(config: Any) -> dict[str, str]:
+    """Environment of every Ray worker."""
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "0" if config.logger.verbose else "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
+        "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    }
+    if Path(config.actor.model_name_or_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def _threads_per_process(config: Any) -> int:
+    processes = max(config.training_ranks, config.vllm.num_engines * config.vllm.tensor_parallel_size)
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def policy_settings(config: Any, steps: int):
+    """What every policy rank gets."""
+    from openrlhf_ext.megatron.optimizer import OptimizerSettings
+    from openrlhf_ext.megatron.policy import PolicySettings
+
+    actor, megatron = config.actor, config.megatron
+    return PolicySettings(
+        model_path=actor.model_name_or_path,
+        layout=parallel_layout(config.world_size, megatron),
+        param_dtype=megatron.param_dtype,
+        temperature=config.rollout.temperature,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_micro_batch_size=config.rollout.micro_batch_size,
+        **token_budgets(config),
+        head=megatron.head,
+        head_kernels=megatron.head_kernels,
+        recompute=megatron.recompute,
+        seed=config.train.seed,
+        collective_timeout_s=megatron.collective_timeout_s,
+        optimizer=OptimizerSettings(
+            lr=0.0 if config.train.drift_check else actor.adam.lr,
+            betas=tuple(actor.adam.betas), eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
+            max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
+            min_lr_ratio=actor.min_lr_ratio,
+            max_steps=optimizer_updates(config, steps - frozen_steps(config)),
+            distributed=megatron.distributed_optimizer_enable,
+        ),
+        keep_reference=config.has_reference and not config.reference_ranks,
+    )  # fmt: skip
+
+
+def token_budgets(config: Any) -> dict[str, int]:
+    """Tokens of a micro-batch on one rank, if micro-batches are filled up to a budget."""
+    if not config.train.dynamic_batch_enable:
+        return {}
+    train = config.train.max_tokens_per_gpu
+    return {
+        "max_tokens_per_gpu": train,
+        "forward_max_tokens_per_gpu": config.rollout.max_tokens_per_gpu or train,
+    }
+
+
+def critic_path(config: Any) -> str:
+    """The critic's checkpoint."""
+    return config.critic.model_name_or_path or config.actor.model_name_or_path
+
+
+def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
+    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
+    from openrlhf_ext.megatron.critic import CriticSettings
+    from openrlhf_ext.megatron.optimizer import OptimizerSettings
+
+    critic, adam = config.critic, config.critic.adam
+    optimizer = OptimizerSettings(
+        lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
+        lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
+        max_steps=optimizer_updates(config, steps), distributed=policy_settings.optimizer.distributed,
+    )  # fmt: skip
+    model = dataclasses.replace(
+        policy_settings,
+        model_path=critic_path(config),
+        layout=parallel_layout(config.critic_ranks, config.critic_layout),
+        optimizer=optimizer,
+        keep_reference=False,
+    )
+    return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
+
+
+def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
+    """The layout of a model on ``world_size`` ranks from ``megatron.*`` (or the critic's own)."""
+    return ParallelLayout(
+        world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
+        megatron.context_parallel_size, megatron.sequence_parallel_enable, megatron.virtual_pipeline_size,
+    )  # fmt: skip
+
+
+def frozen_steps(config: Any) -> int:
+    """Training steps at the start in which only the critic is trained."""
+    return config.critic.freezing_steps + 1 if config.has_critic else 0
+
+
+def optimizer_updates(config: Any, steps: int) -> int:
+    """Optimizer updates of ``steps`` training steps, at least 1."""
+    return max(1, steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size))
+
+
+def training_steps(config: Any, prompts: int) -> int:
+    """Rollout batches of the whole run (fewer prompts make the last batch of an episode smaller)."""
+    return math.ceil(prompts / config.rollout.batch_size) * config.train.num_episodes
+
+
+def sync_settings(config: Any, use_gpu: bool):
+    """How weights travel."""
+    from openrlhf_ext.controller.policy_actor import SyncSettings
+    from openrlhf_ext.rollout.weight_sync import choose_transport
+
+    transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)
+    return SyncSettings(
+        transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
+        config.probe_tolerance, config.probe_length,
+    )  # fmt: skip
+
+
+def recovery_limits(config: Any) -> RecoveryLimits:
+    """When engines are replaced, and how often."""
+    vllm = config.vllm
+    return RecoveryLimits(
+        vllm.max_restarts, vllm.hang_timeout_s, vllm.start_timeout_s, policy_timeout_s=config.train.step_timeout_s
+    )
