@@ -1,8 +1,9 @@
-"""Settings that every test needs before torch is imported: one thread for each process, no network."""
+"""Settings of every test: one thread for each process, no network, Ctrl-C works, hypothesis without a clock."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -12,6 +13,19 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
 from openrlhf_ext import patches  # noqa: E402
 
 patches.apply()
+# ignored where the tests were started in the background by a script; processes that tests start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# the same examples in every run, and no failure because the machine was busy for a moment
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole jobs first: the short files then fill what they leave free of the two workers (tests/run.sh)."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
