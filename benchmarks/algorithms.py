@@ -7,7 +7,9 @@ Parts:
   shape     time and extra memory of `shape` of every method, against one masked mean-and-std pass over the entropies
   loss      time of `loss` with backward, against plain clipped PPO on the same tensors
   conflict  conflict masks against the textbook triple loop
-  growth    `shape` over G and T, and the conflict masks on data that makes them work hardest
+  growth    `shape` and `prepare` over G and T, and the conflict masks on data that makes them work hardest
+
+`benchmarks/algorithm_tables.py` writes the tables of docs/algorithms.md from a record.
 
 A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the JSON. Method and
 baseline run in turns, so that a change of load hits both.
@@ -48,6 +50,7 @@ METHODS: dict[str, dict] = {
     "clip_cov": {},
     "kl_cov": {},
     "mixed_policy_dapo": {},
+    "gae": {},
 }
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gtpo_entropy v1": ("gtpo_entropy", {"version": "v1"}),
@@ -150,6 +153,7 @@ def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text",
         group_ids=torch.arange(rows) // size,
         old_logprobs=old_BT,
         entropies=torch.empty(rows, positions).exponential_(2.0, generator=generator),
+        values=torch.empty(rows, positions).uniform_(generator=generator),
         group_size=size,
     )
 
@@ -323,23 +327,32 @@ def part_growth(args: argparse.Namespace) -> dict:
     for prompts, size, positions in cases:
         for kind in ("text", "small", "shared", "distinct"):
             batch = make_batch(prompts, size, positions, tokens=kind)
-            methods = ("gtpo_conflict",) if kind != "text" else ("dapo", "gtpo_entropy", "grpo_s", "gtpo_conflict")
-            for name in methods:
-                algorithm = get_algorithm(name, **METHODS[name])
-                timing, baseline = measure(
-                    lambda a=algorithm, b=batch: a.shape(b),
-                    lambda b=batch: masked_mean_std(b.entropies, b.mask),
-                    repeats=args.repeats,
-                )
-                label = f"{name} {kind} {prompts}x{size}x{positions}"
-                out[label] = {
-                    "seconds": timing.summary(),
-                    "baseline_seconds": baseline.summary(),
-                    "ratio": timing.best / baseline.best,
-                    "ns_per_token": timing.best / (prompts * size * positions) * 1e9,
-                }
-                report("growth", label, out[label])
+            # Token ids matter to the conflict masks only.
+            for name in METHODS if kind == "text" else ("gtpo_conflict",):
+                for stage, function in stages(name, batch):
+                    label = " ".join(filter(None, (name, stage, kind, f"{prompts}x{size}x{positions}")))
+                    out[label] = growth_row(function, batch, args.repeats)
+                    report("growth", label, out[label])
     return out
+
+
+def stages(name: str, batch: RolloutBatch) -> Iterator[tuple[str, Callable[[], object]]]:
+    """`shape` (no name), and `prepare` where the method needs it."""
+    algorithm = get_algorithm(name, **METHODS[name])
+    yield "", lambda: algorithm.shape(batch)
+    if algorithm.needs_prepare:
+        shaped = algorithm.shape(batch)
+        yield "prepare", lambda: algorithm.prepare(batch.old_logprobs, shaped)
+
+
+def growth_row(function: Callable[[], object], batch: RolloutBatch, repeats: int) -> dict:
+    timing, baseline = measure(function, lambda: masked_mean_std(batch.entropies, batch.mask), repeats=repeats)
+    return {
+        "seconds": timing.summary(),
+        "baseline_seconds": baseline.summary(),
+        "ratio": timing.best / baseline.best,
+        "ns_per_token": timing.best / batch.mask.numel() * 1e9,
+    }
 
 
 PARTS = {"shape": part_shape, "loss": part_loss, "conflict": part_conflict, "growth": part_growth}

@@ -8,12 +8,26 @@
 This package imports torch and nothing else of the stack.
 """
 
-from openrlhf_ext.algorithms import baselines, conflict_mask, entropy_shaping, gae, mixed_policy  # noqa: F401
+from openrlhf_ext.algorithms import (  # noqa: F401
+    baselines,
+    covariance,
+    gae,
+    grpo_s,
+    gtpo_conflict,
+    gtpo_entropy,
+    mixed_policy,
+)
 from openrlhf_ext.algorithms.base import Algorithm, Inputs, SequenceAlgorithm, TokenAlgorithm
 from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch
-from openrlhf_ext.algorithms.conflict_mask import mean_entropies
-from openrlhf_ext.algorithms.options import OptionInfo, option
-from openrlhf_ext.algorithms.registry import algorithm_names, describe_options, get_algorithm, register_algorithm
+from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
+from openrlhf_ext.algorithms.option_parsing import OptionInfo, option
+from openrlhf_ext.algorithms.registry import (
+    algorithm_names,
+    describe_options,
+    get_algorithm,
+    register_algorithm,
+    with_published_values,
+)
 
 __all__ = [
     "Algorithm",
@@ -30,4 +44,5 @@ __all__ = [
     "mean_entropies",
     "option",
     "register_algorithm",
+    "with_published_values",
 ]

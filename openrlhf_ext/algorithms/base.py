@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,13 +24,17 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch, check_finite, check_rewards
+from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch, check_rewards, check_values
 from openrlhf_ext.algorithms.groups import Groups, Partition, partition, sequence_moments
 from openrlhf_ext.algorithms.importance import Correction, correction_weights
-from openrlhf_ext.algorithms.kl import KLPenalty, sequence_kl
+from openrlhf_ext.algorithms.kl import KLPenalty, reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
-from openrlhf_ext.algorithms.options import Options
+from openrlhf_ext.algorithms.option_parsing import Options
+
+LEAST_ENTROPY = -1e-4
+MOST_LOGPROB = 1e-3
+"""What rounding may make of the bounds 0 of entropies (nats) and log-probs; values beyond are refused."""
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 """`(new_logprobs_N, index_N) -> loss_N`: loss terms of single tokens, see `Algorithm.token_loss`."""
@@ -52,7 +56,8 @@ class Algorithm:
         name: registry name.
         Options: options dataclass.
         needs: optional RolloutBatch tensors that `shape` requires.
-        loss_inputs: names in `ShapedBatch.exposed` that the loss reads (kept by `ShapedBatch.lean`).
+        loss_inputs: names in `ShapedBatch.exposed` that `prepare` and the loss read (kept by `ShapedBatch.lean`); what
+            only `loss_level` reads is not among them.
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch before it computes
             the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
@@ -93,7 +98,8 @@ class Algorithm:
         Returns:
             A ShapedBatch whose mini-batch is the whole rollout batch.
         Raises:
-            ValueError: missing inputs, inf or NaN on a completion token, an empty completion, an incomplete group.
+            ValueError: missing inputs, an empty completion, an incomplete group; on a completion token inf or NaN, an
+                entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a log-prob above `MOST_LOGPROB`.
         """
         inputs = self.inputs(batch)
         shaped = self.rollout_level(inputs)
@@ -119,6 +125,10 @@ class Algorithm:
         Args:
             new_logprobs: (B, T) log-probs of the current policy, differentiable; padding may hold anything.
             shaped: a mini-batch, or a share of one made by `select`.
+        Raises:
+            ValueError: on the CPU only, naming row and position: a log-prob is inf or NaN, or a ratio overflows that
+                neither clipping nor a zero advantage silences. On a device the test would wait for it: there the
+                caller tests `value` and the metric `policy_kl`, which shows log-probs, when it reads them.
         """
         raise NotImplementedError
 
@@ -128,7 +138,7 @@ class Algorithm:
         A fused output layer computes log-probs, loss and gradient of a block of tokens and then forgets the block's
         logits; it needs each token's loss without the others'. Summed over the completion tokens (`mask`) of `shaped`
         the terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which
-        also reports log-probs that are not finite (the terms do not check, to cost no synchronisation per block).
+        also reports what is not finite (the terms do not check, to cost no synchronisation per block).
 
         Args:
             shaped: a mini-batch, or a share of one made by `select`; prepared, where `needs_prepare`.
@@ -164,9 +174,13 @@ class Algorithm:
         batch = batch.promoted()
         groups = Groups.of(batch)
         check_rewards(batch.rewards)
-        for name in ("old_logprobs", "entropies", *self._optional_inputs()):
-            if getattr(batch, name) is not None:
-                check_finite(name, getattr(batch, name), batch.mask)
+        for name in ("old_logprobs", *self._optional_inputs()):
+            high = MOST_LOGPROB if name.endswith("logprobs") else torch.inf
+            check_values(name, getattr(batch, name), batch.mask, high=high)
+        if batch.entropies is not None:
+            check_values("entropies", batch.entropies, batch.mask, low=LEAST_ENTROPY)
+            if len(batch.rewards) and not batch.entropies.amin() >= 0:  # negative, or NaN in the padding
+                batch = dataclasses.replace(batch, entropies=batch.entropies.clamp(min=0.0))
         return Inputs(batch, groups, self.partition(batch, groups))
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
@@ -219,7 +233,9 @@ class Algorithm:
             weights_BT, filtered_BT = correction_weights(
                 self.correction, batch.old_logprobs, batch.rollout_logprobs, batch.mask
             )
-            common["correction"] = torch.where(self.corrected_rows(inputs)[:, None], weights_BT, 1.0)
+            weights_BT = torch.where(self.corrected_rows(inputs)[:, None], weights_BT, 1.0)
+            check_values("importance correction exp(old - rollout)", weights_BT, batch.mask)
+            common["correction"] = weights_BT
             tokens = groups.lengths_B.sum().clamp(min=1)
             gap_BT = torch.where(batch.mask, batch.rollout_logprobs - batch.old_logprobs, 0.0)
             fields["metrics"] = {
@@ -285,7 +301,7 @@ class TokenAlgorithm(Algorithm):
     Class attributes:
         fixed_agg: aggregation of algorithms without the option `agg`.
         tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A class that defines
-            `loss`, `objective`, `surrogate`, `extra_objective` or `extra_terms` must say so again by
+            `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say so again by
             `tokenwise = True`: its hooks then must treat every token alone. The loss is right either way; without it
             the fused output layer is not used.
     """
@@ -296,7 +312,7 @@ class TokenAlgorithm(Algorithm):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        hooks = ("loss", "objective", "surrogate", "extra_objective", "extra_terms")
+        hooks = ("loss", "objective", "surrogate", "factor", "extra_objective", "extra_terms")
         if "tokenwise" not in vars(cls) and any(name in vars(cls) for name in hooks):
             cls.tokenwise = False
 
@@ -346,11 +362,13 @@ class TokenAlgorithm(Algorithm):
         metrics = {"policy_loss": value.detach(), **ratio_metrics(log_ratio_BT, clipped_BT, shaped)}
         if kl_BT is not None:
             metrics["ref_kl"] = share(kl_BT, shaped)
-        for name, terms_BT in self.extra_terms(promote(new_logprobs), shaped).items():
+        extra = self.extra_terms(promote(new_logprobs), shaped)
+        for name, terms_BT in extra.items():
             total = terms_BT.sum()
             value = value + total
             metrics[name] = total.detach()
-        return Loss(value, metrics, {"clipped": clipped_BT})
+        loss = Loss(value, metrics, {"clipped": clipped_BT})
+        return checked(loss, (objective_BT, *extra.values()), new_logprobs, log_ratio_BT, shaped)
 
     def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
         if not self.tokenwise:
@@ -382,9 +400,6 @@ class TokenAlgorithm(Algorithm):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Objective to maximise per token, before aggregation weights; which tokens were clipped; reference KL."""
         objective_BT, clipped_BT = self.surrogate(log_ratio_BT, shaped)
-        for factor_BT in (shaped.token_weights, shaped.correction):
-            if factor_BT is not None:
-                objective_BT = objective_BT * factor_BT
         kl_BT = None
         if shaped.ref_logprobs is not None:
             kl_BT = self.kl.in_loss(new_BT, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
@@ -392,16 +407,22 @@ class TokenAlgorithm(Algorithm):
         return self.extra_objective(objective_BT, log_ratio_BT, shaped), clipped_BT, kl_BT
 
     def surrogate(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
-        """Objective per token, 0 outside the loss mask, and which tokens were clipped."""
+        """Objective per token times `factor`, 0 outside the loss mask, and which tokens were clipped."""
         options = self.options
         value_BT, clipped_BT = losses.clipped_surrogate(
-            log_ratio_BT.exp(),
+            log_ratio_BT,
             shaped.advantages,
             options.clip_low,
             options.clip_high,
             getattr(options, "dual_clip", None),
+            factor=self.factor(shaped),
         )
         return torch.where(shaped.loss_mask, value_BT, 0.0), clipped_BT & shaped.loss_mask
+
+    def factor(self, shaped: ShapedBatch) -> Tensor | None:
+        """(B, T) constant factor on each token's surrogate, None for 1."""
+        factors = [f for f in (shaped.token_weights, shaped.correction) if f is not None]
+        return functools.reduce(torch.mul, factors) if factors else None
 
     def extra_objective(self, objective_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
         """Hook for terms beyond the surrogate and the reference KL."""
@@ -441,30 +462,38 @@ class SequenceAlgorithm(Algorithm):
             shaped, loss_mask=loss_mask_BT, weights=weights_B, denominators=denominators, complete=True
         )
 
-    def sequence_ratio(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
-        """(B,) ratio: mean of the token ratios, or their geometric mean; 1 for inactive completions."""
+    def sequence_log_ratio(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
+        """(B,) log of the ratio: of the mean of the token ratios, or of their geometric mean; 0 in dropped groups."""
         lengths_B = shaped.lengths.to(log_ratio_BT.dtype)
-        if self.ratio_kind == "geometric":
-            return (log_ratio_BT.sum(dim=1) / lengths_B).exp()
-        # Padding has log-ratio 0; expm1 makes it contribute 0 and keeps precision near 1.
-        return 1.0 + torch.expm1(log_ratio_BT).sum(dim=1) / lengths_B
+        if self.ratio_kind == "geometric" or len(shaped) == 0:
+            return log_ratio_BT.sum(dim=1) / lengths_B
+        # Relative to the largest token ratio, so that nothing overflows.
+        largest_B = torch.where(shaped.loss_mask, log_ratio_BT.detach(), -torch.inf).amax(dim=1)
+        largest_B = torch.where(shaped.kept, largest_B, 0.0)
+        below_BT = torch.where(shaped.loss_mask, log_ratio_BT - largest_B[:, None], -torch.inf)
+        mean_B = below_BT.exp().sum(dim=1) / lengths_B
+        return largest_B + torch.where(shaped.kept, mean_B, 1.0).log()
 
     def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
         options = self.options
         log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-        ratio_B = self.sequence_ratio(log_ratio_BT, shaped)
-        advantages_B = shaped.seq_advantages.to(ratio_B.dtype)
+        log_ratio_B = self.sequence_log_ratio(log_ratio_BT, shaped)
+        factor_B = shaped.weights if shaped.correction is None else shaped.weights * sequence_correction(shaped)
         objective_B, clipped_B = losses.clipped_surrogate(
-            ratio_B, advantages_B, options.clip_low, options.clip_high, options.dual_clip
+            log_ratio_B,
+            shaped.seq_advantages.to(log_ratio_B.dtype),
+            options.clip_low,
+            options.clip_high,
+            options.dual_clip,
+            factor=factor_B.to(log_ratio_B.dtype),
         )
-        if shaped.correction is not None:
-            objective_B = objective_B * sequence_correction(shaped)
-        value = -(torch.where(shaped.active, objective_B, 0.0) * shaped.weights.to(ratio_B.dtype)).sum()
+        value = -objective_B.sum()
         clipped_B = clipped_B & shaped.active
         metrics = ratio_metrics(torch.where(shaped.active[:, None], log_ratio_BT.detach(), 0.0), None, shaped)
         metrics["clip_fraction"] = clipped_B.sum(dtype=torch.float64) / at_least_one(shaped.denominators["sequences"])
-        details = {"clipped": clipped_B, "ratios": ratio_B.detach()}
-        return Loss(value, {"policy_loss": value.detach(), **metrics}, details)
+        details = {"clipped": clipped_B, "ratios": log_ratio_B.detach().exp()}
+        loss = Loss(value, {"policy_loss": value.detach(), **metrics}, details)
+        return checked(loss, (objective_B,), new_logprobs, log_ratio_BT, shaped)
 
 
 def sequence_correction(shaped: ShapedBatch) -> Tensor:
@@ -479,15 +508,34 @@ def promote(logprobs: Tensor) -> Tensor:
 
 
 def masked_log_ratio(new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
-    """(B, T) `new - old` on loss tokens, 0 elsewhere; ValueError naming the first inf or NaN."""
+    """(B, T) `new - old` on loss tokens, 0 elsewhere."""
     if new_logprobs.shape != shaped.old_logprobs.shape:
         raise ValueError(
             f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(shaped.old_logprobs.shape)}"
         )
-    log_ratio_BT = torch.where(shaped.loss_mask, promote(new_logprobs) - shaped.old_logprobs, 0.0)
-    if not bool(torch.isfinite(log_ratio_BT.detach().sum())):
-        check_finite("new_logprobs", new_logprobs, shaped.loss_mask)
-    return log_ratio_BT
+    return torch.where(shaped.loss_mask, promote(new_logprobs) - shaped.old_logprobs, 0.0)
+
+
+def checked(
+    loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
+) -> Loss:
+    """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
+
+    Args:
+        terms: (B, T) or (B,) what the loss is the sum of.
+    """
+    if loss.value.device.type != "cpu" or bool(torch.isfinite(loss.value.detach() + log_ratio_BT.detach().sum())):
+        return loss
+    check_values("new_logprobs", new_logprobs, shaped.mask)
+    worst = max((term.detach().abs().nan_to_num(nan=torch.inf) for term in terms), key=lambda term: float(term.max()))
+    row, *position = (int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    column = position[0] if position else int(log_ratio_BT.detach()[row].abs().argmax())
+    raise ValueError(
+        f"the loss is {float(loss.value.detach())}: at row {row}, position {column} (new log-prob "
+        f"{float(new_logprobs.detach()[row, column])}, old {float(shaped.old_logprobs[row, column])}) a ratio or KL "
+        f"term overflows {log_ratio_BT.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
+        "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenisation"
+    )
 
 
 def weighted_sum(objective_BT: Tensor, shaped: ShapedBatch) -> Tensor:
@@ -521,5 +569,6 @@ def penalised_rewards(algorithm: Algorithm, inputs: Inputs) -> Tensor:
     rewards_B = inputs.batch.rewards + length_penalty(inputs.groups, inputs.part, algorithm.options)
     kl, batch = algorithm.kl, inputs.batch
     if kl is not None and kl.place == "reward":
-        rewards_B = rewards_B - kl.coef * sequence_kl(kl.estimator, batch.old_logprobs, batch.ref_logprobs, batch.mask)
+        kl_BT = reward_kl(kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
+        rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
     return rewards_B

@@ -6,6 +6,7 @@ Shape suffixes: B = completions, T = token positions (right-padded), Q = groups 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -109,17 +110,28 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def check_finite(name: str, values_BT: Tensor, mask_BT: Tensor) -> None:
-    """Raise ValueError naming tensor, row and position if a completion token has inf or NaN. Padding may hold any."""
-    # One reduction settles the usual case: a finite sum has no infinite or NaN term.
-    if bool(torch.isfinite(values_BT.detach().sum())):
+def check_values(
+    name: str, values_BT: Tensor, mask_BT: Tensor, *, low: float = -torch.inf, high: float = torch.inf
+) -> None:
+    """Raise ValueError naming tensor, row and position of the first completion token whose value is not legal.
+
+    Legal are finite values in [low, high]. Padding may hold anything.
+    """
+    values_BT = values_BT.detach()
+    if values_BT.numel() == 0:
         return
-    bad_BT = ~torch.isfinite(values_BT.detach()) & mask_BT
-    where = bad_BT.nonzero()
+    # Both ends settle the usual case: a NaN or an infinity shows in them.
+    least, most = (end.item() for end in torch.aminmax(values_BT))
+    if low <= least and most <= high and math.isfinite(least) and math.isfinite(most):
+        return
+    illegal_BT = (~torch.isfinite(values_BT) | (values_BT < low) | (values_BT > high)) & mask_BT
+    where = illegal_BT.nonzero()
     if len(where):
         row, position = where[0].tolist()
         value = float(values_BT[row, position])
-        raise ValueError(f"{name} must be finite on completion tokens: row {row}, position {position} is {value}")
+        rule = f"at least {low}" if value < low else f"at most {high}" if value > high else ""
+        rule = rule if math.isfinite(value) else "finite"
+        raise ValueError(f"{name} must be {rule} on completion tokens: row {row}, position {position} is {value}")
 
 
 def check_rewards(rewards_B: Tensor) -> None:
@@ -205,6 +217,7 @@ class ShapedBatch:
         pools: method-specific tensors that belong to no row.
         metrics: 0-d float64 tensors describing the rollout batch.
         complete: False for a share made by `select`.
+        slim: True after `lean`.
     """
 
     algorithm: Algorithm
@@ -231,6 +244,7 @@ class ShapedBatch:
     pools: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
     complete: bool = True
+    slim: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -267,6 +281,8 @@ class ShapedBatch:
 
         Args:
             rows: indices, a slice or a (B,) bool mask, in any order.
+        Raises:
+            ValueError: a row is selected twice.
         """
         part = self._take(rows)
         part.complete = False
@@ -276,8 +292,10 @@ class ShapedBatch:
         """A mini-batch of its own: rows of whole groups, loss-level quantities recomputed for them.
 
         Raises:
-            ValueError: naming the first group of which some completions are missing or repeated.
+            ValueError: naming the first group of which some completions are missing, or a repeated row; after `lean`.
         """
+        if self.slim:
+            raise ValueError("a lean batch has lost what its mini-batches need: call mini_batch before lean")
         part = self._take(rows)
         _require_whole_groups(part)
         part.selection = None
@@ -296,11 +314,14 @@ class ShapedBatch:
         return dataclasses.replace(self, exposed=exposed, complete=False, **self._per_row_fields(pick))
 
     def lean(self) -> ShapedBatch:
-        """A copy without the quantities that only people look at; what to ship to the workers."""
+        """A copy with what the loss and `prepare` read; what to ship to the workers.
+
+        The last step before `select`: without what people look at and what only `mini_batch` reads, it cannot be cut
+        into mini-batches any more.
+        """
         needed = self.algorithm.loss_inputs
-        return dataclasses.replace(
-            self, exposed={name: t for name, t in self.exposed.items() if name in needed}, metrics={}
-        )
+        exposed = {name: tensor for name, tensor in self.exposed.items() if name in needed}
+        return dataclasses.replace(self, exposed=exposed, pools={}, metrics={}, slim=True)
 
     def to(self, device: torch.device | str) -> ShapedBatch:
         """A copy with all tensors on `device`."""
@@ -339,12 +360,21 @@ class Loss:
 
 
 def row_index(rows: Rows, count: int, device: torch.device) -> Tensor:
-    """Row selection of any form as a (n,) int64 index tensor."""
-    everything = torch.arange(count, device=device)
+    """Row selection of any form as a (n,) int64 index tensor.
+
+    Raises:
+        ValueError: naming a row that is selected twice; not for indices on a device, which the test would wait for.
+    """
     if isinstance(rows, slice):
-        return everything[rows]
-    index = torch.as_tensor(rows, device=device)
-    return everything[index] if index.dtype == torch.bool else everything[index.long()]
+        return torch.arange(count, device=device)[rows]
+    index = torch.as_tensor(rows)
+    everything = torch.arange(count, device=index.device)
+    index = everything[index if index.dtype == torch.bool else index.long()]
+    if index.device.type == "cpu":
+        unique, times = index.unique(return_counts=True)
+        if len(unique) < len(index):
+            raise ValueError(f"row {int(unique[times > 1][0])} is selected more than once: rows must be distinct")
+    return index.to(device)
 
 
 def _require_whole_groups(part: ShapedBatch) -> None:

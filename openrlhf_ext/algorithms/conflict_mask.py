@@ -1,10 +1,8 @@
-"""`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose the negative one.
+"""Conflict masks of `gtpo_conflict`: the tokens that good and bad completions of a group share at equal positions.
 
-M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772 (specification 3.7).
-
-Conflict masks compare token ids of a group at equal positions, counted from the first token (forward) and from the
-last (backward). Positions are scanned in widening windows, and a group leaves the scan as soon as no run of its
-completions can grow any further, so that the usual short spans cost little.
+Positions are counted from the first token (forward) and from the last (backward), and scanned in widening windows. A
+group leaves the scan as soon as no run of its completions can grow any further, so that the usual short spans cost
+little.
 
 Shape suffixes: B = completions, T = positions, Q = groups, R = signed rows in the scan, W = positions of a window,
 g = groups in the scan, S = slots of a group, c = cells (one group at one position).
@@ -13,19 +11,12 @@ g = groups in the scan, S = slots of a group, c = cells (one group at one positi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, broadcast, divide_by_std
-from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch
-from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
-from openrlhf_ext.algorithms.groups import Groups, Partition, sequence_moments, usable_rows
-from openrlhf_ext.algorithms.options import LN2, GtpoConflictOptions
-from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.blocks import row_blocks
+from openrlhf_ext.algorithms.groups import Groups
 
 FIRST_WINDOW = 64
 WINDOW_GROWTH = 4
@@ -274,147 +265,3 @@ def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor | None, scan: _Scan)
     token_gSW[place], positive_gS[place] = token_RW, scan.positive_R
     valid_gSW[place] = True if valid_RW is None else valid_RW
     return conflicting_tokens(token_gSW, valid_gSW, positive_gS)[place]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The algorithm
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def conflict_weights(
-    forward_BT: Tensor, backward_BT: Tensor, sign_B: Tensor, w_pos: float, overlap: str, dtype: torch.dtype
-) -> Tensor:
-    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones, else 1."""
-    weight_B1 = torch.where(sign_B > 0, w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)[:, None]
-    one = torch.ones((), dtype=dtype, device=sign_B.device)
-    lambda_BT = torch.empty(forward_BT.shape, dtype=dtype, device=sign_B.device)
-    for rows in row_blocks(*forward_BT.shape):
-        forward_bT, backward_bT, weight_b1 = forward_BT[rows], backward_BT[rows], weight_B1[rows]
-        if overlap == "or":
-            lambda_BT[rows] = torch.where(forward_bT | backward_bT, weight_b1, one)
-        else:
-            lambda_BT[rows] = torch.where(forward_bT, weight_b1, one) * torch.where(backward_bT, weight_b1, one)
-    return lambda_BT
-
-
-def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
-
-    `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
-    sampled at training temperature before the first step.
-    """
-    return row_sums(entropies_BT, mask_BT) / row_counts(mask_BT).clamp(min=1)
-
-
-@register_algorithm("gtpo_conflict", GtpoConflictOptions)
-class GtpoConflict(TokenAlgorithm):
-    """Group-relative Trajectory-based Policy Optimization (Simoni et al.).
-
-    `J = 1/(G prompts) sum_i 1/T_i sum_t lambda_it w_it delta_i (A_i - gamma <H>_i)` (eq. 9-11, 30).
-    """
-
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
-    loss_inputs: ClassVar[tuple[str, ...]] = ("divisor",)
-    kl_places: ClassVar[tuple[str, ...]] = ()
-
-    def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
-        """Classes by the sign of A; no group is dropped or zeroed."""
-        sign_B = self._advantages(batch, groups).sign()
-        no_one_B = torch.zeros_like(sign_B, dtype=torch.bool)
-        return Partition(
-            success_B=sign_B > 0,
-            failure_B=sign_B < 0,
-            degenerate_Q=~groups.any(sign_B != 0),
-            kept_B=~no_one_B,
-            zeroed_B=no_one_B,
-            active_B=usable_rows(batch, self.options.mask_truncated),
-        )
-
-    def _advantages(self, batch: RolloutBatch, groups: Groups) -> Tensor:
-        """(B,) float64 A_i; values within `sign_tol` of 0 are 0."""
-        everyone_B = torch.ones_like(groups.index_B, dtype=torch.bool)
-        moments = sequence_moments(batch.rewards, everyone_B, groups.index_B, len(groups))
-        centred_B = batch.rewards - moments.mean[groups.index_B]
-        if self.options.normalize_std:
-            std_B = moments.std(self.options.ddof_seq)[groups.index_B]
-            centred_B = divide_by_std(centred_B, std_B, self.options.adv_eps, everyone_B, batch.group_ids)
-        return torch.where(centred_B.abs() <= self.options.sign_tol, 0.0, centred_B)
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        batch, groups, options = inputs.batch, inputs.groups, self.options
-        a_B = self._advantages(batch, groups)
-        sign_B = a_B.sign()
-        forward = conflict_spans(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
-        backward = conflict_spans(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
-        forward_BT, backward_BT = (spans.mask(batch.mask.shape[1]) for spans in (forward, backward))
-        h_bar_B = mean_entropies(batch.entropies, batch.mask)
-        delta_B = self._delta(a_B, h_bar_B)
-        tilde_B = delta_B * (a_B - options.gamma * h_bar_B)
-        if options.zero_adv == "skip":
-            tilde_B = torch.where(a_B == 0, 0.0, tilde_B)
-        lambda_BT = None
-        if options.use_conflict:
-            lambda_BT = conflict_weights(
-                forward_BT, backward_BT, sign_B, options.w_pos, options.overlap, batch.float_dtype
-            )
-        return {
-            "advantages": broadcast(tilde_B, batch.mask, batch.float_dtype),
-            "seq_advantages": tilde_B,
-            "token_weights": lambda_BT,
-            "exposed": {
-                "A": a_B,
-                "delta": delta_B,
-                "H_bar": h_bar_B,
-                "forward_mask": forward_BT,
-                "backward_mask": backward_BT,
-                "divisor": self._divisor(forward, backward),
-            },
-            "metrics": _conflict_metrics(groups, forward, backward, delta_B),
-        }
-
-    def _delta(self, a_B: Tensor, h_bar_B: Tensor) -> Tensor:
-        """(B,) float64 entropy filter of eq. 10: 0 removes a completion."""
-        options = self.options
-        active = options.filter != "off" and (options.h_ini is None or options.h_ini < LN2)
-        if not active:
-            return torch.ones_like(a_B)
-        removed_B = h_bar_B > options.entropy_threshold
-        if options.filter == "only_neg":
-            removed_B = removed_B & (a_B < 0)
-        return (~removed_B).to(a_B.dtype)
-
-    def _divisor(self, forward: Spans, backward: Spans) -> Tensor:
-        """(B,) float64 factor that divides a completion's loss (`conflict_divisor`)."""
-        longest_B = torch.maximum(forward.count_B, backward.count_B).clamp(min=1).to(torch.float64)
-        return longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
-
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        loss_mask_BT = self.loss_mask(shaped)
-        _, index_B = shaped.group_ids.unique(return_inverse=True)
-        denominator_B = shaped.lengths * shaped.exposed["divisor"]
-        if self.options.group_reduce == "mean":
-            denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped.kept, index_B)
-        return dataclasses.replace(
-            shaped,
-            loss_mask=loss_mask_BT,
-            weights=losses.reciprocal(denominator_B, shaped.active),
-            denominators={"tokens": self.loss_tokens(shaped, loss_mask_BT).sum().to(torch.float64)},
-            complete=True,
-        )
-
-    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
-        return {
-            "A_tilde": lambda shaped: shaped.seq_advantages,
-            "lambda": lambda shaped: (
-                torch.ones_like(shaped.advantages) if shaped.token_weights is None else shaped.token_weights
-            ),
-        }
-
-
-def _conflict_metrics(groups: Groups, forward: Spans, backward: Spans, delta_B: Tensor) -> dict[str, Tensor]:
-    tokens = groups.lengths_B.sum().clamp(min=1).to(torch.float64)
-    return {
-        "conflict_forward": forward.count_B.sum() / tokens,
-        "conflict_backward": backward.count_B.sum() / tokens,
-        "filtered_completions": (1.0 - delta_B).sum() / max(1, len(delta_B)),
-    }

@@ -8,6 +8,7 @@ Shape suffixes: B = completions, T = positions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Groups, Partition
-from openrlhf_ext.algorithms.kl import masked_kl
+from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
-from openrlhf_ext.algorithms.options import GaeOptions
+from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
+from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, option, positive
 from openrlhf_ext.algorithms.registry import register_algorithm
 
 _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
@@ -87,12 +89,25 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -
     return 1.0 - error_N.var(correction=0) / variance
 
 
+@dataclass(frozen=True, kw_only=True)
+class GaeOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
+    gamma: float = option("float", 1.0, "discount per token", check=in_closed_unit_interval, rule="in [0, 1]")
+    lambd: float = option("float", 1.0, "GAE lambda", check=in_closed_unit_interval, rule="in [0, 1]")
+    whiten: bool = option("bool", True, "standardise the advantages over all tokens of the rollout batch")
+    normalize_std: bool = option("bool", True, "divide by the std when whitening; false only subtracts the mean")
+    adv_eps: float = option("float", 1e-8, "added to the standard deviation", check=positive, rule="positive")
+
+
 @register_algorithm("gae", GaeOptions)
 class Gae(TokenAlgorithm):
-    """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the critic's loss."""
+    """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the critic's loss.
+
+    delta_t = r_t + gamma V_{t+1} - V_t
+    A_t = sum_l (gamma lambd)^l delta_{t+l}                         GAE, eq. 16
+    J = mean over all tokens of f(w_t, A_t)                         the clipped surrogate of PPO
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("values",)
-    loss_inputs: ClassVar[tuple[str, ...]] = ("returns", "values")
     kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
@@ -112,7 +127,7 @@ class Gae(TokenAlgorithm):
         batch, options = inputs.batch, self.options
         penalty_BT = None
         if self.kl is not None and self.kl.place == "reward":
-            penalty_BT = self.kl.coef * masked_kl(self.kl.estimator, batch.old_logprobs, batch.ref_logprobs, batch.mask)
+            penalty_BT = reward_kl(self.kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
         rewards_B = batch.rewards + length_penalty(inputs.groups, inputs.part, options)
         rewards_BT = token_rewards(rewards_B.to(batch.float_dtype), batch.mask, penalty_BT)
         advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.options import Options, option, parse_options
+from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
 
 PROBABILITY_MARGIN = 1e-6
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.options import Options, option, parse_options
+from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
 
 
 def kl_k1(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -96,6 +97,8 @@ def masked_kl(estimator: str, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor
     return KL_ESTIMATORS[estimator](policy_BT, torch.where(mask_BT, ref_BT, 0.0))
 
 
-def sequence_kl(estimator: str, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B,) float64 sum over a completion's tokens: what KL-in-reward subtracts, times its coefficient."""
-    return masked_kl(estimator, policy_BT, ref_BT, mask_BT).sum(dim=1, dtype=torch.float64)
+def reward_kl(penalty: KLPenalty, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B, T) what a KL in the reward subtracts per token, 0 outside the mask; ValueError naming one that overflows."""
+    penalty_BT = penalty.coef * masked_kl(penalty.estimator, policy_BT, ref_BT, mask_BT)
+    check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_BT, mask_BT)
+    return penalty_BT

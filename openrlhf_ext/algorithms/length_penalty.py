@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.groups import Groups, Partition
-from openrlhf_ext.algorithms.options import LengthPenalty, PenaltyOptions, parse_length_penalty
+from openrlhf_ext.algorithms.option_blocks import LengthPenalty, PenaltyOptions, parse_length_penalty
 
 TOLERANCE = 1e-12
 
@@ -54,7 +54,7 @@ def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     lengths_B = groups.lengths_B.to(torch.float64)
     n_B = groups.count(part.success_B)[groups.index_B]
     m_B = groups.count(part.failure_B)[groups.index_B]
-    fraction_B = n_B / groups.sizes_B
+    fraction_B = n_B.double() / groups.sizes_B
     easy_B = (n_B > 0) & (fraction_B >= options.grop_gamma1 - TOLERANCE)
     hard_B = ~easy_B & (fraction_B <= 1 - options.grop_gamma1 + TOLERANCE)
     medium_B = ~easy_B & ~hard_B

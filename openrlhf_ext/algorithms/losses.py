@@ -5,42 +5,49 @@ Shape suffixes: B = completions, T = positions, Q = groups.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 
 def clipped_surrogate(
-    ratio: Tensor,
+    log_ratio: Tensor,
     advantages: Tensor,
     clip_low: float | None,
     clip_high: float | None = None,
     dual_clip: float | None = None,
+    *,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, to be maximised (specification 2.7).
 
-    `min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)`, and with `dual_clip = k` at least `k A` where `A < 0`.
-    A tie between both terms keeps the gradient.
+    `min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)` with `w = exp(log_ratio)`, and with `dual_clip = k` at least
+    `k A` where `A < 0`. A tie between both terms keeps the gradient.
+
+    The log-ratio is bounded before the exponential, so that a ratio that overflows does no harm where it is clipped or
+    multiplied by 0; anywhere else it gives an infinite objective.
 
     Args:
-        ratio: w, the only differentiable input.
-        advantages: A, broadcastable to `ratio`.
+        log_ratio: log w, the only differentiable input.
+        advantages: A, broadcastable to `log_ratio`.
         clip_low: None for no clipping at all; the other bounds are then ignored.
+        factor: constant that multiplies the objective, None for 1.
     Returns:
         The objective, and a bool tensor of the entries whose gradient was cut although `A != 0`.
     """
-    value = ratio * advantages
-    if clip_low is None:
-        return value, torch.zeros_like(value, dtype=torch.bool)
-    # A cut objective is a constant: A times the bound it was cut at.
-    limit = torch.where(advantages > 0, advantages * (1.0 + clip_high), advantages * (1.0 - clip_low))
-    clipped = value.detach() > limit
-    value = torch.where(clipped, limit, value)
-    if dual_clip is not None:
-        floor = dual_clip * advantages
-        floored = (advantages < 0) & (value.detach() < floor)
-        value = torch.where(floored, floor, value)
-        clipped = clipped | floored
-    return value, clipped
+    scale = advantages if factor is None else advantages * factor
+    clipped, bound = torch.zeros_like(log_ratio, dtype=torch.bool), 0.0
+    if clip_low is not None:
+        high, low = math.log1p(clip_high), math.log1p(-clip_low) if clip_low < 1 else -math.inf
+        positive = advantages > 0
+        clipped = torch.where(positive, log_ratio > high, log_ratio < low)
+        bound = torch.full_like(log_ratio, low).masked_fill_(positive, high)
+        if dual_clip is not None:
+            floored = ~positive & (log_ratio > math.log(dual_clip))
+            clipped, bound = clipped | floored, bound.masked_fill_(floored, math.log(dual_clip))
+        clipped = clipped & (advantages != 0)
+    return torch.where(clipped | (scale == 0), bound, log_ratio).exp() * scale, clipped
 
 
 def token_weights(

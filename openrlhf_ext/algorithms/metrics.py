@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import Inputs
 
 SAMPLE = 1 << 16
-"""Tokens the quantile metrics look at: all of them in a small batch, evenly spaced ones in a large batch."""
+"""Completion tokens the quantile metrics look at: all of a small batch, evenly spaced ones of a large batch."""
 
 QUANTILES = 5
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
@@ -56,15 +57,25 @@ def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
 
 def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
     """Share of sum |A| on the tokens of each fifth of the entropy distribution, lowest first; none if all A are 0."""
-    flat_mask = shaped.mask.flatten()
-    stride = max(1, flat_mask.numel() // SAMPLE)
-    chosen = flat_mask[::stride]
-    entropy = inputs.batch.entropies.flatten()[::stride][chosen]
-    mass = shaped.advantages.flatten()[::stride][chosen].abs().to(torch.float64)
+    row, position = _sampled_tokens(inputs.groups.lengths_B)
+    entropy = inputs.batch.entropies[row, position]
+    mass = shaped.advantages[row, position].abs().to(torch.float64)
     order = entropy.argsort(stable=True)
-    fifth = (torch.arange(len(order), device=order.device) * QUANTILES) // max(1, len(order))
+    fifth = (torch.arange(len(order), device=order.device) * QUANTILES) // len(order)
     by_fifth = torch.zeros(QUANTILES, dtype=torch.float64, device=order.device).index_add_(0, fifth, mass[order])
     if not bool(by_fifth.any()):
         return {}
     shares = by_fifth / by_fifth.sum()
     return {f"advantage_mass_q{i + 1}": shares[i] for i in range(QUANTILES)}
+
+
+def _sampled_tokens(lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and position of all completion tokens, or of SAMPLE tokens spread evenly over them."""
+    stop_B = lengths_B.cumsum(0)
+    tokens = int(stop_B[-1])
+    rank = torch.arange(min(tokens, SAMPLE), device=lengths_B.device)
+    if tokens > SAMPLE:
+        # Multiples of the golden ratio: as even as a stride, but in step with no row length or position.
+        rank = (rank.double() * GOLDEN_RATIO % 1.0 * tokens).long()
+    row = torch.searchsorted(stop_B, rank, right=True)
+    return row, rank - (stop_B - lengths_B)[row]

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Inputs, at_least_one
-from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch, check_finite
-from openrlhf_ext.algorithms.options import MixedPolicyOptions
+from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, at_least_one
+from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
+from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch, check_values
+from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPolicyOptions(DapoOptions):
+    zero_batch: bool = option("bool", False, "add the loss over groups without a success, guided by the other policy")
+    zero_weight: float = option("float", 1.0, "weight of that loss", check=not_negative, rule="at least 0")
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
@@ -46,7 +53,7 @@ class MixedPolicyDapo(GroupRelative):
             raise ValueError("mixed_policy_dapo with from_guide completions or zero_batch needs guide_logprobs")
         inputs = super().inputs(batch)
         if inputs.batch.guide_logprobs is not None:
-            check_finite("guide_logprobs", inputs.batch.guide_logprobs, inputs.batch.mask)
+            check_values("guide_logprobs", inputs.batch.guide_logprobs, inputs.batch.mask, high=MOST_LOGPROB)
         return inputs
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
@@ -71,11 +78,6 @@ class MixedPolicyDapo(GroupRelative):
         tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
         return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
 
-    def prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
-        if self.options.zero_batch:
-            check_finite("new_logprobs", new_logprobs, shaped.mask & shaped.exposed["zero_group"][:, None])
-        return shaped
-
     def extra_terms(self, new_BT: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
         """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
         if not self.options.zero_batch:
@@ -84,7 +86,7 @@ class MixedPolicyDapo(GroupRelative):
         log_ratio_BT = torch.where(tokens_BT, new_BT - shaped.guide_logprobs, 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_BT.dtype, device=log_ratio_BT.device)
         objective_BT, _ = losses.clipped_surrogate(
-            log_ratio_BT.exp(), minus_one, self.options.clip_low, self.options.clip_high
+            log_ratio_BT, minus_one, self.options.clip_low, self.options.clip_high
         )
         factor = self.options.zero_weight / at_least_one(shaped.denominators["zero_tokens"])
         return {"zero_batch_loss": -torch.where(tokens_BT, objective_BT, 0.0) * factor.to(log_ratio_BT.dtype)}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from openrlhf_ext.algorithms.base import Algorithm
 from openrlhf_ext.algorithms.importance import parse_correction
 from openrlhf_ext.algorithms.kl import parse_kl
-from openrlhf_ext.algorithms.options import OptionInfo, nearest, option_infos, parse_options
+from openrlhf_ext.algorithms.option_parsing import OptionInfo, nearest, option_infos, parse_options
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {}
 A = TypeVar("A", bound=type[Algorithm])
@@ -50,6 +50,28 @@ def algorithm_class(name: str) -> type[Algorithm]:
 def describe_options(name: str) -> list[OptionInfo]:
     """The options of an algorithm with kind, default, choices and help, sorted by name."""
     return option_infos(algorithm_class(name).Options)
+
+
+def with_published_values(name: str, options: Mapping[str, Any], *, max_length: int | None) -> dict[str, Any]:
+    """The given options, and published values for options without a default: what a command line passes on.
+
+    The published weights (`OptionInfo.recommended`) are those of version v6; `l_norm` is published as the maximum
+    completion length.
+
+    Args:
+        max_length: tokens; None: unknown, nothing is supplied for `l_norm`.
+    """
+    infos = {info.name: info for info in describe_options(name)}
+
+    def effective(key: str) -> Any:
+        return options.get(key, infos[key].default if key in infos else None)
+
+    published: dict[str, Any] = {}
+    if effective("version") == "v6":
+        published = {info.name: info.recommended for info in infos.values() if info.recommended is not None}
+    if effective("agg") == "seq-mean-token-sum-norm" and max_length is not None:
+        published["l_norm"] = max_length
+    return {**published, **options}
 
 
 def get_algorithm(

@@ -266,10 +266,10 @@ def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], gro
     Raises:
         ValueError: unknown algorithm, option or group, or rollouts that the algorithm refuses.
     """
-    from openrlhf_ext.algorithms import get_algorithm
+    from openrlhf_ext.algorithms import get_algorithm, with_published_values
 
     rows = _rows_of(rollouts, rollouts[0].group if group is None else group)
-    options = with_published_values(name, options, max(map(len, rollouts)))
+    options = with_published_values(name, options, max_length=max(map(len, rollouts)))
     algorithm = get_algorithm(name, **options)
     batch = make_batch(rollouts)
     shaped = algorithm.prepare(batch.old_logprobs, algorithm.shape(batch), seed=0)
@@ -290,24 +290,6 @@ def _rows_of(rollouts: Sequence[Rollout], group: str) -> list[int]:
         known = ", ".join(dict.fromkeys(rollout.group for rollout in rollouts))
         raise ValueError(f"--group {group!r} is not in the file; its groups are {known}")
     return rows
-
-
-def with_published_values(name: str, options: dict[str, Any], longest: int) -> dict[str, Any]:
-    """The given options, and a value for what has no default: published weights of version v6, the longest completion
-    for ``l_norm``."""
-    from openrlhf_ext.algorithms import describe_options
-
-    known = {info.name: info for info in describe_options(name)}
-
-    def effective(key: str) -> Any:
-        return options.get(key, known[key].default if key in known else None)
-
-    added: dict[str, Any] = {}
-    if effective("version") == "v6":
-        added = {info.name: info.recommended for info in known.values() if info.recommended is not None}
-    if effective("agg") == "seq-mean-token-sum-norm" and "l_norm" in known:
-        added["l_norm"] = longest
-    return {**added, **options}
 
 
 def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:

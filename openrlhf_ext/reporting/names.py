@@ -252,7 +252,11 @@ METRICS: tuple[Metric, ...] = (
         "`rank/slowest_over_mean` is the slowest rank's time in log-probs and training over the mean of all",
     ),
     Metric(LOSS_POLICY, "loss", "policy loss of the whole batch, mean over the optimizer updates of the step"),
-    Metric(LOSS_CLIP_FRACTION, "fraction", "completion tokens whose probability ratio was clipped"),
+    Metric(
+        LOSS_CLIP_FRACTION,
+        "fraction",
+        "completion tokens (gspo and grpo_s: completions) whose probability ratio was clipped",
+    ),
     Metric(GRAD_NORM, "norm", "global L2 norm of the gradient before clipping"),
     Metric(LR, "1", "learning rate of the step"),
     Metric(PROMPTS_CONSUMED, "prompts", "prompts taken from the data set since the start of the run"),

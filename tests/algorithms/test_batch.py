@@ -136,11 +136,43 @@ def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
     ],
 )
 def test_infinite_values_are_named(bad: float, tensor: str, name: str, options: dict) -> None:
-    values = -torch.rand(4, 4)
+    values = torch.rand(4, 4) if tensor == "entropies" else -torch.rand(4, 4)
     values[2, 1] = bad
     batch = simple_batch(**{tensor: values})
     with pytest.raises(ValueError, match=rf"{tensor} must be finite .* row 2, position 1 is"):
         build(name, **options).shape(batch)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "options", "rule"),
+    [
+        ("entropies", -1.1e-4, {}, "at least -0.0001"),
+        ("old_logprobs", 1.1e-3, {}, "at most 0.001"),
+        ("ref_logprobs", 1.1e-3, {"kl_coef": 0.1}, "at most 0.001"),
+        ("rollout_logprobs", 1.1e-3, {"correction": {"level": "token"}}, "at most 0.001"),
+        ("guide_logprobs", 1.1e-3, {}, "at most 0.001"),
+    ],
+)
+def test_values_that_no_distribution_has_are_named(tensor: str, value: float, options: dict, rule: str) -> None:
+    mask = torch.arange(4) < torch.tensor([4, 4, 3, 4])[:, None]
+    values = torch.full((4, 4), 0.0)
+    values[2, 3] = 100 * value  # padding
+    legal = simple_batch(mask=mask, **{tensor: values})
+    algorithm = build("mixed_policy_dapo", **options)
+    algorithm.shape(legal)
+    values[2, 1] = value
+    with pytest.raises(ValueError, match=f"{tensor} must be {rule} on completion tokens: row 2, position 1 is"):
+        algorithm.shape(simple_batch(mask=mask, **{tensor: values}))
+
+
+@pytest.mark.parametrize("name", ["gtpo_entropy", "grpo_s"])
+def test_entropies_below_zero_by_rounding_count_as_zero(name: str) -> None:
+    entropies = torch.rand(4, 4)
+    entropies[0, 1] = -9e-5
+    algorithm = build(name)
+    below = algorithm.shape(simple_batch(entropies=entropies))
+    assert torch.equal(below.advantages, algorithm.shape(simple_batch(entropies=entropies.clamp(min=0))).advantages)
+    assert entropies[0, 1] < 0, "the caller's tensor is left alone"
 
 
 def test_infinite_rewards_are_named() -> None:
@@ -231,7 +263,8 @@ def test_a_shaped_batch_pickles(name: str) -> None:
     assert torch.equal(copy.algorithm.loss(new, copy).value, algorithm.loss(new, shaped).value)
     lean = pickle.loads(pickle.dumps(algorithm.prepare(new.detach(), shaped).lean()))
     assert torch.equal(algorithm.loss(new, lean).value, algorithm.loss(new, shaped).value)
-    assert torch.equal(algorithm.loss(new, lean.mini_batch(slice(None))).value, algorithm.loss(new, shaped).value)
+    with pytest.raises(ValueError, match="call mini_batch before lean"):
+        lean.mini_batch(slice(None))
 
 
 def test_selections_take_indices_slices_and_masks() -> None:
@@ -240,6 +273,29 @@ def test_selections_take_indices_slices_and_masks() -> None:
     assert shaped.select(slice(1, 3)).rows.tolist() == [1, 2]
     assert shaped.select(torch.tensor([True, False, True, False])).rows.tolist() == [0, 2]
     assert shaped.select([3, 0]).select([1]).rows.tolist() == [0]
+
+
+@pytest.mark.parametrize("take", ["select", "mini_batch"])
+@pytest.mark.parametrize("rows", [[0, 0], [0, 1, 0], [0, -4], torch.tensor([1, 1])])
+def test_a_row_cannot_be_selected_twice(take: str, rows) -> None:
+    with pytest.raises(ValueError, match=f"row {int(rows[0])} is selected more than once"):
+        getattr(build("dapo").shape(simple_batch()), take)(rows)
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_shares_carry_what_the_loss_reads_and_nothing_else(name: str) -> None:
+    """No entropies, candidates, values or returns; of (B, T) floats the advantages and old log-probs, and lambda."""
+    batch = simple_batch(values=torch.zeros(4, 4))
+    algorithm = build(name)
+    mini_batch = algorithm.prepare(batch.old_logprobs[:2], algorithm.shape(batch).mini_batch([0, 1]))
+    part = mini_batch.lean().select([1])
+    assert not part.pools and not part.metrics and set(part.exposed) <= {"zero_group"}
+    shipped = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    floats = {n for n, t in shipped.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.ndim == 2}
+    more = {"gtpo_conflict": {"token_weights"}}.get(name, set())
+    assert floats == {"advantages", "old_logprobs"} | more
+    new = torch.full((1, 4), -0.3)
+    assert torch.equal(algorithm.loss(new, part).value, algorithm.loss(new, mini_batch.select([1])).value)
 
 
 def test_loss_refuses_logprobs_of_another_shape() -> None:
@@ -293,6 +349,20 @@ def test_clip_cov_draws_depend_on_the_seed_only() -> None:
     shaped = algorithm.shape(batch)
     draws = [algorithm.prepare(new.detach(), shaped, seed=seed).chosen.tolist() for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
+
+
+def test_kl_cov_breaks_ties_in_natural_order() -> None:
+    """Groups by their id, completions by their place in the batch, positions ascending."""
+    rows, positions = 8, 20
+    rewards = torch.tensor([0.0, 1.0] * 4)
+    group_ids = torch.tensor([9, 9, 9, 9, 2, 2, 2, 2])
+    batch = simple_batch(tuple(rewards.tolist()), positions=positions, group_ids=group_ids)
+    # All tokens have the same covariance.
+    new = torch.where(rewards[:, None] > 0, -1.0, -2.0).expand(rows, positions)
+    algorithm = build("kl_cov", cov_ratio=50 / (rows * positions))
+    chosen = algorithm.prepare(new, algorithm.shape(batch)).chosen.tolist()
+    ties = [[group, completion, t] for group in (0, 1) for completion in range(4) for t in range(positions)]
+    assert chosen == ties[:50]
 
 
 def test_perm_selects_candidates_in_its_order() -> None:
@@ -351,6 +421,20 @@ def test_correction_weights_leave_the_guides_completions_alone(seed: int) -> Non
     algorithm = get_algorithm("mixed_policy_dapo", correction={"level": "token", "mode": "clip"})
     shaped = algorithm.shape(batch)
     assert (shaped.correction[batch.from_guide] == 1).all()
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_the_loss_waits_for_no_device(name: str) -> None:
+    """On the meta device there is nothing to read back: reading a number is an error there."""
+    batch = simple_batch(values=torch.zeros(4, 4), rollout_logprobs=-torch.rand(4, 4), ref_logprobs=-torch.rand(4, 4))
+    algorithm = build(name, correction={"level": "token"}, **({"zero_batch": True} if "mixed" in name else {}))
+    shaped = algorithm.prepare(batch.old_logprobs, algorithm.shape(batch)).lean().to("meta")
+    part = shaped.select(torch.tensor([2, 0], device="meta"))
+    new = torch.zeros(2, 4, device="meta", requires_grad=True)
+    loss = algorithm.loss(new, part)
+    assert loss.value.device.type == "meta" and torch.autograd.grad(loss.value, new)[0].shape == (2, 4)
+    if terms := algorithm.token_loss(part):
+        assert terms(new.flatten(), torch.arange(8, device="meta")).shape == (8,)
 
 
 def test_another_device_is_reached_with_to() -> None:

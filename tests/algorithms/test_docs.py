@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import doctest
+import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from openrlhf_ext.algorithms import algorithm_names, describe_options, registry
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "algorithms.md"
 TEXT = DOCUMENT.read_text()
 
 
@@ -35,12 +39,43 @@ def test_every_method_and_option_is_documented(name: str) -> None:
         assert f"`{info.name}`" in section(name) or f"`{info.name}`" in shared, info.name
 
 
+def stated_defaults(name: str) -> dict[str, str]:
+    """Defaults in a method's section: "`key` = value" in its text, and the rows of its table of options."""
+    text = section(name)
+    stated = dict(re.findall(r"`(\w+)` = `?([\w.-]+?)`?(?=[\s,;:.)](?!\d))", text))
+    for keys, defaults in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+?) \|", text, re.MULTILINE):
+        names, values = re.findall(r"`(\w+)`", keys), defaults.replace("`", "").split(", ")
+        stated.update(zip(names, values if len(values) == len(names) else [defaults] * len(names), strict=True))
+    return stated
+
+
+def says(text: str, default: object) -> bool:
+    if default is None:
+        return text == "null" or text.startswith("required")
+    if default == math.log(2):
+        return text == "ln 2"
+    if isinstance(default, float):
+        return float(text) == default
+    return text == (str(default).lower() if isinstance(default, bool) else str(default))
+
+
 @pytest.mark.parametrize("name", algorithm_names())
 def test_defaults_that_differ_are_stated(name: str) -> None:
-    stated = dict(re.findall(r"`(\w+)` = `?([\w.-]+?)`?(?=[\s,;.)](?!\d))", section(name)))
-    own = {"degenerate", "clip_high", "agg"}
+    """Defaults of a method's own must be there, and whatever default is there must be right."""
+    stated = stated_defaults(name)
     for info in describe_options(name):
-        if info.name in own and name not in ("gtpo_conflict", "kl_cov") or info.name in stated:
-            if info.name == "degenerate" or info.name in stated:
-                wanted = str(info.default).lower() if isinstance(info.default, bool) else str(info.default)
-                assert stated.get(info.name) == wanted, f"{name}: {info.name} = {stated.get(info.name)}"
+        if info.name in {"degenerate", "clip_high", "agg"} and info.default is not None:
+            assert info.name in stated, f"{name}: the default of {info.name} is not stated"
+        if info.name in stated:
+            assert says(stated[info.name], info.default), f"{name}: {info.name} = {stated[info.name]}"
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_method_says_what_it_costs(name: str) -> None:
+    assert "Cost: " in section(name)
+
+
+def test_numbers_are_those_of_the_committed_records() -> None:
+    script = ROOT / "benchmarks" / "algorithm_tables.py"
+    run = subprocess.run([sys.executable, script, "--check", DOCUMENT], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

@@ -46,7 +46,8 @@ def test_gae_algorithm_whitens_over_all_tokens_and_exposes_returns() -> None:
     whole = algorithm.loss(new, shaped).value.item()
     halves = [algorithm.loss(new[rows], shaped.select(rows)).value.item() for rows in ([0], slice(1, None))]
     assert sum(halves) == pytest.approx(whole)
-    assert shaped.lean().returns.shape == batch.mask.shape
+    assert shaped.returns.shape == batch.mask.shape
+    assert not shaped.lean().exposed, "returns and values are for the critic's ranks"
 
 
 def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
@@ -89,6 +90,14 @@ def test_value_loss_shares_add_up_and_clip() -> None:
     assert 0 < cut < 1
     wanted = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)[mask].mean()
     assert whole.item() == pytest.approx(wanted.item())
+
+
+def test_gae_counts_rewards_above_one_half_as_successes() -> None:
+    batch, _ = ragged(1)
+    rewards = torch.full_like(batch.rewards, 0.5)
+    rewards[0] = 0.6
+    metrics = get_algorithm("gae").shape(dataclasses.replace(batch, rewards=rewards)).metrics
+    assert metrics["success_rate"].item() == pytest.approx(1 / len(rewards))
 
 
 def test_gae_needs_values() -> None:

@@ -65,6 +65,14 @@ def test_unbiased_gradient_is_that_of_the_kl_and_the_value_is_the_estimators(est
     assert torch.allclose(got, wanted)
 
 
+@pytest.mark.parametrize(("log_ratio", "weight"), [(math.log(9.0), 9.0), (math.log(11.0), 10.0), (200.0, 10.0)])
+def test_the_weight_of_the_unbiased_gradient_is_at_most_10(log_ratio: float, weight: float) -> None:
+    new = torch.tensor([[-0.5]], requires_grad=True)
+    penalty = get_algorithm("grpo", kl={"coef": 1.0, "estimator": "k2", "unbiased_gradient": True}).kl
+    value = penalty.in_loss(new, torch.tensor([[-0.7]]), new.detach() - log_ratio, torch.ones(1, 1, dtype=torch.bool))
+    assert torch.autograd.grad(value.sum(), new)[0].item() == pytest.approx(weight * 0.2, rel=1e-5)
+
+
 def test_unbiased_gradient_needs_a_penalty_in_the_loss() -> None:
     with pytest.raises(ValueError, match="needs place loss"):
         get_algorithm("gae", kl={"coef": 1.0, "place": "reward", "unbiased_gradient": True})

@@ -56,6 +56,29 @@ def test_grop_medium_prompts() -> None:
     assert other == pytest.approx([0.0, 0.0, -5.5 / 15, 0.0, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("right", "size", "gamma1", "wanted"),
+    [
+        (7, 10, 0.7, "easy"),
+        (3, 4, 0.75 + 1e-8, "medium"),  # the same number in float32
+        (2, 5, 0.6, "hard"),
+        (1, 10, 0.9, "hard"),  # 1/10 is above 1 - 0.9 in float64: what the tolerance is for
+        (6, 10, 0.7, "medium"),
+        (4, 10, 0.7, "medium"),
+        (3, 10, 0.7, "hard"),
+    ],
+)
+def test_grop_classes_at_their_boundaries(right: int, size: int, gamma1: float, wanted: str) -> None:
+    # One success of 30, the others of 2, failures of 50: knee 16 of the successes (easy), 26 of all (medium).
+    lengths = [2] * (right - 1) + [30] + [50] * (size - right)
+    rewards = [1.0] * right + [0.0] * (size - right)
+    hard = {"l_max": 40, "l_cache": 20}
+    options = {"grop_gamma1": gamma1, "grop_hard_dapo": hard, "grop_medium_else": "incorrect"}
+    found = penalties(lengths, rewards, **options)[right - 1]
+    medium = -4 / 52 if 2 * right > size else 0.0
+    assert found == pytest.approx({"easy": -14 / 32, "medium": medium, "hard": -0.5}[wanted])
+
+
 def test_grop_ramp_ends_at_one_half() -> None:
     assert penalties([1, 1, 1, 30], [1, 1, 1, 1]) == pytest.approx([0.0, 0.0, 0.0, -(30 - 15.5) / 31])
     assert penalties([1] * 30 + [40], [1.0] * 31)[-1] == pytest.approx(-(40 - 20.5) / 41)

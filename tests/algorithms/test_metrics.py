@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms.metrics import SAMPLE
 from openrlhf_ext.reporting import METRICS
 from tests.algorithms.test_batch import simple_batch
 from tests.algorithms.test_invariants import NAMES, build, mixed_groups, to_batch
@@ -49,6 +50,32 @@ def test_advantage_mass_by_hand() -> None:
     assert [found[f"advantage_mass_q{i}"] for i in range(1, 6)] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("every", [2, 3, 64])
+@pytest.mark.parametrize("full", [True, False])
+def test_advantage_mass_of_a_large_batch_is_that_of_all_its_tokens(every: int, full: bool) -> None:
+    """Every n-th position of half of the rows has an advantage, and an entropy above all others."""
+    rows, width = 256, 1024
+    assert rows * width // 2 > SAMPLE
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((rows,), width // 2) if full else torch.randint(1, width, (rows,), generator=generator)
+    loud = (torch.arange(width) % every == 0) & (torch.arange(rows) >= rows // 2)[:, None]
+    rollout = RolloutBatch(
+        tokens=torch.zeros(rows, width, dtype=torch.long),
+        mask=torch.arange(width) < lengths[:, None],
+        rewards=torch.zeros(rows),
+        group_ids=torch.arange(rows) // 4,
+        old_logprobs=torch.full((rows, width), -1.0),
+        entropies=torch.rand(rows, width, generator=generator) + loud,
+        values=loud.float(),
+    )
+    # With gamma = 0 and no reward, A = -V.
+    found = get_algorithm("gae", gamma=0.0, lambd=0.0, whiten=False).shape(rollout).metrics
+    share = loud[rollout.mask].double().mean().item()
+    for i in range(1, 6):
+        wanted = min(max(share - (5 - i) / 5, 0.0), 0.2) / share
+        assert found[f"advantage_mass_q{i}"].item() == pytest.approx(wanted, abs=0.01), f"fifth {i}"
+
+
 def test_numbers_that_do_not_exist_are_left_out() -> None:
     found = metrics((0.0, 0.0, 0.0, 0.0))
     assert "entropy_correct" not in found and "entropy_wrong" in found
@@ -72,6 +99,18 @@ def test_every_metric_is_documented_by_name(name: str) -> None:
     assert "clip_fraction" in loss.metrics
     if name == "gtpo_conflict":
         assert {"conflict_forward", "conflict_backward", "filtered_completions"} <= reported
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo_s"])
+def test_sequence_methods_count_clipped_completions(name: str) -> None:
+    rollout = simple_batch()
+    algorithm = build(name, clip_low=0.2, clip_high=0.2)
+    shaped = algorithm.shape(rollout)
+    new = rollout.old_logprobs + torch.where(shaped.seq_advantages[:, None] > 0, 1.0, 0.0)
+    new[0] = rollout.old_logprobs[0]
+    loss = algorithm.loss(new, shaped)
+    assert loss.details["clipped"].tolist() == [False, False, True, False]
+    assert loss.metrics["clip_fraction"].item() == 1 / 4
 
 
 def test_the_kl_in_the_loss_is_documented() -> None:

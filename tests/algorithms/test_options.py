@@ -59,7 +59,7 @@ def test_recommended_values_are_described() -> None:
         ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "v2_positive": "v1u"}, "read only with version v2"),
         ("gtpo_entropy", {"version": "v3"}, "version must be one of 'v1', 'v1u', 'v2', 'v6'"),
         ("gtpo_entropy", {"version": "v1", "entropy_clamp": [0.3, 0.2]}, "entropy_clamp must be ordered"),
-        ("grpo_s", {}, "beta1 is required with version v6 .published: 1.0"),
+        ("grpo_s", {}, "beta1 is required with version v6 .published for v6: 1.0"),
         ("grpo_s", {"version": "v1u"}, "version must be one of 'v1', 'v2', 'v6'"),
         ("gtpo_conflict", {"clip_low": 0.2}, "clip_low = 0.2 needs clip_high"),
         ("gtpo_conflict", {"preset": "papr"}, "preset must be one of 'paper', 'official', got 'papr'; did you mean"),
@@ -80,6 +80,20 @@ def test_recommended_values_are_described() -> None:
         ("gspo", {"kl": {"coef": 0.1}}, "takes a KL penalty only in the reward"),
         ("gtpo_conflict", {"kl": {"coef": 0.1}}, "takes a KL penalty not at all"),
         ("kl_cov", {"kl": {"estimator": "k3"}}, "coef is required"),
+        ("grpo", {"foo": 1}, r"unknown option 'foo'\. Options: adv_eps, agg, "),
+        ("grpo", {"ddof_seq": True}, "ddof_seq must be one of 0, 1, got True"),
+        ("gtpo_conflict", {"gamma": -1}, "gamma must be at least 0, got -1"),
+        ("gtpo_conflict", {"w_pos": -2}, "w_pos must be at least 0, got -2"),
+        ("kl_cov", {"ppo_kl_coef": -1}, "ppo_kl_coef must be at least 0, got -1"),
+        ("kl_cov", {"cov_ratio": 2}, r"cov_ratio must be in \[0, 1\], got 2"),
+        ("clip_cov", {"cov_ratio": 2}, r"cov_ratio must be in \[0, 1\], got 2"),
+        ("clip_cov", {"cov_lb": 5, "cov_ub": 1}, "band of candidates is empty: cov_lb = 5.0 must be below cov_ub = 1"),
+        ("clip_cov", {"perm": [0, 0]}, r"perm must be distinct indices, 0 or more, got \[0, 0\]"),
+        ("mixed_policy_dapo", {"zero_weight": -1}, "zero_weight must be at least 0, got -1"),
+        ("gtpo_entropy", {"alpha1": 0, "alpha2": 0}, "alpha1 = alpha2 = 0 makes all shaped rewards 0"),
+        ("grpo_s", {"beta1": 0, "beta2": 0}, "beta1 = beta2 = 0 makes all shaped rewards 0"),
+        ("grpo", {"length_penalty": {"kind": "grop", "l_max": 5}}, "kind 'grop' does not read l_max"),
+        ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5, "l_cache": 2, "L1": 3}}, "'dapo' does not read L1"),
     ],
 )
 def test_errors_name_the_option_and_the_rule(name: str, options: dict, message: str) -> None:
@@ -120,8 +134,15 @@ def test_presets_replace_defaults_and_explicit_keys_win() -> None:
 
 
 def test_values_may_come_as_text_from_a_command_line() -> None:
-    options = get_algorithm("gtpo_entropy", alpha1="1", alpha2="1e-1", sign_guard="true").options
-    assert (options.alpha1, options.alpha2, options.sign_guard) == (1.0, 0.1, True)
+    options = get_algorithm("gtpo_entropy", alpha1="1", alpha2="1e-1", sign_guard="true", ddof_tok="1").options
+    assert (options.alpha1, options.alpha2, options.sign_guard, options.ddof_tok) == (1.0, 0.1, True, 1)
+
+
+def test_a_clip_high_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Without clip_low nothing is clipped (specification 1, null values), which is the default of gtpo_conflict."""
+    with caplog.at_level(logging.WARNING):
+        get_algorithm("gtpo_conflict", clip_high=0.2)
+    assert "clip_high = 0.2 has no effect" in caplog.text
 
 
 def test_the_bare_name_gtpo_is_refused_with_both_methods_named() -> None:

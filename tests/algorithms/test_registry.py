@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm, register_algorithm
-from openrlhf_ext.algorithms.baselines import Grpo
-from openrlhf_ext.algorithms.options import GrpoOptions
+from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm, register_algorithm, registry
+from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
 from tests.algorithms.test_batch import simple_batch
 
 MODULE = '''
 from dataclasses import dataclass
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.base import broadcast
-from openrlhf_ext.algorithms.options import ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
+from openrlhf_ext.algorithms.option_blocks import (
+    ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class RewardSign(TokenAlgorithm):
 
 
 def test_a_users_module_adds_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     (tmp_path / "my_algorithms.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("my_algorithms")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from openrlhf_ext.algorithms import algorithm_names
-from openrlhf_ext.cli.explain import explain, main, parse_options, read_rollouts, with_published_values
+from openrlhf_ext.algorithms import algorithm_names, with_published_values
+from openrlhf_ext.cli.explain import explain, main, parse_options, read_rollouts
 from openrlhf_ext.reporting.explain import (
     MOST_CELLS,
     Completion,
@@ -137,9 +137,9 @@ def test_options() -> None:
     assert parse_options(["a=1.5", "b=row", "c=null", 'd={"kind": "grop"}', "e=true", "f=x=y"]) == {
         "a": 1.5, "b": "row", "c": None, "d": {"kind": "grop"}, "e": True, "f": "x=y",
     }  # fmt: skip
-    assert with_published_values("grpo_s", {"beta2": 0.3}, 9) == {"beta1": 1.0, "beta2": 0.3}
-    assert with_published_values("gtpo_entropy", {"version": "v1"}, 9) == {"version": "v1"}
-    assert with_published_values("dr_grpo", {"agg": "token-mean"}, 9) == {"agg": "token-mean"}
+    assert with_published_values("grpo_s", {"beta2": 0.3}, max_length=9) == {"beta1": 1.0, "beta2": 0.3}
+    assert with_published_values("gtpo_entropy", {"version": "v1"}, max_length=9) == {"version": "v1"}
+    assert with_published_values("dr_grpo", {"agg": "token-mean"}, max_length=9) == {"agg": "token-mean"}
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,182 @@
+"""Tables of docs/algorithms.md from the records of `benchmarks/algorithms.py`.
+
+    python benchmarks/algorithm_tables.py                               # prints the section "Speed"
+    python benchmarks/algorithm_tables.py --write docs/algorithms.md
+    python benchmarks/algorithm_tables.py --check docs/algorithms.md
+
+A part (`shape`, `loss`, `conflict`, `growth`) is taken from the first record that has it. `--write` replaces what
+stands between `<!-- speed -->` and `<!-- /speed -->`, and the column `cost` of the overview; `--check` fails where they
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+COST_VARIANTS = ("gtpo_entropy v6 batch scopes", "gtpo_conflict official")
+GROWTH_SHAPES = ("64x16x512", "64x16x2048", "64x16x4096", "256x4x2048", "16x64x2048", "8x128x2048")
+TOKEN_KINDS = {
+    "text": "text with shared beginnings and ends",
+    "small": "random ids of a vocabulary of 8",
+    "shared": "every token in conflict",
+    "distinct": "none in conflict",
+}
+SECTION = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
+OVERVIEW_ROW = re.compile(r"^(\| \[`(\w+)`\]\(#\2\) \|(?:[^|]*\|){4} )([^|]*)( \|[^|]*\|)$", re.MULTILINE)
+"""A row of the overview: method, unit, change, needs, when, cost, source."""
+
+
+class Records:
+    """Parts of several records, by name; the first record that has a part provides it."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._records = [(path.name, json.loads(path.read_text())) for path in paths]
+
+    def part(self, name: str) -> Record:
+        return next((record["parts"][name] for _, record in self._records if name in record["parts"]), {})
+
+    def conditions(self, name: str) -> str:
+        """Clock, threads, processor and file of the record that provides a part."""
+        for file, record in self._records:
+            if name in record["parts"]:
+                threads = "1 thread" if record["threads"] == 1 else f"{record['threads']} threads"
+                clock = {"wall": "wall clock", "cpu": "processor time"}[record["clock"]]
+                return f"{clock}, {threads}, {record['device']}, `{file}`"
+        raise KeyError(name)
+
+    def tokens(self, name: str) -> int:
+        """Tokens of the batch that the parts `shape` and `loss` ran on."""
+        if name == "loss":
+            return self.part("loss")["_tokens"]
+        settings = next(record["settings"] for _, record in self._records if name in record["parts"])
+        return settings["prompts"] * settings["size"] * settings["positions"]
+
+
+def label(name: str) -> str:
+    """`method` or `method`, variant."""
+    method, _, variant = name.partition(" ")
+    return f"`{method}`, {variant}" if variant else f"`{method}`"
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def header(*cells: str) -> str:
+    return row(*cells) + "|" + "---|" * len(cells) + "\n"
+
+
+def cost_table(records: Records) -> str:
+    """`shape` and `loss` of every method."""
+    shape, loss, tokens = records.part("shape"), records.part("loss"), records.tokens("shape")
+    text = (
+        f"`shape` of {tokens / 1e6:.1f} million tokens, float32 ({records.conditions('shape')}),\nagainst one masked "
+        "mean-and-std pass in plain torch, and against the same pass over cache-sized blocks; memory beyond\nthe "
+        f"inputs in units of the entropy tensor. `loss` with backward on {records.tokens('loss') / 1e6:.1f} million "
+        f"tokens\n({records.conditions('loss')}) against plain clipped PPO on the same tensors.\n\n"
+    )
+    text += header(
+        "method", "`shape`", "ns per token", "of a plain pass", "of a blocked pass", "memory", "`loss` of PPO"
+    )
+    for name in (name for name in shape if " " not in name or name in COST_VARIANTS):
+        entry = shape[name]
+        seconds, memory = entry["seconds"]["min"], entry["extra_memory_over_entropies"]
+        text += row(
+            label(name),
+            f"{seconds:.2f} s",
+            f"{seconds / tokens * 1e9:.0f}",
+            f"{entry['ratio']:.1f}x",
+            f"{entry['ratio_to_blocked_baseline']:.1f}x",
+            "-" if memory is None else f"{memory:.1f}x",
+            f"{loss[name]['ratio']:.1f}x" if name in loss else "-",
+        )
+    return text
+
+
+def prepare_line(records: Records) -> str:
+    loss = records.part("loss")
+    took = [
+        f"`{name}` {entry['prepare_seconds']['min']:.2f} s"
+        for name, entry in loss.items()
+        if isinstance(entry, dict) and "prepare_seconds" in entry
+    ]
+    tokens = records.tokens("loss") / 1e6
+    return f"`prepare` of those {tokens:.1f} million tokens, besides the forward pass it needs: {', '.join(took)}.\n"
+
+
+def conflict_line(records: Records) -> str:
+    speedups = [f"{records.part('conflict')[kind]['speedup']:.0f}x ({words})" for kind, words in TOKEN_KINDS.items()]
+    return (
+        f"Conflict masks at 8 x 16 x 1,024 against the textbook triple loop ({records.conditions('conflict')}):\n"
+        + ", ".join(speedups)
+        + ".\n"
+    )
+
+
+def growth_table(records: Records) -> str:
+    """Nanoseconds per token of every `method tokens` of the record, over G and T."""
+    growth = records.part("growth")
+    text = f"Growth, nanoseconds per token of `shape` ({records.conditions('growth')}); prompts x G x T:\n\n"
+    text += header("", *GROWTH_SHAPES)
+    for name in dict.fromkeys(key.rpartition(" ")[0] for key in growth):
+        method, kind = name.rpartition(" ")[::2]
+        words = "" if kind == "text" else f", {TOKEN_KINDS[kind]}"
+        times = (growth.get(f"{name} {shape}") for shape in GROWTH_SHAPES)
+        text += row(label(method) + words, *("-" if e is None else f"{e['ns_per_token']:.0f}" for e in times))
+    return text
+
+
+def speed_section(records: Records) -> str:
+    parts = (cost_table, prepare_line, conflict_line, growth_table)
+    return "\n".join(part(records) for part in parts)
+
+
+def overview_cost(records: Records, name: str) -> str:
+    """Cell of the overview: `shape` per token, and `loss` against plain PPO."""
+    shape, loss = records.part("shape").get(name), records.part("loss").get(name)
+    if shape is None or loss is None:
+        return "-"
+    return f"{shape['seconds']['min'] / records.tokens('shape') * 1e9:.0f} ns, {loss['ratio']:.1f}x"
+
+
+def updated(document: str, records: Records) -> str:
+    """The document with the numbers of the records."""
+    if not SECTION.search(document):
+        raise ValueError("the document has no <!-- speed --> section")
+    document = SECTION.sub(lambda _: speed_section(records), document)
+    return OVERVIEW_ROW.sub(lambda m: m[1] + overview_cost(records, m[2]) + m[4], document)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = sorted((Path(__file__).parent / "results").glob("algorithms*.json"))
+    parser.add_argument(
+        "records", nargs="*", type=Path, default=default, help="default: benchmarks/results/algorithms*"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", type=Path, metavar="DOCUMENT")
+    action.add_argument("--check", type=Path, metavar="DOCUMENT")
+    args = parser.parse_args()
+    records = Records(args.records)
+    if args.write is not None:
+        args.write.write_text(updated(args.write.read_text(), records))
+    elif args.check is not None:
+        document = args.check.read_text()
+        if updated(document, records) != document:
+            sys.stderr.write(f"{args.check} has other numbers than the records; run this with --write\n")
+            return 1
+    else:
+        sys.stdout.write(speed_section(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

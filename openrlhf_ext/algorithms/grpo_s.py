@@ -1,0 +1,154 @@
+"""`grpo_s`: rewards per completion, shaped by mean entropy (specification 3.6).
+
+H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
+T1 is the first text, T6 the version v6.
+
+Shape suffixes: B = completions, T = positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.base import Inputs, SequenceAlgorithm, divide_by_std
+from openrlhf_ext.algorithms.entropy_shares import (
+    Classes,
+    PreparedEntropy,
+    base_rewards,
+    class_pools,
+    no_share_error,
+    sequence_entropies,
+    sequence_shares,
+)
+from openrlhf_ext.algorithms.groups import Moments
+from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.option_blocks import (
+    ClipOptions,
+    EntropyOptions,
+    EpsOptions,
+    PartitionOptions,
+    PenaltyOptions,
+    TruncationOptions,
+    clip_high,
+    degenerate,
+)
+from openrlhf_ext.algorithms.option_parsing import option
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSOptions(PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptions, EntropyOptions, ClipOptions):
+    version: str = option("choice", "v6", "formula of the shaped reward", choices=("v1", "v2", "v6"))
+    beta: float = option("float", 0.1, "v1, v2: entropy weight")
+    beta1: float | None = option("float", None, "base weight; required for v6", recommended=1.0)
+    beta2: float | None = option("float", None, "entropy weight; required for v6", recommended=0.1)
+    h_hat: str = option(
+        "choice", "arithmetic", "mean of a completion's token entropies", choices=("arithmetic", "geometric")
+    )
+    w_hat: str = option(
+        "choice", "arithmetic", "sequence ratio: mean of token ratios", choices=("arithmetic", "geometric")
+    )
+    ddof_seq: int = option("choice", 1, "std over sequences: 1 sample, 0 population", choices=(0, 1))
+    degenerate: str = degenerate("drop")
+    clip_high: float | None = clip_high(0.28)
+
+    @property
+    def two_tables(self) -> bool:
+        """Failures have shaped rewards of their own."""
+        return self.version in ("v2", "v6")
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.version == "v6":
+            yield from self.missing(("beta1", "beta2"), self.version)
+            if self.beta1 == self.beta2 == 0:
+                yield "beta1 = beta2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
+
+
+@register_algorithm("grpo_s", GrpoSOptions)
+class GrpoS(SequenceAlgorithm):
+    """GRPO-S (Tan et al.): correct completions earn more if their mean entropy is high among the correct ones, wrong
+    ones lose more if theirs is low among the wrong ones.
+
+    Per prompt, P are the successes and N the failures.
+
+        Hhat_i = mean_t H'_it                                               H' = clamp(H) + eps
+        share+_i = Hhat_i / (sum of Hhat_k over k in P) |P|                 share, on P      T1 eq. 5
+        share-_i = (1/Hhat_i) / (sum of 1/Hhat_k over k in N) |N|           share, on N      T1 eq. 17
+        R+_i = beta1 r_i + beta2 share+_i                                   reward, 0 on N   T6 eq. 9 (v6)
+        R-_i = -beta1 - beta2 share-_i                                      reward, 0 on P   T6 eq. 9 (v6)
+        A_i = (R_i - mean R)/(std R + adv_eps), R = R+ on P, R- on N        advantage        T1 eq. 8, 19
+        s_i = mean_t w_it                                                   ratio            T1 eq. 6, T6 eq. 11
+        J = mean over prompts and completions of f(s_i, A_i)                objective        T1 eq. 7, 18
+
+    The rewards of v1 (T1 eq. 5) and v2 (T1 eq. 5, 17) are in `rewards`.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+
+    @property
+    def ratio_kind(self) -> str:
+        return self.options.w_hat
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        """Share -> reward -> pools -> advantage."""
+        options, groups = self.options, inputs.groups
+        classes = Classes.of(inputs.part, options.two_tables)
+        prepared = PreparedEntropy.of(options)
+        h_hat_B = sequence_entropies(inputs.batch.entropies, inputs.batch.mask, prepared, options.h_hat)
+        share_B = self.shares(inputs, h_hat_B, classes, prepared.denominator_eps)
+        reward_B = self.rewards(inputs, share_B, classes)
+        moments = Moments(torch.ones_like(reward_B), reward_B, torch.zeros_like(reward_B))
+        mean_B, std_B = class_pools(moments, groups.index_B, len(groups), classes, options, options.ddof_seq)
+        live_B = classes.live_B
+        if options.version == "v1" and options.adv_pool == "own":
+            live_B = live_B & self._pool_has_success(inputs, classes.success_B)
+        centred_B = torch.where(live_B, reward_B - mean_B, 0.0)
+        advantages_B = divide_by_std(centred_B, std_B, options.adv_eps, live_B, inputs.batch.group_ids)
+        exposed = {
+            "H_hat": h_hat_B,
+            "share": share_B,
+            "Rpos": torch.where(classes.inverted_B, 0.0, reward_B),
+            "Rneg": torch.where(classes.inverted_B, reward_B, 0.0),
+            "pool_mean": mean_B,
+            "pool_std": std_B,
+        }
+        return {"seq_advantages": advantages_B, "exposed": exposed}
+
+    def shares(self, inputs: Inputs, h_hat_B: Tensor, classes: Classes, denominator_eps: float) -> Tensor:
+        """(B,) share of Hhat among successes, of 1/Hhat among failures, 0 elsewhere."""
+        options, member_B = self.options, classes.member_B
+        x_B = torch.where(classes.inverted_B, 1.0 / (h_hat_B + denominator_eps), h_hat_B)
+        illegal_B = member_B & (~torch.isfinite(x_B) | ((x_B <= 0) & (options.normaliser == "geomean")))
+        if bool(illegal_B.any()):
+            row = int(illegal_B.nonzero()[0])
+            raise no_share_error(f"mean entropy {float(h_hat_B[row])} of row {row}", options)
+        set_B = classes.inverted_B.long()
+        if options.entropy_scope == "group":
+            set_B = 2 * inputs.groups.index_B + set_B
+        sets = 2 * max(1, len(inputs.groups))
+        return sequence_shares(x_B, member_B, set_B, sets, options.normaliser, denominator_eps)
+
+    def rewards(self, inputs: Inputs, share_B: Tensor, classes: Classes) -> Tensor:
+        """(B,) the version's R+ on successes and R- on failures, with the length penalty."""
+        options = self.options
+        r_B = base_rewards(inputs, options.base_reward, classes.success_B)
+        if options.version == "v6":
+            positive_B = options.beta1 * r_B + options.beta2 * share_B
+            negative_B = -options.beta1 - options.beta2 * share_B
+        else:
+            positive_B = r_B + options.beta * share_B
+            negative_B = -share_B if options.version == "v2" else torch.zeros_like(share_B)
+        penalty_B = length_penalty(inputs.groups, inputs.part, options)
+        return classes.select(positive_B + penalty_B, negative_B + penalty_B)
+
+    def _pool_has_success(self, inputs: Inputs, success_B: Tensor) -> Tensor:
+        """(B,) the pool that standardises the completion has a success in it."""
+        if self.options.norm_scope == "batch":
+            return success_B.any().expand_as(success_B)
+        return inputs.groups.any(success_B)[inputs.groups.index_B]

@@ -1,0 +1,236 @@
+"""`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose the negative one.
+
+M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772 (specification 3.7).
+The conflict masks themselves are in `conflict_mask`.
+
+Shape suffixes: B = completions, T = positions, Q = groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import losses
+from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, broadcast, divide_by_std
+from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
+from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
+from openrlhf_ext.algorithms.groups import Groups, Partition, sequence_moments, usable_rows
+from openrlhf_ext.algorithms.option_blocks import (
+    ClipIntervalOptions,
+    EpsOptions,
+    TruncationOptions,
+    clip_high,
+    clip_low,
+)
+from openrlhf_ext.algorithms.option_parsing import not_negative, option
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+logger = logging.getLogger(__name__)
+
+LN2 = math.log(2.0)
+
+
+def conflict_weights(
+    forward_BT: Tensor, backward_BT: Tensor, sign_B: Tensor, w_pos: float, overlap: str, dtype: torch.dtype
+) -> Tensor:
+    """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones, else 1."""
+    weight_B1 = torch.where(sign_B > 0, w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)[:, None]
+    one = torch.ones((), dtype=dtype, device=sign_B.device)
+    lambda_BT = torch.empty(forward_BT.shape, dtype=dtype, device=sign_B.device)
+    for rows in row_blocks(*forward_BT.shape):
+        forward_bT, backward_bT, weight_b1 = forward_BT[rows], backward_BT[rows], weight_B1[rows]
+        if overlap == "or":
+            lambda_BT[rows] = torch.where(forward_bT | backward_bT, weight_b1, one)
+        else:
+            lambda_BT[rows] = torch.where(forward_bT, weight_b1, one) * torch.where(backward_bT, weight_b1, one)
+    return lambda_BT
+
+
+def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
+
+    `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
+    sampled at training temperature before the first step.
+    """
+    return row_sums(entropies_BT, mask_BT) / row_counts(mask_BT).clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
+    preset: str = option(
+        "choice", "paper", "defaults of the paper or of its released code", choices=("paper", "official")
+    )
+    gamma: float = option("float", 0.1, "entropy regulariser", check=not_negative, rule="at least 0")
+    entropy_threshold: float = option("float", LN2, "filter level of a completion's mean entropy, in nats")
+    h_ini: float | None = option("float", None, "initial entropy; null: filter always on; a number: on only below ln 2")
+    filter: str = option("choice", "all", "who the entropy filter removes", choices=("all", "only_neg", "off"))
+    use_conflict: bool = option("bool", True, "false: lambda is 1 everywhere")
+    w_pos: float = option(
+        "float", 2.0, "lambda of conflict tokens of positive completions", check=not_negative, rule="at least 0"
+    )
+    anchor: str = option(
+        "choice", "start", "conflict spans begin at the first/last token, or anywhere", choices=("start", "first")
+    )
+    overlap: str = option(
+        "choice", "or", "tokens in both spans: one weight, or the product of both", choices=("or", "product")
+    )
+    zero_adv: str = option(
+        "choice", "literal", "A = 0 completions get -gamma <H>, or nothing", choices=("literal", "skip")
+    )
+    conflict_divisor: str = option(
+        "choice", "none", "divide a completion by its longer conflict run", choices=("none", "max_run")
+    )
+    group_reduce: str = option("choice", "mean", "mean over completions and prompts, or sum", choices=("mean", "sum"))
+    normalize_std: bool = option("bool", True, "divide by the group's standard deviation")
+    ddof_seq: int = option("choice", 1, "std over sequences: 1 sample, 0 population", choices=(0, 1))
+    sign_tol: float = option("float", 1e-8, "|A| at or below this is 0", check=not_negative, rule="at least 0")
+    clip_low: float | None = clip_low(None)
+    clip_high: float | None = clip_high(None)
+
+    OFFICIAL = {
+        "normalize_std": False,
+        "entropy_threshold": 0.7,
+        "h_ini": None,
+        "overlap": "product",
+        "conflict_divisor": "max_run",
+        "group_reduce": "sum",
+        "gamma": 0.1,
+        "w_pos": 2.0,
+    }
+
+    def interval_violations(self) -> Iterator[str]:
+        yield from super().interval_violations()
+        if self.clip_low is None and self.clip_high is not None:
+            logger.warning("clip_high = %s has no effect: without clip_low nothing is clipped", self.clip_high)
+
+    @classmethod
+    def preset_overrides(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults replaced by the preset named in `values`."""
+        return dict(cls.OFFICIAL) if values.get("preset") == "official" else {}
+
+
+@register_algorithm("gtpo_conflict", GtpoConflictOptions)
+class GtpoConflict(TokenAlgorithm):
+    """Group-relative Trajectory-based Policy Optimization (Simoni et al.): tokens that correct and wrong completions
+    share are not punished, completions of high entropy are left out, and entropy lowers the advantage.
+
+        A_i = (r_i - mean r)/(std r + adv_eps)                                              eq. 12
+        lambda_it = w_pos (A_i > 0) or 0 (A_i < 0) where token t is in conflict, else 1     eq. 9
+        delta_i = 0 if the entropy filter removes the completion, else 1                    eq. 10
+        A~_i = delta_i (A_i - gamma <H>_i)                                                  eq. 11, 30
+        J = 1/G sum_i 1/T_i sum_t lambda_it w_it A~_i                                       eq. 11
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    kl_places: ClassVar[tuple[str, ...]] = ()
+
+    def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
+        """Classes by the sign of A; no group is dropped or zeroed."""
+        sign_B = self._advantages(batch, groups).sign()
+        no_one_B = torch.zeros_like(sign_B, dtype=torch.bool)
+        return Partition(
+            success_B=sign_B > 0,
+            failure_B=sign_B < 0,
+            degenerate_Q=~groups.any(sign_B != 0),
+            kept_B=~no_one_B,
+            zeroed_B=no_one_B,
+            active_B=usable_rows(batch, self.options.mask_truncated),
+        )
+
+    def _advantages(self, batch: RolloutBatch, groups: Groups) -> Tensor:
+        """(B,) float64 A_i; values within `sign_tol` of 0 are 0."""
+        everyone_B = torch.ones_like(groups.index_B, dtype=torch.bool)
+        moments = sequence_moments(batch.rewards, everyone_B, groups.index_B, len(groups))
+        centred_B = batch.rewards - moments.mean[groups.index_B]
+        if self.options.normalize_std:
+            std_B = moments.std(self.options.ddof_seq)[groups.index_B]
+            centred_B = divide_by_std(centred_B, std_B, self.options.adv_eps, everyone_B, batch.group_ids)
+        return torch.where(centred_B.abs() <= self.options.sign_tol, 0.0, centred_B)
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        batch, groups, options = inputs.batch, inputs.groups, self.options
+        a_B = self._advantages(batch, groups)
+        sign_B = a_B.sign()
+        forward = conflict_spans(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
+        backward = conflict_spans(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
+        forward_BT, backward_BT = (spans.mask(batch.mask.shape[1]) for spans in (forward, backward))
+        h_bar_B = mean_entropies(batch.entropies, batch.mask)
+        delta_B = self._delta(a_B, h_bar_B)
+        tilde_B = delta_B * (a_B - options.gamma * h_bar_B)
+        if options.zero_adv == "skip":
+            tilde_B = torch.where(a_B == 0, 0.0, tilde_B)
+        lambda_BT = None
+        if options.use_conflict:
+            lambda_BT = conflict_weights(
+                forward_BT, backward_BT, sign_B, options.w_pos, options.overlap, batch.float_dtype
+            )
+        return {
+            "advantages": broadcast(tilde_B, batch.mask, batch.float_dtype),
+            "seq_advantages": tilde_B,
+            "token_weights": lambda_BT,
+            "exposed": {
+                "A": a_B,
+                "delta": delta_B,
+                "H_bar": h_bar_B,
+                "forward_mask": forward_BT,
+                "backward_mask": backward_BT,
+                "divisor": self._divisor(forward, backward),
+            },
+            "metrics": _conflict_metrics(groups, forward, backward, delta_B),
+        }
+
+    def _delta(self, a_B: Tensor, h_bar_B: Tensor) -> Tensor:
+        """(B,) float64 entropy filter of eq. 10: 0 removes a completion."""
+        options = self.options
+        active = options.filter != "off" and (options.h_ini is None or options.h_ini < LN2)
+        if not active:
+            return torch.ones_like(a_B)
+        removed_B = h_bar_B > options.entropy_threshold
+        if options.filter == "only_neg":
+            removed_B = removed_B & (a_B < 0)
+        return (~removed_B).to(a_B.dtype)
+
+    def _divisor(self, forward: Spans, backward: Spans) -> Tensor:
+        """(B,) float64 factor that divides a completion's loss (`conflict_divisor`)."""
+        longest_B = torch.maximum(forward.count_B, backward.count_B).clamp(min=1).to(torch.float64)
+        return longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
+
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        loss_mask_BT = self.loss_mask(shaped)
+        _, index_B = shaped.group_ids.unique(return_inverse=True)
+        denominator_B = shaped.lengths * shaped.exposed["divisor"]
+        if self.options.group_reduce == "mean":
+            denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped.kept, index_B)
+        return dataclasses.replace(
+            shaped,
+            loss_mask=loss_mask_BT,
+            weights=losses.reciprocal(denominator_B, shaped.active),
+            denominators={"tokens": self.loss_tokens(shaped, loss_mask_BT).sum().to(torch.float64)},
+            complete=True,
+        )
+
+    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+        return {
+            "A_tilde": lambda shaped: shaped.seq_advantages,
+            "lambda": lambda shaped: (
+                torch.ones_like(shaped.advantages) if shaped.token_weights is None else shaped.token_weights
+            ),
+        }
+
+
+def _conflict_metrics(groups: Groups, forward: Spans, backward: Spans, delta_B: Tensor) -> dict[str, Tensor]:
+    tokens = groups.lengths_B.sum().clamp(min=1).to(torch.float64)
+    return {
+        "conflict_forward": forward.count_B.sum() / tokens,
+        "conflict_backward": backward.count_B.sum() / tokens,
+        "filtered_completions": (1.0 - delta_B).sum() / max(1, len(delta_B)),
+    }

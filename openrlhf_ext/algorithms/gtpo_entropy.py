@@ -1,0 +1,277 @@
+"""`gtpo_entropy`: rewards per token, shaped by entropy (specification 3.5).
+
+H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
+T1 is the first text, T6 the version v6.
+
+A correct completion earns more where the policy was uncertain, a wrong one loses more where it was sure.
+Shape suffixes: B = completions, T = positions, n = completions of a run, b = rows of one block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, require_positive_std
+from openrlhf_ext.algorithms.batch import ShapedBatch
+from openrlhf_ext.algorithms.entropy_shares import Classes, TokenShares, base_rewards, class_pools, make_runs
+from openrlhf_ext.algorithms.groups import Moments
+from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.option_blocks import (
+    ClipOptions,
+    EntropyOptions,
+    EpsOptions,
+    KLOptions,
+    PartitionOptions,
+    PenaltyOptions,
+    ScopeOptions,
+    TruncationOptions,
+    clip_high,
+    degenerate,
+)
+from openrlhf_ext.algorithms.option_parsing import not_negative, option
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GtpoEntropyOptions(
+    PartitionOptions,
+    TruncationOptions,
+    PenaltyOptions,
+    EpsOptions,
+    EntropyOptions,
+    ClipOptions,
+    KLOptions,
+    ScopeOptions,
+):
+    version: str = option("choice", "v6", "formula of the shaped reward", choices=("v1", "v1u", "v2", "v6"))
+    alpha: float = option("float", 0.1, "v1, v2: entropy weight")
+    alpha1: float | None = option(
+        "float", None, "base weight; required for v6, v1u and v2_positive v1u", recommended=1.0
+    )
+    alpha2: float | None = option(
+        "float", None, "entropy weight; required for v6, v1u and v2_positive v1u", recommended=0.1
+    )
+    kappa: float | None = option(
+        "float", None, "v1u: upper clip alpha1 (1 + 1/kappa); required there", check=lambda k: k > 1, rule="above 1"
+    )
+    v2_positive: str = option("choice", "v1", "v2: formula for successful completions", choices=("v1", "v1u"))
+    entropy_axis: str = option(
+        "choice",
+        "column",
+        "entropies compared at equal positions, inside a completion, or all together",
+        choices=("column", "row", "matrix"),
+    )
+    inverse_floor: float = option(
+        "float", 0.0, "lower bound of the entropy before it is inverted", check=not_negative, rule="at least 0"
+    )
+    ddof_tok: int = option("choice", 0, "std of token pools: 0 population, 1 sample", choices=(0, 1))
+    sign_guard: bool = option("bool", False, "clamp advantages to >= 0 on successes and <= 0 on failures; in no paper")
+    degenerate: str = degenerate("drop")
+    clip_high: float | None = clip_high(0.28)
+
+    @property
+    def clipped_positive(self) -> bool:
+        """Successful completions use the clipped reward of T1 eq. 11."""
+        return self.version == "v1u" or (self.version == "v2" and self.v2_positive == "v1u")
+
+    @property
+    def two_tables(self) -> bool:
+        """Failures have shaped rewards of their own."""
+        return self.version in ("v2", "v6")
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.v2_positive != "v1" and self.version != "v2":
+            yield f"v2_positive = {self.v2_positive!r} is read only with version v2, got version {self.version!r}"
+        if self.version == "v6" or self.clipped_positive:
+            needed = ("alpha1", "alpha2", "kappa") if self.clipped_positive else ("alpha1", "alpha2")
+            missing = list(self.missing(needed, self.version))
+            yield from missing
+            if self.clipped_positive and not missing:
+                yield from self._clip_violations()
+        if self.version == "v6" and self.alpha1 == self.alpha2 == 0:
+            yield "alpha1 = alpha2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
+
+    def _clip_violations(self) -> Iterator[str]:
+        upper = self.alpha1 * (1 + 1 / self.kappa)
+        if upper < 1:
+            yield (
+                f"the clip interval [1, alpha1 (1 + 1/kappa)] is empty: alpha1 = {self.alpha1}, kappa = {self.kappa} "
+                f"give an upper end of {upper:.6g}; raise alpha1 or lower kappa"
+            )
+        if abs(self.alpha1 + self.alpha2 - 1) > 1e-9:
+            logger.warning("the paper requires alpha1 + alpha2 = 1 here, got %s + %s", self.alpha1, self.alpha2)
+
+
+@dataclass(frozen=True)
+class TokenReward:
+    """Shaped rewards R = offset + weight x of each completion's tokens: R+ on P, R- on N.
+
+    x is the share rho; on P, where `clip` = (alpha1, alpha2, low, high) is set, it is
+    `clip(alpha1 + alpha2 rho, low, high)`. The (B,) float64 offset holds the base and the length penalty.
+    """
+
+    offset_B: Tensor
+    weight_B: Tensor
+    success_B: Tensor
+    clip: tuple[float, float, float, float] | None
+
+    def x(self, rho_bT: Tensor, rows: slice | Tensor) -> Tensor:
+        """(b, T) what the reward is affine in; `rho_bT` itself without a clip."""
+        if self.clip is None:
+            return rho_bT
+        alpha1, alpha2, low, high = self.clip
+        return torch.where(self.success_B[rows, None], (alpha1 + alpha2 * rho_bT).clamp_(low, high), rho_bT)
+
+    def rewards(self, rho_bT: Tensor, rows: slice | Tensor) -> Tensor:
+        """(b, T) R, also in the padding."""
+        return self.offset_B[rows, None] + self.weight_B[rows, None] * self.x(rho_bT, rows)
+
+    def moments(self, shares: TokenShares, mask_BT: Tensor, lengths_B: Tensor) -> Moments:
+        """(n,) moments of each completion's R, from those of x."""
+        lengths_n = lengths_B[shares.run.rows].to(torch.float64)
+        mean_n, m2_n = torch.zeros_like(lengths_n), torch.zeros_like(lengths_n)
+        for local, rows, rho_bT in shares:
+            x_bT = torch.where(mask_BT[rows], self.x(rho_bT, rows), 0.0) if self.clip else rho_bT
+            mean_n[local] = x_bT.sum(dim=1) / lengths_n[local]
+            centred_bT = torch.where(mask_BT[rows], x_bT - mean_n[local, None], 0.0)
+            m2_n[local] = torch.linalg.vector_norm(centred_bT, dim=1) ** 2
+        offset_n, weight_n = self.offset_B[shares.run.rows], self.weight_B[shares.run.rows]
+        return Moments(lengths_n, offset_n + weight_n * mean_n, weight_n**2 * m2_n)
+
+
+@register_algorithm("gtpo_entropy", GtpoEntropyOptions)
+class GtpoEntropy(TokenAlgorithm):
+    """Group Token Policy Optimization (Tan et al.): tokens of correct completions earn more where the policy was
+    uncertain, tokens of wrong ones lose more where it was sure.
+
+    P are the successes of a prompt and N its failures, d_t and h_t of them alive at position t; H' = clamp(H) + eps.
+
+        rho+_it = H'_it / (sum of H'_kt over k in P) d_t                     share, on P      T1 eq. 2
+        rho-_it = (1/H'_it) / (sum of 1/H'_kt over k in N) h_t               share, on N      T1 eq. 13
+        R+_it = alpha1 r_i + alpha2 rho+_it                                  reward, 0 on N   T6 eq. 3-7 (v6)
+        R-_it = -alpha1 - alpha2 rho-_it                                     reward, 0 on P   T6 eq. 3-7 (v6)
+        A_it = (R_it - mean R)/(std R + adv_eps), R = R+ on P, R- on N       advantage        T1 eq. 3, 14-15
+        J = mean over all tokens of f(w_it, A_it), the clipped surrogate     objective        T1 eq. 4, 16
+
+    The rewards of v1 (T1 eq. 2), v1u (T1 eq. 11-12) and v2 (T1 eq. 2, 13) are in `reward`.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+
+    def __init__(self, options: GtpoEntropyOptions, **parts: Any) -> None:
+        super().__init__(options, **parts)
+        if options.version == "v2" and not options.sign_guard:
+            logger.warning(
+                "gtpo_entropy v2 gives some tokens of wrong completions a positive advantage (specification T-8); "
+                "version v6 or sign_guard = true cures it"
+            )
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        """Share -> reward -> pools -> advantage, for one run of completions after the other."""
+        options, batch, groups = self.options, inputs.batch, inputs.groups
+        classes = Classes.of(inputs.part, options.two_tables)
+        reward = self.reward(inputs, classes)
+        rho_BT = torch.empty_like(batch.entropies, dtype=batch.float_dtype)
+        a_BT = torch.empty_like(rho_BT)
+        mean_B, std_B = torch.zeros_like(reward.offset_B), torch.zeros_like(reward.offset_B)
+        for run in make_runs(groups, batch.mask.shape[1], self._batch_wide()):
+            shares = TokenShares(inputs, options, classes, run)  # rho+ on P, rho- on N
+            moments = reward.moments(shares, batch.mask, groups.lengths_B)  # of each completion's R+ or R-
+            mean_B[run.rows], std_B[run.rows] = class_pools(
+                moments, run.group_n, run.groups, classes.rows(run.rows), options, options.ddof_tok
+            )
+            for _, rows, rho_bT in shares:
+                a_bT = self._standardised(reward, rho_bT, rows, mean_B[rows], std_B[rows], classes)
+                rho_BT[rows] = rho_bT.to(rho_BT.dtype)
+                a_BT[rows] = torch.where(batch.mask[rows] & classes.live_B[rows, None], a_bT, 0.0).to(a_BT.dtype)
+        if options.adv_eps == 0.0:
+            require_positive_std(std_B, classes.live_B, batch.group_ids)
+        exposed = {
+            "shares": rho_BT,
+            "success": classes.success_B,
+            "failure": classes.failure_B,
+            "reward_offset": reward.offset_B,
+            "reward_weight": reward.weight_B,
+            "pool_mean": mean_B,
+            "pool_std": std_B,
+        }
+        return {"advantages": a_BT, "exposed": exposed}
+
+    def reward(self, inputs: Inputs, classes: Classes) -> TokenReward:
+        """The version's R+ and R-, each as (offset, weight) of the share, and the length penalty on every token."""
+        options = self.options
+        r_B = base_rewards(inputs, options.base_reward, classes.success_B)
+        positive, negative = (r_B, options.alpha), (0.0, 0.0)  # v1: R+ = r + alpha rho+, T1 eq. 2
+        if options.version == "v2":
+            negative = (0.0, -1.0)  # R- = -rho-, T1 eq. 13
+        elif options.version == "v6":
+            positive, negative = (options.alpha1 * r_B, options.alpha2), (-options.alpha1, -options.alpha2)
+        if options.clipped_positive:
+            positive = (0.0, 1.0)  # R+ = clip(alpha1 + alpha2 rho+, ...), T1 eq. 11
+        penalty_B = length_penalty(inputs.groups, inputs.part, options)
+        offset_B = classes.select(positive[0] + penalty_B, negative[0] + penalty_B)
+        return TokenReward(offset_B, classes.select(positive[1], negative[1]), classes.success_B, self._clip())
+
+    def _standardised(
+        self,
+        reward: TokenReward,
+        rho_bT: Tensor,
+        rows: slice | Tensor,
+        mean_b: Tensor,
+        std_b: Tensor,
+        classes: Classes,
+    ) -> Tensor:
+        """(b, T) A = (R - mean R)/(std R + adv_eps) as `slope x + shift`, with R = offset + weight x."""
+        scale_b = torch.where(classes.live_B[rows], 1.0 / (std_b + self.options.adv_eps), 0.0)
+        slope_b1 = (reward.weight_B[rows] * scale_b)[:, None]
+        shift_b1 = ((reward.offset_B[rows] - mean_b) * scale_b)[:, None]
+        a_bT = (reward.x(rho_bT, rows) * slope_b1).add_(shift_b1)
+        if not self.options.sign_guard:
+            return a_bT
+        return torch.where(classes.success_B[rows, None], a_bT.clamp(min=0.0), a_bT.clamp(max=0.0))
+
+    def _clip(self) -> tuple[float, float, float, float] | None:
+        """alpha1, alpha2 and the interval [1, alpha1 + alpha1/kappa] of T1 eq. 11, where it applies."""
+        options = self.options
+        if not options.clipped_positive:
+            return None
+        return options.alpha1, options.alpha2, 1.0, options.alpha1 + options.alpha1 / options.kappa
+
+    def _batch_wide(self) -> bool:
+        """Some statistic spans the groups."""
+        compares_groups = self.options.entropy_scope == "batch" and self.options.entropy_axis != "row"
+        return compares_groups or self.options.norm_scope == "batch"
+
+    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+        return {
+            "Rpos": self._positive_rewards,
+            "Rneg": self._negative_rewards,
+            "rho_pos": lambda shaped: _where_rows(shaped.success, shaped.shares),
+            "rho_neg": lambda shaped: _where_rows(shaped.failure, shaped.shares),
+        }
+
+    def _shaped_rewards(self, shaped: ShapedBatch) -> Tensor:
+        rule = TokenReward(shaped.reward_offset, shaped.reward_weight, shaped.success, self._clip())
+        rewards_BT = rule.rewards(shaped.shares.to(torch.float64), slice(None)).to(shaped.shares.dtype)
+        return torch.where(shaped.mask & (shaped.success | shaped.failure)[:, None], rewards_BT, 0.0)
+
+    def _positive_rewards(self, shaped: ShapedBatch) -> Tensor:
+        rewards_BT = self._shaped_rewards(shaped)
+        return _where_rows(shaped.success, rewards_BT) if self.options.two_tables else rewards_BT
+
+    def _negative_rewards(self, shaped: ShapedBatch) -> Tensor:
+        rewards_BT = self._shaped_rewards(shaped)
+        return _where_rows(shaped.failure, rewards_BT) if self.options.two_tables else torch.zeros_like(rewards_BT)
+
+
+def _where_rows(rows_B: Tensor, values_BT: Tensor) -> Tensor:
+    return torch.where(rows_B[:, None], values_BT, 0.0)
