@@ -12,13 +12,15 @@ Parts:
   gpu       forward and backward in bf16, whole vocabulary and one of eight shards; public kernels where installed
 
 Yardsticks:
-  floor     the bare matrix products alone, in the fastest of several tilings: 1 product for the forward pass, 3 for the
-            token loss (logits, d hidden, d weight), 4 where the backward pass computes the logits again
+  floor     the bare matrix products alone, each in its own fastest tiling of several: 1 product for the forward pass, 3
+            for the token loss (logits, d hidden, d weight), 4 where the backward pass computes the logits again. The
+            tilings are tried at the start on a part of the vocabulary; d weight is summed in fp32, as training needs it
   full      logits of all tokens in fp32, log-softmax, softmax for the entropy (OpenRLHF's way)
   chunked   blocks of rows times chunks of the vocabulary, statistics kept online, in plain torch (other trainers' way)
 
-Every function runs once per repeat, in turns, so that a change of load hits all; ratios are of the minima. Extra memory
-is the growth of the resident peak (CPU) or of the allocator's peak (CUDA) in a run, without the gradients it returns.
+Every function runs once per repeat, in turns, so that a change of load hits all; a ratio is the median over the repeats
+of that of two times in one repeat. The weight has a ``main_grad``, as in a Megatron policy. Extra memory is the growth
+of the resident peak (CPU) or of the allocator's peak (CUDA) in a run, without the gradients it returns.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.head import ClippedTokenLoss, linear_logprob_entropy, linear_token_loss
+from openrlhf_ext.head.precision import accumulate
 
 Function = Callable[[], object]
 
@@ -85,12 +88,14 @@ class Row:
     def __init__(self, meters: list[Meter]) -> None:
         self.seconds = [meter.seconds for meter in meters]
         self.best = min(self.seconds)
+        self.median = statistics.median(self.seconds)
         self.extra_bytes = max(meter.extra_bytes for meter in meters)
 
     def summary(self) -> dict[str, float | int]:
         spread = statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
         return {
             "min": self.best,
+            "median": self.median,
             "mean": statistics.mean(self.seconds),
             "std": spread,
             "max": max(self.seconds),
@@ -98,17 +103,20 @@ class Row:
         }
 
 
-def measure(functions: dict[str, Function], args: argparse.Namespace) -> dict[str, Row]:
-    """Every function once per repeat, in turns; a repeat that would not fit the time budget is left out."""
+def measure(functions: dict[str, Function], repeats: int) -> dict[str, Row]:
+    """Every function once per repeat, in turns."""
     meters: dict[str, list[Meter]] = {name: [] for name in functions}
-    start = time.perf_counter()
-    for repeat in range(args.repeats):
-        if repeat and (time.perf_counter() - start) * (repeat + 1) / repeat > args.budget_s:
-            break
+    for _ in range(repeats):
         for name, function in functions.items():
             meters[name].append(Meter(function))
             sys.stderr.write(f"  {name:32s} {meters[name][-1].seconds:9.4f} s\n")
     return {name: Row(values) for name, values in meters.items()}
+
+
+def ratio(row: Row, floors: list[Row]) -> dict[str, float]:
+    """Time of a function over that of others together, repeat by repeat."""
+    values = [own / sum(others) for own, *others in zip(row.seconds, *(f.seconds for f in floors), strict=True)]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def status_bytes(key: str) -> int:
@@ -126,30 +134,50 @@ def status_bytes(key: str) -> int:
 class Products:
     """The bare matrix products of a call, tile by tile in one reused buffer: what no head can be faster than."""
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, tokens: int, columns: int) -> None:
-        self.hidden_TH, self.weight_VH, self.columns = hidden_TH, weight_VH, columns
-        count = hidden_TH.shape[0]
-        self.blocks = [slice(i, min(i + tokens, count)) for i in range(0, count, tokens)]
-        self.slices = [slice(i, min(i + columns, len(weight_VH))) for i in range(0, len(weight_VH), columns)]
-        self.tile = torch.randn(min(tokens, count), columns, device=hidden_TH.device).to(hidden_TH.dtype)
-        self.grad_hidden_TH, self.grad_weight_VH = torch.zeros_like(hidden_TH), torch.zeros_like(weight_VH)
+    NAMES = ("logits", "grad_hidden", "grad_weight")
+    TILINGS = ((1024, 4096), (2048, 1024), (2048, 2048), (2048, 4096), (4096, 1024), (4096, 4096))  # tokens, columns
+    CUDA_TILINGS = ((2048, 16384), (4096, 8192), (4096, 16384), (8192, 8192), (8192, 16384))
 
-    def _tiles(self):
-        for rows in self.blocks:
-            for columns in self.slices:
-                yield rows, columns, self.tile[: rows.stop - rows.start, : columns.stop - columns.start]
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, total_VH: Tensor) -> None:
+        """``total_VH``: fp32 sum of the gradients of the weight."""
+        self.hidden_TH, self.weight_VH, self.total_VH = hidden_TH, weight_VH, total_VH
+        self.chosen: dict[str, str] = {}
+        self.grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
+        self.tilings = self.CUDA_TILINGS if hidden_TH.is_cuda else self.TILINGS
+        largest = max(tokens * columns for tokens, columns in self.tilings)
+        self.buffer = torch.randn(largest, device=hidden_TH.device).to(hidden_TH)
 
-    def logits(self) -> None:
-        for rows, columns, tile in self._tiles():
-            torch.mm(self.hidden_TH[rows], self.weight_VH[columns].t(), out=tile)
+    def run(self, name: str, tiling: tuple[int, int], vocab: int) -> None:
+        """A product over the first rows of the weight."""
+        tokens, columns = tiling
+        for first in range(0, len(self.hidden_TH), tokens):
+            for column in range(0, vocab, columns):
+                self._tile(name, slice(first, first + tokens), slice(column, min(column + columns, vocab)))
 
-    def grad_hidden(self) -> None:
-        for rows, columns, tile in self._tiles():
-            self.grad_hidden_TH[rows].addmm_(tile, self.weight_VH[columns])
+    def _tile(self, name: str, rows: slice, columns: slice) -> None:
+        hidden_BH, weight_SH = self.hidden_TH[rows], self.weight_VH[columns]
+        tile_BS = self.buffer[: len(hidden_BH) * len(weight_SH)].view(len(hidden_BH), len(weight_SH))
+        if name == "logits":
+            torch.mm(hidden_BH, weight_SH.t(), out=tile_BS)
+        elif name == "grad_hidden":
+            accumulate(self.grad_hidden_TH[rows], tile_BS, weight_SH)
+        else:
+            accumulate(self.total_VH[columns], tile_BS.t(), hidden_BH)
 
-    def grad_weight(self) -> None:
-        for rows, columns, tile in self._tiles():
-            self.grad_weight_VH[columns].addmm_(tile.t(), self.hidden_TH[rows])
+    def fastest(self, name: str) -> Function:
+        """The product over the whole vocabulary in the tiling that is the fastest on an eighth of it."""
+        vocab = len(self.weight_VH)
+        trials = {
+            f"{name} {tiling}": (lambda tiling=tiling: self.run(name, tiling, vocab // 8)) for tiling in self.tilings
+        }
+        rows = measure(trials, 3)
+        best = min(self.tilings, key=lambda tiling: rows[f"{name} {tiling}"].best)
+        self.chosen[name] = f"{best[0]} x {best[1]}"
+        return lambda: self.run(name, best, vocab)
+
+    def floors(self, names: tuple[str, ...]) -> dict[str, Function]:
+        with torch.no_grad():
+            return {f"product {name}": self.fastest(name) for name in names}
 
 
 def full_logits(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,11 +256,16 @@ class Problem:
         self.hidden_TH = randn(tokens, hidden).to(dtype).requires_grad_()
         # logits of standard deviation 3: entropies between those of a peaked and of a flat distribution
         self.weight_VH = (randn(vocab, hidden) * 3 / hidden**0.5).to(dtype).requires_grad_()
+        self.total_VH = torch.ones(vocab, hidden, device=device).zero_()  # pages that are there already
+        self.weight_VH.main_grad, self.weight_VH.grad_added_to_main_grad = self.total_VH, False
         self.target_T = torch.randint(0, vocab, (tokens,), generator=generator, device=device)
         with torch.no_grad():
             old = linear_logprob_entropy(self.hidden_TH, self.weight_VH, self.target_T).logprob_T
         self.slope_T = randn(tokens) / tokens
         self.loss = ClippedTokenLoss(randn(tokens), torch.full_like(old, 1 / tokens), old + 0.1 * randn(tokens))
+
+    def products(self) -> Products:
+        return Products(self.hidden_TH.detach(), self.weight_VH.detach(), self.total_VH)
 
     def ours(self) -> object:
         with torch.no_grad():
@@ -248,26 +281,30 @@ class Problem:
 
     def ours_backward(self) -> object:
         out = linear_logprob_entropy(self.hidden_TH, self.weight_VH, self.target_T)
-        return self._gradients((out.logprob_T * self.slope_T).sum())
+        return self.gradients((out.logprob_T * self.slope_T).sum())
 
     def ours_token_loss(self) -> object:
-        return self._gradients(linear_token_loss(self.hidden_TH, self.weight_VH, self.target_T, self.loss).value)
+        return self.gradients(linear_token_loss(self.hidden_TH, self.weight_VH, self.target_T, self.loss).value)
 
     def full_backward(self) -> object:
         logprob_T, _ = full_logits(self.hidden_TH, self.weight_VH, self.target_T)
-        return self._gradients((logprob_T * self.slope_T).sum())
+        return self.gradients((logprob_T * self.slope_T).sum())
 
     def chunked_backward(self) -> object:
         logprob_T, _ = ChunkedLogprob.apply(self.hidden_TH, self.weight_VH, self.target_T)
-        return self._gradients((logprob_T * self.slope_T).sum())
+        return self.gradients((logprob_T * self.slope_T).sum())
 
-    def _gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, (self.hidden_TH, self.weight_VH))
+    def gradients(self, loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Of hidden states and weight; None where main_grad took it."""
+        loss.backward()
+        grads = self.hidden_TH.grad, self.weight_VH.grad
+        self.hidden_TH.grad = self.weight_VH.grad = None
+        return grads
 
-    @property
-    def result_bytes(self) -> int:
+    def result_bytes(self, name: str) -> int:
         """What a forward and backward pass returns."""
-        return self.hidden_TH.nbytes + self.weight_VH.nbytes
+        ours = name in ("token loss", "logprob")
+        return self.hidden_TH.nbytes + (0 if ours else self.weight_VH.nbytes)
 
 
 def check_equal() -> None:
@@ -277,64 +314,55 @@ def check_equal() -> None:
         for ours, other in zip(problem.ours(), forward(), strict=True):
             torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
     for backward in (problem.full_backward, problem.chunked_backward):
-        for ours, other in zip(problem.ours_backward(), backward(), strict=True):
+        problem.total_VH.zero_()
+        hidden, _ = problem.ours_backward()
+        for ours, other in zip((hidden, problem.total_VH), backward(), strict=True):
             torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-4)
-
-
-def products(problem: Problem, tilings: list[tuple[int, int]], names: tuple[str, ...]) -> dict[str, Function]:
-    """The bare products in each tiling, as functions to measure; ``floor`` picks the fastest of a name."""
-    out: dict[str, Function] = {}
-    with torch.no_grad():
-        for tokens, columns in tilings:
-            tiled = Products(problem.hidden_TH.detach(), problem.weight_VH.detach(), tokens, columns)
-            out |= {f"product {name} {tokens}x{columns}": getattr(tiled, name) for name in names}
-    return out
-
-
-def floor(rows: dict[str, Row], name: str) -> float:
-    return min(row.best for label, row in rows.items() if label.startswith(f"product {name} "))
 
 
 def part_forward(args: argparse.Namespace) -> dict:
     problem = Problem(args.tokens, args.hidden, args.vocab)
-    functions = {"ours": problem.ours, "full": problem.full, "chunked": problem.chunked}
-    bare = products(problem, [(2048, 4096), (2048, 1024)], ("logits",))
-    rows = measure(bare | chosen(functions, args), args)
-    floor_s = floor(rows, "logits")
-    result = table(rows, args) | {
-        "floor_gflops": 2 * args.tokens * args.hidden * args.vocab / floor_s / 1e9,
-        "ratio_to_floor": {name: row.best / floor_s for name, row in rows.items()},
+    products = problem.products()
+    bare = products.floors(("logits",))
+    rows = measure(bare | {"ours": problem.ours}, args.repeats)
+    others = measure({"ours": problem.ours, "full": problem.full, "chunked": problem.chunked}, 2)
+    one = [rows["product logits"]]
+    result = table(rows | {name: others[name] for name in ("full", "chunked")}, problem, args)
+    return result | {
+        "floor_tilings": products.chosen,
+        "floor_gflops": 2 * args.tokens * args.hidden * args.vocab / one[0].median / 1e9,
+        "ratio_to_1_product": {"ours": ratio(rows["ours"], one)},
+        "ratio_to_ours": {name: ratio(others[name], [others["ours"]]) for name in ("full", "chunked")},
+        "extra_memory_over_full": rows["ours"].extra_bytes / others["full"].extra_bytes,
     }
-    if "ours" in rows and "full" in rows:
-        result["extra_memory_over_full"] = rows["ours"].extra_bytes / rows["full"].extra_bytes
-    return result
 
 
 def part_backward(args: argparse.Namespace) -> dict:
     problem = Problem(args.tokens, args.hidden, args.vocab)
-    functions = {
+    products = problem.products()
+    bare = products.floors(Products.NAMES)
+    methods = {
         "token loss": problem.ours_token_loss,
         "logprob": problem.ours_backward,
         "full": problem.full_backward,
         "chunked": problem.chunked_backward,
     }
-    bare = products(problem, [(2048, 4096)], ("logits", "grad_hidden", "grad_weight"))
-    rows = measure(bare | chosen(functions, args), args)
-    three = floor(rows, "logits") + floor(rows, "grad_hidden") + floor(rows, "grad_weight")
-    four = three + floor(rows, "logits")
-    return table(rows, args, problem.result_bytes) | {
-        "floor_seconds": {"3 products": three, "4 products": four},
-        "ratio_to_3_products": {name: row.best / three for name, row in rows.items() if name in functions},
-        "ratio_to_4_products": {name: row.best / four for name, row in rows.items() if name in functions},
+    rows = measure(bare | {name: methods[name] for name in args.methods}, args.repeats)
+    three = [rows[name] for name in bare]
+    return table(rows, problem, args) | {
+        "floor_tilings": products.chosen,
+        "ratio_to_3_products": {name: ratio(rows[name], three) for name in args.methods},
+        "ratio_to_4_products": {name: ratio(rows[name], [*three, rows["product logits"]]) for name in args.methods},
     }
 
 
-def chosen(functions: dict[str, Function], args: argparse.Namespace) -> dict[str, Function]:
-    return {name: functions[name] for name in args.methods or functions}
-
-
-def table(rows: dict[str, Row], args: argparse.Namespace, result_bytes: int = 0) -> dict:
-    memory = {name: row.extra_bytes - result_bytes for name, row in rows.items() if not name.startswith("product")}
+def table(rows: dict[str, Row], problem: Problem, args: argparse.Namespace) -> dict:
+    forward = "ours" in rows
+    memory = {
+        name: row.extra_bytes - (0 if forward else problem.result_bytes(name))
+        for name, row in rows.items()
+        if not name.startswith("product")
+    }
     logits_bytes = 4 * args.tokens * args.vocab
     return {
         "settings": {"tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab, "dtype": "fp32"},
@@ -347,18 +375,18 @@ def table(rows: dict[str, Row], args: argparse.Namespace, result_bytes: int = 0)
 def part_scaling(args: argparse.Namespace) -> dict:
     out: dict = {"workspace_mib": 256, "tokens": {}, "vocab": {}}
     for tokens in (1024, 4096, 16384, 65536):
-        out["tokens"][tokens] = scaling_row(tokens, 64, 32000, args)
+        out["tokens"][tokens] = scaling_row(tokens, 64, 32000)
     for vocab in (32000, 64000, 128256, 256512):
-        out["vocab"][vocab] = scaling_row(2048, 64, vocab, args)
+        out["vocab"][vocab] = scaling_row(2048, 64, vocab)
     return out
 
 
-def scaling_row(tokens: int, hidden: int, vocab: int, args: argparse.Namespace) -> dict:
+def scaling_row(tokens: int, hidden: int, vocab: int) -> dict:
     problem = Problem(tokens, hidden, vocab)
-    rows = measure({"forward": problem.ours, "token loss": problem.ours_token_loss}, args)
+    rows = measure({"forward": problem.ours, "token loss": problem.ours_token_loss}, 2)
     out: dict = {"settings": {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "fp32"}}
     for name, row in rows.items():
-        extra = row.extra_bytes - (problem.result_bytes if name == "token loss" else 0)
+        extra = row.extra_bytes - (problem.result_bytes(name) if name == "token loss" else 0)
         out[name] = {
             "us_per_token": row.best / tokens * 1e6,
             "ns_per_logit": row.best / tokens / vocab * 1e9,
@@ -378,30 +406,33 @@ def part_gpu(args: argparse.Namespace) -> dict:
                 label = f"tokens {tokens} hidden {hidden} vocab 152064 tp {shards}"
                 sys.stderr.write(label + "\n")
                 out[label] = gpu_row(tokens, hidden, 152064 // shards, args)
+                torch.cuda.empty_cache()
     return out
 
 
-def gpu_row(tokens: int, hidden: int, rows: int, args: argparse.Namespace) -> dict:
-    problem = Problem(tokens, hidden, rows, "cuda", torch.bfloat16)
-    tilings = [(2048, 16384), (4096, 8192), (8192, 8192)]
-    bare = products(problem, tilings, ("logits", "grad_hidden", "grad_weight"))
+def gpu_row(tokens: int, hidden: int, vocab: int, args: argparse.Namespace) -> dict:
+    problem = Problem(tokens, hidden, vocab, "cuda", torch.bfloat16)
     forward = {"forward ours": problem.ours, "forward chunked": problem.chunked}
     backward = {"token loss": problem.ours_token_loss, "logprob": problem.ours_backward}
     backward |= {"chunked": problem.chunked_backward, **peers(problem)}
-    functions = bare | forward | backward
-    for function in functions.values():
+    if tokens <= 8192:  # more do not fit
+        forward["forward full"] = problem.full
+        backward["full"] = problem.full_backward
+    for function in (forward | backward).values():
         function()  # compiles kernels
-    measured = measure(functions, args)
-    one = floor(measured, "logits")
-    three = one + floor(measured, "grad_hidden") + floor(measured, "grad_weight")
+    products = problem.products()
+    bare = products.floors(Products.NAMES)
+    rows = measure(bare | forward | backward, args.repeats)
+    one, three = [rows["product logits"]], [rows[name] for name in bare]
     return {
-        "seconds": {name: row.summary() for name, row in measured.items()},
-        "forward_share_of_floor_rate": {name: one / measured[name].best for name in forward},
-        "share_of_3_products_rate": {name: three / measured[name].best for name in backward},
-        "share_of_4_products_rate": {name: (three + one) / measured[name].best for name in backward},
-        "forward_extra_memory_mib": {name: measured[name].extra_bytes / 2**20 for name in forward},
+        "floor_tilings": products.chosen,
+        "seconds": {name: row.summary() for name, row in rows.items()},
+        "ratio_to_1_product": {name: ratio(rows[name], one) for name in forward},
+        "ratio_to_3_products": {name: ratio(rows[name], three) for name in backward},
+        "ratio_to_4_products": {name: ratio(rows[name], [*three, *one]) for name in backward},
+        "forward_extra_memory_mib": {name: rows[name].extra_bytes / 2**20 for name in forward},
         "backward_extra_memory_mib": {
-            name: (measured[name].extra_bytes - problem.result_bytes) / 2**20 for name in backward
+            name: (rows[name].extra_bytes - problem.result_bytes(name)) / 2**20 for name in backward
         },
     }
 
@@ -414,14 +445,14 @@ def peers(problem: Problem) -> dict[str, Function]:
 
         def verl() -> object:
             logprob_T, _ = linear_cross_entropy(problem.hidden_TH, problem.weight_VH, problem.target_T, 1.0, "none")
-            return problem._gradients((logprob_T * problem.slope_T).sum())
+            return problem.gradients((logprob_T * problem.slope_T).sum())
 
         found["verl linear_cross_entropy"] = verl
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         loss = LigerFusedLinearCrossEntropyLoss()
-        found["liger cross-entropy (loss only)"] = lambda: problem._gradients(
+        found["liger cross-entropy (loss only)"] = lambda: problem.gradients(
             loss(problem.weight_VH, problem.hidden_TH, problem.target_T)
         )
     return found
@@ -443,7 +474,7 @@ def environment(args: argparse.Namespace) -> dict:
         "commit": commit,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "most_repeats": args.repeats,
+        "repeats": args.repeats,
     }
 
 
@@ -453,10 +484,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop repeating after so many seconds")
+    parser.add_argument("--repeats", type=int, default=5, help="of ours and the floor; other ways take two")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--methods", nargs="*", help="of the parts 'forward' and 'backward'; default: all")
+    parser.add_argument(
+        "--methods", nargs="*", default=["token loss", "logprob"],
+        help="of the part 'backward': also 'full' and 'chunked' (minutes each)",
+    )  # fmt: skip
     parser.add_argument("--label", help="name of the run in the JSON; default: the part")
     parser.add_argument("--output", type=Path, help="JSON file; runs that it has under other names stay")
     args = parser.parse_args()

@@ -10,6 +10,7 @@ this rank's vocabulary shard, H = hidden size; N = T in this package's inner mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from openrlhf_ext.head.kernels import Implementation, Kernels, choose_kernels
 from openrlhf_ext.head.passes import LinearHead, gradients, statistics, statistics_and_gradients, tile_costs
 from openrlhf_ext.head.plan import TilePlan, one_pass_plan, tile_plan
 from openrlhf_ext.head.precision import Precision
-from openrlhf_ext.head.rows import ReplicatedRows, Rows, SequenceShardedRows
+from openrlhf_ext.head.rows import ReplicatedRows, Rows, SequenceShardedRows, count_rows, gathered_rows
 from openrlhf_ext.head.shard import VocabularyShard
 from openrlhf_ext.head.statistics import TokenStatistics
 from openrlhf_ext.head.token_loss import TokenLoss, loss_and_slope
@@ -55,6 +56,7 @@ def linear_logprob_entropy(
     entropy_grad: bool = False,
     *,
     sequence_rows: Tensor | None = None,
+    rows_per_rank: Sequence[int] | None = None,
     implementation: Implementation = "auto",
     checks: bool | None = None,
 ) -> HeadOutput:
@@ -77,6 +79,8 @@ def linear_logprob_entropy(
             every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks of the group: the
             same on every rank, each in ``[0, ranks * L)``. They are gathered, and their gradients scattered, while
             other tokens are computed.
+        rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are counted, for which
+            the host waits for the device once per call.
         implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
         checks: look for NaN, infinities and target ids out of range. On a GPU this makes the host wait for the device,
             so that the default is on for the CPU only.
@@ -93,7 +97,7 @@ def linear_logprob_entropy(
     hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
     call = _Call.of(
         hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
-        implementation, checks,
+        rows_per_rank, implementation, checks,
     )  # fmt: skip
     logprob_T, entropy_T = _LinearLogprobEntropy.apply(hidden_TH, weight_VH, call, entropy_grad)
     return HeadOutput(logprob_T, entropy_T if entropy_grad else entropy_T.detach())
@@ -110,6 +114,7 @@ def linear_token_loss(
     workspace_bytes: int = 256 << 20,
     *,
     sequence_rows: Tensor | None = None,
+    rows_per_rank: Sequence[int] | None = None,
     implementation: Implementation = "auto",
     checks: bool | None = None,
     recompute: bool | None = None,
@@ -136,7 +141,7 @@ def linear_token_loss(
     hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
     call = _Call.of(
         hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
-        implementation, checks,
+        rows_per_rank, implementation, checks,
     )  # fmt: skip
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
         return TokenLossOutput(*_LinearTokenLoss.apply(hidden_TH, weight_VH, call, token_loss, recompute, grad_scale))
@@ -152,6 +157,7 @@ class _Call:
     target_T: Tensor
     scale_T: Tensor | None
     sequence_rows: Tensor | None
+    rows_per_rank: Sequence[int] | None
     process_group: dist.ProcessGroup | None
     shard: VocabularyShard
     precision: Precision
@@ -170,6 +176,7 @@ class _Call:
         process_group: dist.ProcessGroup | None,
         workspace_bytes: int,
         sequence_rows: Tensor | None,
+        rows_per_rank: Sequence[int] | None,
         implementation: Implementation,
         checks: bool | None,
     ) -> _Call:
@@ -177,10 +184,13 @@ class _Call:
         checks = hidden_TH.device.type == "cpu" if checks is None else checks
         check_call(hidden_TH, weight_VH, target_T, temperature, sequence_rows, workspace_bytes, shard, checks)
         precision = Precision.of(hidden_TH.dtype, hidden_TH.device)
+        if sequence_rows is not None:
+            rows_per_rank = _counts(sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks)
         return cls(
             target_T=target_T,
             scale_T=_scale(temperature, target_T, precision.compute),
             sequence_rows=sequence_rows,
+            rows_per_rank=rows_per_rank,
             process_group=process_group,
             shard=shard,
             precision=precision,
@@ -190,14 +200,21 @@ class _Call:
         )
 
     def head(
-        self, hidden_TH: Tensor, weight_VH: Tensor, *, gradients: bool, one_pass: bool | None = False
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        *,
+        statistics: bool = True,
+        gradients: bool = True,
+        one_pass: bool | None = False,
     ) -> LinearHead:
         """The operands cut into tiles.
 
         Args:
+            statistics, gradients: what is wanted of them.
             one_pass: keep the logits of a block; None: if that leaves blocks large enough.
         """
-        plan = self._plan(hidden_TH, weight_VH.shape[0], gradients=gradients, one_pass=one_pass)
+        plan = self._plan(hidden_TH, weight_VH.shape[0], statistics, gradients, one_pass)
         rows = self._rows(hidden_TH, plan.tokens)
         check = None
         if self.checks:
@@ -214,20 +231,23 @@ class _Call:
             check=check,
         )
 
-    def _plan(self, hidden_TH: Tensor, weight_rows: int, *, gradients: bool, one_pass: bool | None) -> TilePlan:
+    def _plan(
+        self, hidden_TH: Tensor, weight_rows: int, statistics: bool, gradients: bool, one_pass: bool | None
+    ) -> TilePlan:
         costs = tile_costs(
-            hidden_TH.shape[1], hidden_TH.dtype.itemsize, self.precision, self.kernels,
-            gradients=gradients, sharded=self.sequence_rows is not None,
+            hidden_TH.shape[1], hidden_TH.dtype, self.precision, self.kernels, statistics=statistics,
+            gradients=gradients,
+            gathered=0.0 if self.sequence_rows is None else gathered_rows(self.rows_per_rank, self.process_group),
         )  # fmt: skip
         size = (self.target_T.numel(), weight_rows, costs, self.workspace_bytes, hidden_TH.device.type)
         if one_pass is False:
-            return tile_plan(*size)
+            return tile_plan(*size, statistics=statistics)
         return one_pass_plan(*size, force=one_pass is True) or tile_plan(*size)
 
     def _rows(self, hidden_TH: Tensor, tokens: int) -> Rows:
         if self.sequence_rows is None:
             return ReplicatedRows(hidden_TH, self.shard, tokens)
-        return SequenceShardedRows(hidden_TH, self.sequence_rows, self.process_group, tokens)
+        return SequenceShardedRows(hidden_TH, self.sequence_rows, self.rows_per_rank, self.process_group, tokens)
 
     def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
         """In the caller's order."""
@@ -239,7 +259,7 @@ class _Call:
     ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:
         """Value of the loss, statistics, gradient of the hidden states, gradient of the weight."""
         one_pass = None if recompute is None else not recompute
-        head = self.head(hidden_TH, weight_VH, gradients=True, one_pass=one_pass)
+        head = self.head(hidden_TH, weight_VH, one_pass=one_pass)
         weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
         scale = grad_scale if weight_gradient is not None and weight_gradient.in_main_grad else 1.0
         values: list[Tensor] = []
@@ -262,7 +282,7 @@ class _Call:
         grad_entropy_T: Tensor | None,
     ) -> tuple[Tensor, WeightGradient | None]:
         """Gradients of the hidden states and of the weight from those of the outputs."""
-        head = self.head(hidden_TH, weight_VH, gradients=True)
+        head = self.head(hidden_TH, weight_VH, statistics=False)
         weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
         ordered = TokenStatistics(*(_ordered(value, head.rows) for value in stats))
         slope_N = _ordered(grad_logprob_T, head.rows)
@@ -331,7 +351,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
     """The product, without a copy where the host can see that the factor is 1."""
-    return grad if not factor.is_cuda and float(factor) == 1.0 else grad * factor
+    return grad if factor.device.type == "cpu" and float(factor) == 1.0 else grad * factor
 
 
 def _expect_scale(grad_value: Tensor, scale: float) -> None:
@@ -340,7 +360,7 @@ def _expect_scale(grad_value: Tensor, scale: float) -> None:
     Raises:
         ValueError: another gradient arrives than was announced (CPU; a device-side assertion on CUDA, without a wait).
     """
-    if grad_value.is_cuda:
+    if grad_value.device.type != "cpu":
         torch._assert_async(grad_value == scale)
     elif float(grad_value) != scale:
         raise ValueError(
@@ -356,6 +376,18 @@ def _without_lone_shard(
     if sequence_rows is None or (group is not None and group.size() > 1):
         return hidden_TH, sequence_rows
     return hidden_TH[sequence_rows], None
+
+
+def _counts(
+    rows_T: Tensor, given: Sequence[int] | None, length: int, group: dist.ProcessGroup, checks: bool
+) -> Sequence[int]:
+    """Rows that each rank holds: as given, unless there are checks, or counted."""
+    if given is not None and not checks:
+        return given
+    counts = count_rows(rows_T, length, group.size())
+    if given is not None and [*given] != counts:
+        raise ValueError(f"rows_per_rank must count sequence_rows by rank: got {[*given]}, they are {counts}")
+    return counts
 
 
 def _scale(temperature: float | Tensor, target_T: Tensor, dtype: torch.dtype) -> Tensor | None:

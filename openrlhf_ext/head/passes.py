@@ -6,7 +6,9 @@ vocabulary shard, S = columns of a slice of it, H = hidden size; 4 as in ``stati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,9 @@ from openrlhf_ext.head.weight_gradient import WeightGradient
 
 # coefficients(rows, statistics of these tokens) -> d loss / d log-prob and (or None) d loss / d entropy, both (B,)
 Coefficients = Callable[[slice, TokenStatistics], tuple[Tensor, Tensor | None]]
+
+# Statistics of slices that wait to be merged: few operations on a GPU, and memory that the vocabulary does not move.
+_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -67,47 +72,59 @@ class LinearHead:
             return None
         return self.scale_N[rows]
 
-    def weight(self, columns: slice, dtype: torch.dtype) -> Tensor:
-        return self.weight_VH[columns].to(dtype)
-
 
 def tile_costs(
-    hidden: int, item: int, precision: Precision, kernels: Kernels, *, gradients: bool, sharded: bool
+    hidden: int,
+    dtype: torch.dtype,
+    precision: Precision,
+    kernels: Kernels,
+    *,
+    statistics: bool = True,
+    gradients: bool,
+    gathered: float = 0.0,
 ) -> TileCosts:
     """Bytes that a tile takes of the workspace.
 
     Args:
-        hidden, item: size of a hidden state, and bytes of one of its numbers.
-        gradients: the walk makes gradients; ``sharded``: hidden states come from the ranks' shards of a sequence.
+        hidden, dtype: size and format of a hidden state.
+        statistics, gradients: what the walk makes.
+        gathered: ``rows.gathered_rows``; 0 where no rank needs the hidden states of another.
     """
-    compute = precision.compute.itemsize
-    widened = compute != item and precision.operands_are_exact
-    token = hidden * (compute if precision.operands_are_exact else 0)
+    compute, item = precision.compute.itemsize, dtype.itemsize
+    part = 4 * compute
+    token = 4 * _PARTS * part + hidden * (compute if precision.operands_are_exact else 0)
     if gradients:
         token += 2 * hidden * compute  # of this block, and of the one before, which is on its way
-    if sharded:
-        token += 3 * hidden * item + (hidden * compute if gradients else 0)
-    spare = precision.gradient.itemsize if gradients and precision.gradient != precision.compute else 0
+        token += hidden * precision.gradient.itemsize if precision.gradient != precision.logits else 0
+    if gathered:  # this block, the one before, the one on its way; and the gradients that are on theirs
+        token += math.ceil(hidden * (item * (2 + gathered) + (compute * gathered if gradients else 0)))
+    narrow = precision.gradient.itemsize if gradients and precision.gradient != precision.compute else 0
+    spare = compute if statistics and not kernels.keeps_logits else 0
+    widened = precision.logits != dtype or (gradients and precision.gradient != dtype)
     return TileCosts(
-        logit=compute + (spare if kernels.keeps_logits else max(spare, compute)),
+        logit=compute + narrow + spare,
         kept=compute,
         token=token,
         column=hidden * compute if widened else 0,
+        part=part,
     )
 
 
 class _Buffers:
     """The workspace of one walk: tiles of logits, and what the kernels and the gradients' products need beside them."""
 
-    def __init__(self, head: LinearHead, *, gradients: bool) -> None:
+    def __init__(self, head: LinearHead, *, statistics: bool = True, gradients: bool = True) -> None:
         self._head, precision, kernels = head, head.precision, head.kernels
         tile, block = head.rows.longest * head.plan.columns, head.rows.longest * head.shard.true_rows
         self._kept = self._empty(block) if head.plan.keeps else None
         keeps_logits = head.plan.keeps and kernels.keeps_logits
         self._logits = None if keeps_logits else self._empty(tile)
-        self._spare = None if head.plan.keeps or kernels.keeps_logits else self._empty(tile)
+        needs_spare = statistics and not (head.plan.keeps or kernels.keeps_logits)
+        self._spare = self._empty(tile) if needs_spare else None
         narrow = gradients and precision.gradient != precision.compute
         self._narrow = self._empty(tile, precision.gradient) if narrow else None
+        self._weight: Tensor | None = None
+        self._widened: slice | None = None
 
     def _empty(self, elements: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(elements, dtype=dtype or self._head.precision.compute, device=self._head.weight_VH.device)
@@ -133,6 +150,19 @@ class _Buffers:
         """Where the gradient of a tile goes: in place, unless the products take another format."""
         return tile_BS if self._narrow is None else _view(self._narrow, tile_BS.shape[0], columns)
 
+    def weight(self, columns: slice, dtype: torch.dtype) -> Tensor:
+        """(S, H) rows of the weight in this format, until others are asked for."""
+        weight_SH = self._head.weight_VH[columns]
+        if weight_SH.dtype == dtype:
+            return weight_SH
+        if self._weight is None:
+            self._weight = self._empty(self._head.plan.columns * weight_SH.shape[1], dtype)
+        widened_SH = self._weight[: weight_SH.numel()].view(weight_SH.shape)
+        if self._widened != columns:
+            widened_SH.copy_(weight_SH)
+            self._widened = columns
+        return widened_SH
+
 
 def _view(buffer: Tensor, tokens: int, columns: slice) -> Tensor:
     width = columns.stop - columns.start
@@ -144,8 +174,7 @@ def statistics(head: LinearHead) -> TokenStatistics:
     part_4N = _nothing(head, head.rows.count)
     buffers = _Buffers(head, gradients=False)
     for block in head.blocks():
-        if parts := _parts(head, buffers, block, head.operand(block)):
-            part_4N[:, block.rows] = merge(torch.stack(parts))
+        part_4N[:, block.rows] = _merged(head, _parts(head, buffers, block, head.operand(block)), block)
     return combine(part_4N, head.shard)
 
 
@@ -153,11 +182,15 @@ def gradients(
     head: LinearHead, stats: TokenStatistics, coefficients: Coefficients, weight_gradient: WeightGradient | None
 ) -> Tensor:
     """Gradient of the hidden states from recomputed logits; that of the weight is added to ``weight_gradient``."""
-    sink, buffers = head.rows.sink(), _Buffers(head, gradients=True)
-    for block in head.blocks():
+    sink, buffers = head.rows.sink(), _Buffers(head, statistics=False)
+
+    def gradient(block: Block) -> Tensor:
         own = stats.select(block.rows)
         grads = _BlockGradient(head, buffers, block, head.operand(block), weight_gradient)
-        sink.add(block, grads.recomputed(own, coefficients(block.rows, own)))
+        return grads.recomputed(own, coefficients(block.rows, own))
+
+    for block in head.blocks():
+        sink.add(block, gradient(block))
     return sink.finish()
 
 
@@ -168,18 +201,21 @@ def statistics_and_gradients(
 
     The logits are computed once where the plan keeps the tiles of a block, and twice otherwise.
     """
-    sink, buffers, pieces = head.rows.sink(), _Buffers(head, gradients=True), []
-    for block in head.blocks():
+    sink, buffers, pieces = head.rows.sink(), _Buffers(head), []
+
+    def gradient(block: Block) -> Tensor:
         operand_BH = head.operand(block)
-        parts = _parts(head, buffers, block, operand_BH)
-        whole = merge(torch.stack(parts)) if parts else _nothing(head, operand_BH.shape[0])
-        own = combine(whole, head.shard)
+        parts: Iterable[Tensor] = _parts(head, buffers, block, operand_BH)
+        parts = list(parts) if head.plan.keeps else parts
+        own = combine(_merged(head, parts, block), head.shard)
+        pieces.append(own)
         grads = _BlockGradient(head, buffers, block, operand_BH, weight_gradient)
         if head.plan.keeps:
-            sink.add(block, grads.from_kept(own, coefficients(block.rows, own), parts))
-        else:
-            sink.add(block, grads.recomputed(own, coefficients(block.rows, own)))
-        pieces.append(own)
+            return grads.from_kept(own, coefficients(block.rows, own), parts)
+        return grads.recomputed(own, coefficients(block.rows, own))
+
+    for block in head.blocks():
+        sink.add(block, gradient(block))
     if not pieces:
         return combine(_nothing(head, 0), head.shard), sink.finish()
     return TokenStatistics(*(torch.cat(values) for values in zip(*pieces, strict=True))), sink.finish()
@@ -189,16 +225,22 @@ def _nothing(head: LinearHead, tokens: int) -> Tensor:
     return empty_part(tokens, head.precision.compute, head.weight_VH.device)
 
 
-def _parts(head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor) -> list[Tensor]:
+def _parts(head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor) -> Iterator[Tensor]:
     """(4, B) of each slice of this rank's shard."""
     tokens, target_B, scale_B = operand_BH.shape[0], head.target_N[block.rows], head.tile_scale(block.rows)
-    parts = []
     for columns in head.slices:
         logits_BS = buffers.logits(tokens, columns)
-        multiply(logits_BS, operand_BH, head.weight(columns, head.precision.logits).t())
+        multiply(logits_BS, operand_BH, buffers.weight(columns, head.precision.logits).t())
         spare_BS = buffers.spare(tokens, columns)
-        parts.append(head.kernels.statistics(logits_BS, spare_BS, target_B - columns.start, scale_B))
-    return parts
+        yield head.kernels.statistics(logits_BS, spare_BS, target_B - columns.start, scale_B)
+
+
+def _merged(head: LinearHead, parts: Iterable[Tensor], block: Block) -> Tensor:
+    """(4, B) of all slices together."""
+    whole_4B, parts = _nothing(head, block.rows.stop - block.rows.start), iter(parts)
+    while some := list(itertools.islice(parts, _PARTS)):
+        whole_4B = merge(torch.stack([whole_4B, *some]))
+    return whole_4B
 
 
 class _BlockGradient:
@@ -221,12 +263,12 @@ class _BlockGradient:
         """(B, H) from logits that are computed again."""
         head, token = self._head, self._token(stats, coefficients)
         for columns in head.slices:
-            weight_SH = head.weight(columns, head.precision.logits)
+            weight_SH = self._buffers.weight(columns, head.precision.logits)
             logits_BS = self._buffers.logits(self._operand_BH.shape[0], columns)
             multiply(logits_BS, self._operand_BH, weight_SH.t())
             out_BS = self._buffers.gradient(logits_BS, columns)
             head.kernels.gradient(logits_BS, self._in_slice(token, columns), out_BS)
-            self._add(out_BS, columns, weight_SH)
+            self._add(out_BS, columns)
         return self._scaled()
 
     def from_kept(
@@ -238,7 +280,7 @@ class _BlockGradient:
             kept_BS = self._buffers.kept(self._operand_BH.shape[0], columns)
             out_BS = self._buffers.gradient(kept_BS, columns)
             head.kernels.kept_gradient(kept_BS, part_4B, self._in_slice(token, columns), out_BS)
-            self._add(out_BS, columns, head.weight(columns, head.precision.gradient))
+            self._add(out_BS, columns)
         return self._scaled()
 
     def _token(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> TokenGradient:
@@ -257,8 +299,8 @@ class _BlockGradient:
     def _in_slice(token: TokenGradient, columns: slice) -> TokenGradient:
         return token._replace(column_B=token.column_B - columns.start)
 
-    def _add(self, grad_BS: Tensor, columns: slice, weight_SH: Tensor) -> None:
-        accumulate(self._grad_BH, grad_BS, weight_SH.to(grad_BS.dtype))
+    def _add(self, grad_BS: Tensor, columns: slice) -> None:
+        accumulate(self._grad_BH, grad_BS, self._buffers.weight(columns, grad_BS.dtype))
         if self._weight_gradient is not None:
             accumulate(self._weight_gradient.total_VH[columns], grad_BS.t(), self._right_BH)
 

@@ -11,7 +11,7 @@ tokens that one of them has in a block, H = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -92,8 +92,8 @@ class _ReplicatedSink:
         self._pending: tuple[slice, Tensor, dist.Work] | None = None
 
     def add(self, block: Block, grad_BH: Tensor) -> None:
-        work = self._shard.start_sum(grad_BH)
         self._settle()
+        work = self._shard.start_sum(grad_BH)
         if work is None:
             self._total_NH[block.rows] = grad_BH
         else:
@@ -111,37 +111,57 @@ class _ReplicatedSink:
         return self._total_NH
 
 
-class SequenceShardedRows:
-    """Rows ``rows_N`` of the hidden states that the ranks of a group hold one after the other, ``hidden_LH`` each.
+def count_rows(rows_N: Tensor, length: int, ranks: int) -> list[int]:
+    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device.
 
     Raises:
         ValueError: ``rows_N`` points outside of the ranks' tokens.
     """
+    owner_N = torch.div(rows_N, max(1, length), rounding_mode="floor")
+    counts = torch.bincount(owner_N.clamp(0, ranks), minlength=ranks).tolist()
+    if len(counts) > ranks or (rows_N.numel() and int(rows_N.min()) < 0):
+        raise ValueError(
+            f"sequence_rows must be in [0, {ranks} ranks * {length} tokens): "
+            f"got {int(rows_N.min())}..{int(rows_N.max())}"
+        )
+    return counts
 
-    def __init__(self, hidden_LH: Tensor, rows_N: Tensor, group: dist.ProcessGroup, tokens: int) -> None:
+
+def gathered_rows(counts: Sequence[int], group: dist.ProcessGroup) -> float:
+    """Rows that a collective holds for each token of a block: R, to which the fullest rank pads all others, and the
+    share of one rank; gloo works on copies of them."""
+    rows = max(counts) * (len(counts) + 1) / max(1, sum(counts))
+    return 2 * rows if dist.get_backend(group) == "gloo" else rows
+
+
+class SequenceShardedRows:
+    """Rows ``rows_N`` of the hidden states that the ranks of a group hold one after the other, ``hidden_LH`` each."""
+
+    def __init__(
+        self, hidden_LH: Tensor, rows_N: Tensor, counts: Sequence[int], group: dist.ProcessGroup, tokens: int
+    ) -> None:
+        """``counts`` as from ``count_rows``; ``tokens`` of a block at most. The host waits for nothing."""
         self.count = rows_N.numel()
         self._hidden_LH, self._group = hidden_LH, group
         self._size, self._rank = group.size(), group.rank()
-        owner_N = torch.div(rows_N, max(1, hidden_LH.shape[0]), rounding_mode="floor")
-        counts = torch.bincount(owner_N.clamp(0, self._size), minlength=self._size).tolist()
-        if len(counts) > self._size or (self.count and int(rows_N.min()) < 0):
-            raise ValueError(
-                f"sequence_rows must be in [0, {self._size} ranks * {hidden_LH.shape[0]} tokens): "
-                f"got {int(rows_N.min())}..{int(rows_N.max())}"
-            )
         self._shares = _shares(counts, tokens)  # [block][rank] -> how many rows
         self.longest = max(map(sum, self._shares), default=0)
+        sorted_N, self._places_N = _indices(counts, self._shares, rows_N.device)
+        owner_N = torch.div(rows_N, max(1, hidden_LH.shape[0]), rounding_mode="floor")
         by_owner_N = torch.argsort(owner_N, stable=True)
-        self.order_N = by_owner_N[_interleave(self._shares, rows_N.device)]
-        self._mine = rows_N[by_owner_N].split(counts)[self._rank] - self._rank * hidden_LH.shape[0]
+        self.order_N = by_owner_N[sorted_N]
+        self._mine = rows_N[by_owner_N].split(list(counts))[self._rank] - self._rank * hidden_LH.shape[0]
 
     def blocks(self) -> Iterator[Block]:
-        first, following = 0, self._gather(0)
-        for number, shares in enumerate(self._shares):
-            current, following = following, self._gather(number + 1)
-            rows = slice(first, first + sum(shares))
-            yield Block(number, rows, current.wait())
-            first = rows.stop
+        following = self._gather(0)
+        for number in range(len(self._shares)):
+            hidden_BH = following.wait()
+            following = self._gather(number + 1)
+            yield Block(number, self._block(number), hidden_BH)
+
+    def _block(self, number: int) -> slice:
+        first = sum(map(sum, self._shares[:number]))
+        return slice(first, first + sum(self._shares[number]))
 
     def sink(self) -> GradientSink:
         return _ShardedSink(self)
@@ -162,11 +182,7 @@ class SequenceShardedRows:
     def _places(self, number: int) -> Tensor | None:
         """(B,) places of a block's tokens in the gathered (R, H); None where nothing is padded."""
         shares = self._shares[number]
-        longest = max(shares)
-        if min(shares) == longest:
-            return None
-        places = [torch.arange(count) + rank * longest for rank, count in enumerate(shares)]
-        return torch.cat(places).to(self._hidden_LH.device, non_blocking=True)
+        return None if min(shares) == max(shares) else self._places_N[self._block(number)]
 
     def start_scatter(self, number: int, grad_BH: Tensor) -> tuple[Tensor, dist.Work, Tensor]:
         """Begins to sum a block's gradients over the ranks; returns what will hold this rank's rows."""
@@ -204,9 +220,8 @@ class _ShardedSink:
         self._pending: tuple[int, tuple[Tensor, dist.Work, Tensor]] | None = None
 
     def add(self, block: Block, grad_BH: Tensor) -> None:
-        started = self._rows.start_scatter(block.number, grad_BH)
         self._settle()
-        self._pending = (block.number, started)
+        self._pending = (block.number, self._rows.start_scatter(block.number, grad_BH))
 
     def _settle(self) -> None:
         if self._pending is not None:
@@ -235,13 +250,16 @@ def _shares(counts: list[int], tokens: int) -> list[list[int]]:
         blocks += 1
 
 
-def _interleave(shares: list[list[int]], device: torch.device) -> Tensor:
-    """(N,) index into rows sorted by owner, in the order of processing: block by block, rank by rank."""
-    counts = [sum(block[rank] for block in shares) for rank in range(len(shares[0]))] if shares else []
+def _indices(counts: Sequence[int], shares: list[list[int]], device: torch.device) -> Tensor:
+    """(2, N) in the order of processing (block by block, rank by rank): places in the rows sorted by owner, and in
+    the gathered (R, H) of the block."""
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    pieces = []
+    pieces = [torch.zeros(2, 0, dtype=torch.long)]
     for block in shares:
         for rank, count in enumerate(block):
-            pieces.append(torch.arange(starts[rank], starts[rank] + count))
+            first = torch.tensor([[starts[rank]], [rank * max(block)]])
+            pieces.append(first + torch.arange(count))
             starts[rank] += count
-    return torch.cat(pieces).to(device) if pieces else torch.zeros(0, dtype=torch.long, device=device)
+    indices_2N = torch.cat(pieces, 1)
+    # a copy from pageable memory would wait for all work that the device has been given
+    return indices_2N.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices_2N

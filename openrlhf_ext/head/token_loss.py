@@ -5,6 +5,7 @@ Shape suffixes: T = tokens of the call, B = tokens of one block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class ClippedTokenLoss:
 
     Attributes:
         advantage_T: A.
-        weight_T: weight of each term over the global denominator; 0 for tokens without loss.
+        weight_T: weight of each term over the global denominator; 0 for tokens without loss, whatever their ratio.
         old_logprob_T: log-probability under the policy that sampled.
         clip_low, clip_high: None for no clipping on that side.
     """
@@ -45,18 +46,19 @@ class ClippedTokenLoss:
             raise ValueError(f"dual_clip must be > 1, got {self.dual_clip}")
 
     def __call__(self, logprob_B: Tensor, rows: slice | Tensor) -> Tensor:
-        advantage_B = self.advantage_T[rows]
-        objective_B = (logprob_B - self.old_logprob_T[rows]).exp() * advantage_B
-        bound_B = torch.full_like(objective_B, float("inf"))
+        advantage_B, weight_B = self.advantage_T[rows], self.weight_T[rows]
+        # bounds of ln r, not of r: what is cut never overflows, neither in its value nor in its gradient
+        up, down, dual = math.inf, -math.inf, math.inf
         if self.clip_high is not None:
-            bound_B = torch.where(advantage_B > 0, (1 + self.clip_high) * advantage_B, bound_B)
-        if self.clip_low is not None:
-            bound_B = torch.where(advantage_B < 0, (1 - self.clip_low) * advantage_B, bound_B)
-        objective_B = torch.where(objective_B > bound_B, bound_B, objective_B)
+            up = math.log1p(self.clip_high)
+        if self.clip_low is not None and self.clip_low < 1:
+            down = math.log1p(-self.clip_low)
         if self.dual_clip is not None:
-            floor_B = self.dual_clip * advantage_B
-            objective_B = torch.where((advantage_B < 0) & (objective_B < floor_B), floor_B, objective_B)
-        return -self.weight_T[rows] * objective_B
+            dual = math.log(self.dual_clip)
+        most_B = torch.where(advantage_B > 0, up, dual).masked_fill((advantage_B == 0) | (weight_B == 0), 0.0)
+        least_B = torch.where(advantage_B < 0, down, -math.inf).minimum(most_B)
+        log_ratio_B = (logprob_B - self.old_logprob_T[rows]).clamp(least_B, most_B)
+        return -weight_B * advantage_B * log_ratio_B.exp()
 
 
 def loss_and_slope(token_loss: TokenLoss, logprob_B: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """Where the gradient of the output embedding is summed: in place in Megatron's ``main_grad`` where there is one.
 
 Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels that add to it
-themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. The hook must
-still run, so autograd gets a placeholder whose contents nobody reads, unless the parameter is used a second time (tied
-embeddings: ``zero_out_wgrad``), where autograd adds the other gradient to it and DDP adds the sum: then it holds zeros.
+themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
+gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
+``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. Megatron's own layers hand out a placeholder of
+the weight's size instead, which only ``overlap_grad_reduce`` asks for (by an assertion).
 (Protocol: megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
 """
 
@@ -29,12 +30,9 @@ class WeightGradient:
         )
         self.total_VH = main_grad if self.in_main_grad else torch.zeros_like(weight_VH, dtype=compute)
 
-    def for_autograd(self) -> Tensor:
-        """The gradient for autograd. With ``in_main_grad`` a placeholder, to be asked for in the backward pass."""
-        weight_VH = self._weight_VH
+    def for_autograd(self) -> Tensor | None:
+        """The gradient for autograd; None where ``main_grad`` has it. To be asked for in the backward pass then."""
         if not self.in_main_grad:
-            return self.total_VH.to(weight_VH.dtype)
-        weight_VH.grad_added_to_main_grad = True
-        if getattr(weight_VH, "zero_out_wgrad", False):
-            return weight_VH.new_zeros(()).expand_as(weight_VH)
-        return torch.empty_like(weight_VH)
+            return self.total_VH.to(self._weight_VH.dtype)
+        self._weight_VH.grad_added_to_main_grad = True
+        return None

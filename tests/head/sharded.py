@@ -8,12 +8,36 @@ from torch import Tensor
 
 from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
 from tests.head.cases import Case
+from tests.head.memory import peak_extra_bytes
 
 
-def run(cases: list[Case], workspaces: list[int]) -> list[dict[str, dict]]:
-    """Every way through every case, with this rank's shard of the weight (and of the sequence)."""
+def run(cases: list[Case], workspaces: list[int], lopsided_workspace: int) -> tuple[list[dict[str, dict]], int | None]:
+    """Every way through every case, with this rank's shard of the weight (and of the sequence); and the extra memory
+    of the token loss where one rank holds all wanted tokens."""
     dist.init_process_group("gloo")
-    return [{name: way(case, workspace) for workspace in workspaces for name, way in ways(workspace)} for case in cases]
+    ways_of_cases = [
+        {name: way(case, workspace) for workspace in workspaces for name, way in ways(workspace)} for case in cases
+    ]
+    return ways_of_cases, lopsided_extra_bytes(lopsided_workspace)
+
+
+def lopsided_extra_bytes(workspace: int, length: int = 1200, width: int = 2048) -> int | None:
+    """Beyond the gradients; None where the kernel does not tell."""
+    hidden = torch.randn(length, width).requires_grad_()
+    weight = torch.randn(256, width).requires_grad_()
+    rows, target = torch.randperm(length), torch.randint(0, 256, (length,))
+
+    def token_loss() -> None:
+        out = linear_token_loss(
+            hidden, weight, target, lambda lp, _: lp / length, process_group=dist.group.WORLD,
+            workspace_bytes=workspace, sequence_rows=rows, recompute=True,
+        )  # fmt: skip
+        torch.autograd.grad(out.value, (hidden, weight))
+
+    dist.broadcast(rows, 0)
+    token_loss()  # the first run loads libraries
+    extra = peak_extra_bytes(token_loss)
+    return None if extra is None else extra - hidden.nbytes - weight.nbytes
 
 
 def ways(workspace: int):
@@ -86,9 +110,10 @@ def token_loss_kept(case: Case, workspace: int) -> dict:
 
 def sequence_token_loss(case: Case, workspace: int) -> dict:
     (hidden, rows), (weight, vocab) = sequence(case), shard(case)
+    counts = torch.bincount(rows // len(hidden), minlength=dist.get_world_size()).tolist()
     out = linear_token_loss(
         hidden, weight, case.target, case.loss, case.temperature, vocab, dist.group.WORLD, workspace,
-        sequence_rows=rows,
+        sequence_rows=rows, rows_per_rank=counts, checks=workspace == 1,
     )  # fmt: skip
     return _loss(out, hidden, weight) | {"rows": rows}
 
@@ -115,7 +140,7 @@ def refuse(case: Case) -> list[str]:
     dist.init_process_group("gloo")
     (hidden, rows), (weight, vocab) = sequence(case), shard(case)
     messages = []
-    for change in ("rows", "nan hidden", "nan weight"):
+    for change in ("rows", "counts", "nan hidden", "nan weight"):
         bad_hidden, bad_rows, bad_weight = hidden.detach().clone(), rows.clone(), weight.detach().clone()
         if change == "rows":
             bad_rows[2] = hidden.shape[0] * dist.get_world_size()
@@ -127,8 +152,9 @@ def refuse(case: Case) -> list[str]:
             bad_weight[0, 0] = float("nan")
         try:
             linear_logprob_entropy(
-                bad_hidden, bad_weight, case.target, 1.0, vocab, dist.group.WORLD, 1, sequence_rows=bad_rows
-            )
+                bad_hidden, bad_weight, case.target, 1.0, vocab, dist.group.WORLD, 1, sequence_rows=bad_rows,
+                rows_per_rank=[0, len(rows)] if change == "counts" else None,
+            )  # fmt: skip
             messages.append("accepted")
         except (ValueError, FloatingPointError) as error:
             messages.append(f"{type(error).__name__}: {error}")

@@ -1,99 +1,65 @@
-"""Memory by measuring the process, not by reading the code."""
+"""Memory by measuring the process, not by reading the code. Sequence parallelism: ``test_sharded``."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
-from tests.head.cases import make_case
-
-MIB = 1 << 20
-TOKENS, VOCAB, WIDTH = 2000, 32_000, 16
-FULL_LOGITS = 4 * TOKENS * VOCAB  # 244 MiB
-# what the libraries keep for themselves: packed operands of a product, an allocator's rounding
-SLACK = 12 * MIB
+from tests.head.memory import MIB, SLACK, peak_extra_bytes
 
 
-def status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
-def peak_extra_bytes(function: Callable[[], object]) -> int:
-    """Growth of the resident peak during one run."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but not given back would hide what the run takes
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
+def measured(function: Callable[[], object]) -> int:
+    function()  # the first run loads libraries
+    extra = peak_extra_bytes(function)
+    if extra is None:
         pytest.skip("this kernel cannot reset a process's resident peak")
-    before = status("VmRSS")
-    function()
-    return status("VmHWM") - before
+    return extra
 
 
 @pytest.mark.parametrize(
-    ("way", "workspace"),
+    ("way", "tokens", "vocab", "width", "dtype", "workspace"),
     [
-        ("forward", 16 * MIB), ("backward", 16 * MIB), ("token loss", 16 * MIB), ("token loss, one pass", 16 * MIB),
-        ("token loss, one pass", 48 * MIB),
+        ("forward", 2000, 32_000, 16, torch.float32, 16 * MIB),
+        ("forward", 1000, 256_512, 16, torch.float32, 4 * MIB),
+        ("forward", 1000, 4_000, 1024, torch.bfloat16, 16 * MIB),
+        ("backward", 2000, 32_000, 16, torch.float32, 16 * MIB),
+        ("backward", 1000, 4_000, 1024, torch.bfloat16, 16 * MIB),
+        ("token loss", 1000, 128_256, 16, torch.float32, 4 * MIB),
+        ("token loss", 1000, 4_000, 1024, torch.bfloat16, 16 * MIB),
+        ("token loss, one pass", 2000, 32_000, 16, torch.float32, 16 * MIB),
+        ("token loss, one pass", 2000, 32_000, 16, torch.float32, 48 * MIB),
+        ("token loss, one pass", 1000, 4_000, 1024, torch.bfloat16, 32 * MIB),
     ],
-)  # fmt: skip
-def test_peak_stays_within_the_workspace(way, workspace):
-    case = make_case(tokens=40, vocab=VOCAB, width=WIDTH)
-    hidden = torch.randn(TOKENS, WIDTH).requires_grad_()
-    weight, target = case.weight.requires_grad_(), torch.randint(0, VOCAB, (TOKENS,))
-    outputs = (hidden.nbytes + weight.nbytes) * 2  # gradients, and one copy under way to autograd
+)
+def test_peak_stays_within_the_workspace(way, tokens, vocab, width, dtype, workspace):
+    hidden = torch.randn(tokens, width, dtype=dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(vocab, width, dtype=dtype))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(vocab, width), False
+    target = torch.randint(0, vocab, (tokens,))
+    options = {"temperature": 0.7, "workspace_bytes": workspace}
 
     def forward() -> None:
         with torch.no_grad():
-            linear_logprob_entropy(hidden, weight, target, workspace_bytes=workspace)
+            linear_logprob_entropy(hidden, weight, target, **options)
 
     def backward() -> None:
-        out = linear_logprob_entropy(hidden, weight, target, workspace_bytes=workspace)
-        torch.autograd.grad(out.logprob_T.sum(), (hidden, weight))
+        linear_logprob_entropy(hidden, weight, target, **options).logprob_T.sum().backward()
+        hidden.grad = None
 
-    def token_loss(recompute: bool = True) -> None:
-        out = linear_token_loss(
-            hidden, weight, target, lambda lp, rows: lp / TOKENS, workspace_bytes=workspace, recompute=recompute
-        )
-        torch.autograd.grad(out.value, (hidden, weight))
+    def token_loss() -> None:
+        recompute = way == "token loss"
+        out = linear_token_loss(hidden, weight, target, lambda lp, rows: lp / tokens, recompute=recompute, **options)
+        out.value.backward()
+        hidden.grad = None
 
-    function = {
-        "forward": forward, "backward": backward, "token loss": token_loss,
-        "token loss, one pass": lambda: token_loss(False),
-    }[way]  # fmt: skip
-    peak_extra_bytes(function)  # the first run loads libraries
-    extra = peak_extra_bytes(function)
-    assert extra <= workspace + outputs + SLACK, f"{extra / MIB:.1f} MiB"
-    assert extra < FULL_LOGITS / 3
+    extra = measured({"forward": forward, "backward": backward}.get(way, token_loss))
+    assert extra <= workspace + hidden.nbytes + SLACK, f"{extra / MIB:.1f} MiB"
 
 
 def test_measuring_sees_full_logits():
     """The yardstick works: all logits at once are seen."""
-    hidden, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCAB, WIDTH)
-    assert peak_extra_bytes(lambda: (hidden @ weight.t()).sum()) > 0.9 * FULL_LOGITS
-
-
-def test_memory_does_not_grow_with_tokens_or_vocabulary():
-    def extra(tokens: int, vocab: int) -> float:
-        hidden, weight = torch.randn(tokens, WIDTH), torch.randn(vocab, WIDTH)
-        target = torch.randint(0, vocab, (tokens,))
-
-        def run() -> None:
-            with torch.no_grad():
-                linear_logprob_entropy(hidden, weight, target, workspace_bytes=16 * MIB)
-
-        run()
-        return peak_extra_bytes(run)
-
-    sizes = [extra(2048, 16_000), extra(4096, 16_000), extra(2048, 64_000)]
-    assert max(sizes) <= 16 * MIB + SLACK, [size / MIB for size in sizes]
+    hidden, weight = torch.randn(2000, 16), torch.randn(32_000, 16)
+    assert measured(lambda: (hidden @ weight.t()).sum()) > 0.9 * 4 * 2000 * 32_000

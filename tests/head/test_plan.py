@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf_ext.head.passes import tile_costs
 from openrlhf_ext.head.plan import TileCosts, one_pass_plan, tile_plan
+from openrlhf_ext.head.precision import Precision
+from openrlhf_ext.head.torch_kernels import TorchKernels
 
 COSTS = st.builds(
     TileCosts, logit=st.integers(4, 16), kept=st.sampled_from([4, 8]), token=st.integers(0, 200_000),
-    column=st.integers(0, 40_000),
+    column=st.integers(0, 40_000), part=st.sampled_from([16, 32]),
 )  # fmt: skip
 
 
@@ -32,7 +37,8 @@ def test_tiles_fit_the_workspace_and_cover_everything(tokens, rows, costs, works
 def test_one_pass_keeps_a_block_within_the_workspace_or_declines(tokens, rows, costs, workspace, device):
     plan = one_pass_plan(tokens, rows, costs, workspace, device, force=False)
     if plan is not None:
-        used = plan.tokens * (rows * costs.kept + plan.columns * costs.logit + costs.token)
+        slices = len(plan.slices(rows))
+        used = plan.tokens * (rows * costs.kept + plan.columns * costs.logit + costs.token + slices * costs.part)
         assert used + plan.columns * costs.column <= workspace
         blocks = -(-tokens // plan.tokens)
         assert plan.keeps and plan.tokens * blocks - tokens < blocks  # blocks of one size, to a token each
@@ -45,3 +51,36 @@ def test_default_workspace_and_the_shapes_it_is_for():
     assert one_pass_plan(4096, 151_936, costs, 256 << 20, "cpu", force=False).tokens >= 400
     assert one_pass_plan(4096, 151_936, costs, 256 << 20, "cuda", force=False) is None
     assert one_pass_plan(4096, 151_936 // 8, costs, 256 << 20, "cuda", force=False).tokens >= 1024
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "copies"),
+    [
+        (torch.float32, "cuda", 0),
+        (torch.bfloat16, "cuda", 0),
+        (torch.float16, "cuda", 4),  # d logits are fp32, and so are the operands of their products
+        (torch.float32, "cpu", 0),
+        (torch.bfloat16, "cpu", 4),
+    ],
+)
+def test_copies_of_operands_in_another_format_are_charged(dtype, device, copies):
+    """Bytes for each number of a row of the weight, and of a hidden state beside its gradients."""
+    precision = Precision.of(dtype, torch.device(device))
+    costs = [tile_costs(hidden, dtype, precision, TorchKernels(), gradients=True) for hidden in (1000, 2000)]
+    assert costs[0].column == copies * 1000
+    gradients, operand = 2 * 4, 4 if device == "cpu" or dtype == torch.float32 else 0
+    right = 4 if (dtype, device) == (torch.float16, "cuda") else 0
+    assert costs[1].token - costs[0].token == 1000 * (gradients + operand + right)
+
+
+def test_a_rank_that_holds_most_of_a_sequence_makes_smaller_blocks():
+    """It pads what all others send, and what they get back."""
+    precision = Precision.of(torch.bfloat16, torch.device("cuda"))
+
+    def tokens(gathered: float) -> int:
+        costs = tile_costs(5120, torch.bfloat16, precision, TorchKernels(), gradients=True, gathered=gathered)
+        plan = tile_plan(8192, 152_064 // 8, costs, 256 << 20, "cuda")
+        assert plan.tokens * gathered * 5120 * (2 + 4) < 256 << 20
+        return plan.tokens
+
+    assert 16 < tokens(9.0) < tokens(1.125)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.head.cases import Case, assert_near, expected, make_case
+from tests.head.memory import MIB, SLACK
 from tests.launch import launch
 
 
@@ -17,7 +18,13 @@ def test_shards_of_unequal_true_size_equal_the_whole(size):
         make_case(tokens=30, vocab=64),
         make_case(tokens=0, vocab=64),
     ]
-    ranks = launch("tests.head.sharded", "run", size, cases=cases, workspaces=[1, 1 << 20])
+    lopsided_workspace = 48 << 20
+    results = launch(
+        "tests.head.sharded", "run", size, cases=cases, workspaces=[1, 1 << 20], lopsided_workspace=lopsided_workspace
+    )
+    ranks = [ways for ways, _ in results]
+    for _, extra in results:
+        assert extra is None or extra <= lopsided_workspace + SLACK, f"{extra / MIB:.1f} MiB"
     for i, case in enumerate(cases):
         want = expected(case)
         tolerance = 1e-9 if case.hidden.dtype == torch.float64 else 1e-5
@@ -51,8 +58,9 @@ def hidden_grad(got: list[dict], case: Case) -> torch.Tensor:
 def test_every_rank_reports_the_same_fault():
     ranks = launch("tests.head.sharded", "refuse", 2, case=make_case(tokens=40, vocab=30))
     assert ranks[0] == ranks[1]
-    rows, hidden, weight = ranks[0]
+    rows, counts, hidden, weight = ranks[0]
     assert "sequence_rows must be in [0, 2 ranks * 43 tokens): got" in rows and "..86" in rows
+    assert counts.startswith("ValueError: rows_per_rank must count sequence_rows by rank: got [0, 40], they are [")
     assert hidden == "NonFiniteLogitsError: the hidden states of 1 tokens are NaN or infinite: rows 4"
     assert weight.startswith("NonFiniteLogitsError: the hidden states are finite, but the logits of 40 tokens")
 
