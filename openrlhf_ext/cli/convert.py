@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
     patches.apply()
     arguments = _parse(argv)
-    from torch.multiprocessing import ProcessRaisedException
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     from openrlhf_ext.megatron.accounting import describe, unaccounted_tensors
     from openrlhf_ext.megatron.hf_config import read_model_shape
@@ -46,8 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         report = check_conversion(settings)
-    except (ProcessRaisedException, TimeoutError) as error:
+    except (ProcessExitedException, ProcessRaisedException, TimeoutError) as error:
         print(error, file=sys.stderr)
+        if isinstance(error, ProcessExitedException) and error.signal_name == "SIGKILL":
+            print("a rank that is killed has usually run out of memory: try --dtype bf16", file=sys.stderr)
         return 1
     print(_text(report, settings))
     return 0 if report.passed(tolerance) else 1

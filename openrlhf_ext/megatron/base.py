@@ -35,7 +35,13 @@ from openrlhf_ext.megatron.context_parallel import sum_ranks
 from openrlhf_ext.megatron.groups import build_groups
 from openrlhf_ext.megatron.hf_config import ModelShape, read_model_shape
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model import HiddenStateGPTModel, build_model, packed_sequences, transformer_config
+from openrlhf_ext.megatron.model import (
+    HiddenStateGPTModel,
+    Recompute,
+    build_model,
+    packed_sequences,
+    transformer_config,
+)
 from openrlhf_ext.megatron.optimizer import OptimizerSettings, build_optimizer, build_scheduler
 from openrlhf_ext.megatron.packing import PackedBatch, PackShape, pack
 from openrlhf_ext.megatron.phases import progress
@@ -48,8 +54,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 JOIN_TIMEOUT_S = 600.0
 
-# loss(rows, part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
-LossFunction = Callable[[list[int], PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+# loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
+LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class PolicySettings:
     head: str = "fused"  # see --megatron.head
     head_kernels: str = "auto"  # see --megatron.head_kernels
     head_workspace_bytes: int = 256 << 20
-    recompute: str = "none"
+    recompute: Recompute = Recompute()
     seed: int = 42
     collective_timeout_s: float = 600.0
     optimizer: OptimizerSettings | None = None  # None: a model that is never trained
@@ -204,19 +210,20 @@ class MegatronModel:
 
         Args:
             plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
-            loss: called on the last stage for every micro-batch that has response tokens, with its rows, its part of
-                the batch (on this rank's device) and ``hidden_NH``: the hidden states that predict its response
-                tokens on this rank. These are those of ``part.mask_BT`` in row-major order; context-parallel ranks
-                share them, and one may have none of them (``part.places_N``).
+            loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this
+                rank's device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank.
+                These are those of ``part.mask_BT`` in row-major order; context-parallel ranks share them, and one may
+                have none of them (``part.places_N``). It should read nothing back from the device: the host queues
+                the next micro-batch meanwhile.
 
         Returns:
             The metrics of each micro-batch on the last stage, nothing elsewhere.
         """
 
-        def step(parts: Iterator[tuple[list[int], PackedBatch]], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            rows, part = next(parts)
+        def step(parts: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            part = next(parts)
             progress()
-            return self._hidden_states(model, part), partial(self._finish, loss, rows, part)
+            return self._hidden_states(model, part), partial(self._finish, loss, part)
 
         parts = itertools.tee(self._parts(batch, plan), len(self.models))  # each chunk goes through all of them
         with self._training(not forward_only):
@@ -231,11 +238,11 @@ class MegatronModel:
                 **pipeline_arguments(self.config, self._message_lengths(batch, plan), len(self.models)),
             )
 
-    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[tuple[list[int], PackedBatch]]:
+    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[PackedBatch]:
+        rank = parallel_state.get_context_parallel_rank()
         for rows in plan:
             part = batch.select(rows) if rows else SequenceBatch.padding_row(batch.mask_BT.shape[1])
-            rank = parallel_state.get_context_parallel_rank()
-            yield rows, pack(part, self._pack_shape, context_parallel_rank=rank).to(self.device)
+            yield pack(part, self._pack_shape, rows=rows, context_parallel_rank=rank).to(self.device)
 
     @property
     def _pack_shape(self) -> PackShape:
@@ -253,14 +260,14 @@ class MegatronModel:
         # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
         dtype = {} if self.dtype == torch.float32 else {"fp32_output": False}
         tokens, positions = part.packed_L[None], part.positions_L[None]
-        return model(tokens, positions, None, packed_seq_params=packed_sequences(part.slots), **dtype)
+        return model(tokens, positions, None, packed_seq_params=packed_sequences(part, self.dtype), **dtype)
 
     def _finish(
-        self, loss: LossFunction, rows: list[int], part: PackedBatch, hidden: Tensor
+        self, loss: LossFunction, part: PackedBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if not part.has_responses:
             return hidden[:0].sum(), one(self.device), {}
-        return loss(rows, part, self.response_states(hidden.squeeze(1), part))
+        return loss(part, self.response_states(hidden.squeeze(1), part))
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
         """(N, H) what ``loss`` gets of the model's output.

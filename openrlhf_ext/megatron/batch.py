@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,10 +43,6 @@ class SequenceBatch:
         lengths_B = self.lengths_B[index]
         width = max(int(lengths_B.max()), 2) if len(index) else 2
         return SequenceBatch(self.tokens_BS[index, :width], lengths_B, self.predict_BT[index], self.mask_BT[index])
-
-    def to(self, device: torch.device | str) -> SequenceBatch:
-        """A copy with all tensors on ``device``."""
-        return replace(self, **{name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)})
 
     @classmethod
     def padding_row(cls, response_width: int) -> SequenceBatch:

@@ -39,6 +39,7 @@ from openrlhf_ext.checkpoints import Block, CheckpointError, FileEntry, Piece, T
 from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.base import MegatronModel
+from openrlhf_ext.megatron.turns import wait_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -325,6 +326,7 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
         problem = str(error)
+    wait_for_all()  # some may read for long
     everyone: list[tuple[str | None, set[str]]] = [(None, set())] * dist.get_world_size()
     dist.all_gather_object(everyone, (problem, asked))
     if problems := sorted({p for p, _ in everyone if p}):

@@ -68,7 +68,7 @@ class ValueTargets:
 
     def select(self, rows: Tensor | Sequence[int]) -> ValueTargets:
         """These rows, with the denominator of the whole mini-batch."""
-        index = torch.as_tensor(rows, dtype=torch.long)
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.old_values_BT.device)
         return dataclasses.replace(self, old_values_BT=self.old_values_BT[index], returns_BT=self.returns_BT[index])
 
     def to(self, device: torch.device) -> ValueTargets:
@@ -109,15 +109,15 @@ class MegatronCritic(MegatronModel):
 
         Entry (b, t) is the value of the state before response token t: the prompt and the response up to t - 1.
         """
-        out_BT = torch.zeros(batch.mask_BT.shape)
+        out_BT = torch.zeros(batch.mask_BT.shape, device=self.device)
 
-        def collect(rows: list[int], part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
-            out_BT[rows] = self.gather_tokens(self._head(hidden_NH), part).cpu()
+        def collect(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
+            out_BT[part.rows_B] = self.gather_tokens(self._head(hidden_NH), part)
             return hidden_NH.new_zeros(()), one(self.device), {}
 
         self.run(batch, self.plan(batch, forward_only=True), collect, forward_only=True)
         self.broadcast_from_last_stage(out_BT)
-        return out_BT
+        return out_BT.cpu()
 
     def _head(self, hidden_NH: Tensor) -> Tensor:
         """fp32 (N,) values; in fp32 also for a bf16 model, whose eight bits are too coarse for returns near 1."""
@@ -143,11 +143,11 @@ class MegatronCritic(MegatronModel):
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
-        clip = self.critic.value_clip
+        clip, targets = self.critic.value_clip, targets.to(self.device)
 
-        def share(rows: list[int], part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def share(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
             values_BT = self.gather_tokens(self._head(hidden_NH), part)
-            mine = targets.select(rows).to(self.device)
+            mine = targets.select(part.rows_B)
             arguments = (values_BT, mine.old_values_BT, mine.returns_BT, part.mask_BT)
             loss = value_loss(*arguments, clip=clip, tokens=mine.tokens)
             metrics = {"loss/value": loss.detach()}
@@ -164,17 +164,16 @@ class MegatronCritic(MegatronModel):
         """HF tensors on global rank 0 (see ``weights.export_hf``); all ranks must exhaust the iterator."""
         return export_hf(self.chunks, self.shape, value)
 
-    def save_hf(self, target: str | Path) -> None:
+    def save_hf(self, target: str | Path) -> dict[str, int]:
         """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier.
 
-        transformers finds the value head under the name ``score`` only.
+        transformers finds the value head under the name ``score`` only. Returns what ``MegatronPolicy.save_hf`` does.
         """
         if dist.get_rank() == 0:
-            save_hf(self.export(), self.settings.model_path, target, config_changes=self._hf_config_changes())
-        else:
-            for _ in self.export():
-                pass
-        dist.barrier()
+            return save_hf(self.export(), self.settings.model_path, target, config_changes=self._hf_config_changes())
+        for _ in self.export():
+            pass
+        return {}
 
     def _hf_config_changes(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from openrlhf_ext.checkpoints.files import fsync_folder, write_file
+
 logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
@@ -105,33 +107,100 @@ _SIDE_FILES = (
 )  # fmt: skip
 
 
+_FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
+
+
 def save_hf(
     tensors: Iterable[tuple[str, Tensor]],
     source: str | Path,
     target: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     config_changes: Mapping[str, Any] | None = None,
-) -> None:
+) -> dict[str, int]:
     """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
 
-    The files are written under a temporary name and moved when complete, so that ``target`` is never half-written.
-    Other files in ``target`` stay. ``config_changes`` overrides entries of ``config.json``.
+    A new ``target`` appears when everything in it is on disk. In a folder that exists, whose other files stay, the new
+    files are first written beside the old checkpoint; while they take its place there is no ``config.json``, so that a
+    loader finds a whole checkpoint or none. :func:`finish_interrupted` sees to what a kill leaves.
+
+    Args:
+        config_changes: overrides entries of ``config.json``.
+
+    Returns:
+        Size in bytes of every file by its name.
     """
-    target, temporary = Path(target), Path(f"{target}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
+    source, target = Path(source), Path(target)
+    finish_interrupted(target)
+    exists = target.exists()
+    temporary = _inside(target) if exists else _beside(target)
     temporary.mkdir(parents=True)
     files = list(_write_shards(tensors, temporary, max_shard_bytes))
     _finish_names(files, temporary)
     for name in _SIDE_FILES:
-        if (Path(source) / name).exists():
-            shutil.copy2(Path(source) / name, temporary / name)
+        if (source / name).exists():
+            shutil.copy2(source / name, temporary / name)
     if config_changes:
         config = temporary / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | dict(config_changes), indent=2, sort_keys=True))
+    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
     for path in temporary.iterdir():
         _fsync(path)
-    _replace_directory(temporary, target)
+    if exists:
+        write_file(temporary, _FILES, [json.dumps(sizes).encode()])
+        temporary.rename(_complete(target))
+        _replace(target)
+    else:
+        fsync_folder(temporary)
+        temporary.rename(target)
+        fsync_folder(target.parent)
     logger.info("wrote %s", target)
+    return sizes
+
+
+def finish_interrupted(target: str | Path) -> None:
+    """What a killed :func:`save_hf` left: half-written files go, complete ones take the place of the old checkpoint."""
+    target = Path(target)
+    for left in (_inside(target), _beside(target)):
+        if left.exists():
+            logger.info("removing %s, which a run that was stopped left half-written", left)
+            shutil.rmtree(left)
+    if _complete(target).exists():
+        logger.info("finishing the checkpoint in %s, which was complete when a run was stopped", target)
+        _replace(target)
+
+
+def _beside(target: Path) -> Path:
+    return Path(f"{target}.incomplete")
+
+
+def _inside(target: Path) -> Path:
+    """Not beside a folder that exists: it may be a file system of its own, between which nothing can be renamed."""
+    return target / ".incomplete"
+
+
+def _complete(target: Path) -> Path:
+    return target / ".complete"
+
+
+def _replace(target: Path) -> None:
+    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there.
+
+    Every step can be repeated: what is in the complete folder still has to be moved, and ``config.json`` is moved last.
+    """
+    complete = _complete(target)
+    names = json.loads((complete / _FILES).read_text())
+    fsync_folder(target)
+    if (complete / "config.json").exists():
+        (target / "config.json").unlink(missing_ok=True)
+    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
+        if stale.name not in names:
+            stale.unlink()
+    for name in sorted(names, key=lambda name: name == "config.json"):
+        if (complete / name).exists():
+            (complete / name).replace(target / name)
+    fsync_folder(target)
+    complete.rename(_inside(target))
+    shutil.rmtree(_inside(target))
 
 
 def _write_shards(
@@ -171,19 +240,3 @@ def _finish_names(files: list[tuple[Path, list[str], int]], folder: Path) -> Non
 def _fsync(path: Path) -> None:
     with open(path, "rb") as f:
         os.fsync(f.fileno())
-
-
-def _replace_directory(temporary: Path, target: Path) -> None:
-    """Puts the finished files of ``temporary`` into ``target`` without touching other files there (metrics, figures).
-
-    ``config.json`` leaves first and arrives last: a loader in between finds no checkpoint, never a mixed one.
-    """
-    if not target.exists():
-        temporary.rename(target)
-        return
-    (target / "config.json").unlink(missing_ok=True)
-    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
-        stale.unlink()
-    for path in sorted(temporary.iterdir(), key=lambda p: p.name == "config.json"):
-        path.replace(target / path.name)
-    temporary.rmdir()

@@ -17,7 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from openrlhf_ext.megatron.groups import build_groups
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model import HiddenStateGPTModel, build_model, transformer_config
+from openrlhf_ext.megatron.model import HiddenStateGPTModel, Recompute, build_model, transformer_config
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def fake_rank(layout: ParallelLayout, rank: int) -> Iterator[None]:
 
 def meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:
     """The model chunks of the current (fake) rank on the meta device."""
-    config = transformer_config(shape, layout, dtype, "none")
+    config = transformer_config(shape, layout, dtype, Recompute())
     config.use_cpu_initialization = True  # on a GPU machine Megatron would name the device itself
     stages = [None] if layout.virtual_pipeline_size == 1 else range(layout.virtual_pipeline_size)
     with torch.device("meta"):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from openrlhf_ext.megatron.hf_config import ModelShape
+from openrlhf_ext.megatron.layer_spec import PackedSequences, block_spec
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.packing import PackedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +53,36 @@ class ValueModel(HiddenStateGPTModel):
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
 
-def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, recompute: str
-) -> TransformerConfig:
-    """Megatron's configuration for a Hugging Face model in a layout.
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that are computed again in the backward pass instead of kept.
 
-    Args:
-        recompute: activations computed again in the backward pass: 'none', 'selective' (core attention only) or 'full'
-            (every layer).
+    Attributes:
+        granularity: 'none', 'selective' (the ``modules`` of every layer) or 'full' (whole layers).
+        modules: for 'selective': 'core_attn', 'mlp'.
+        method: for 'full': 'uniform' keeps the input of every ``num_layers`` layers, 'block' recomputes the first
+            ``num_layers`` layers of each model chunk, one by one, and keeps all of the others.
+        num_layers: see ``method``; 'uniform' wants a divisor of a chunk's layers.
     """
+
+    granularity: str = "none"
+    modules: tuple[str, ...] = ("core_attn",)
+    method: str = "uniform"
+    num_layers: int = 1
+
+    def arguments(self) -> dict[str, object]:
+        """Megatron's names for it."""
+        if self.granularity == "full":
+            chosen = {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
+        else:
+            chosen = {"recompute_modules": list(self.modules)}
+        return {"recompute_granularity": None if self.granularity == "none" else self.granularity, **chosen}
+
+
+def transformer_config(
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute
+) -> TransformerConfig:
+    """Megatron's configuration for a Hugging Face model in a layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -98,10 +120,8 @@ def transformer_config(
         persist_layer_norm=on_gpu,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=has_transformer_engine(),
-        recompute_granularity=None if recompute == "none" else recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        apply_rope_fusion=uses_transformer_engine(dtype),
+        **recompute.arguments(),
     )
 
 
@@ -114,36 +134,58 @@ def has_transformer_engine() -> bool:
     return bool(HAVE_TE)
 
 
-def packed_sequences(slots: Sequence[int]) -> PackedSeqParams:
-    """What attention needs to know of a pack of sequences with these slot lengths (see ``packing``)."""
-    from openrlhf_ext.megatron.layer_spec import PackedSequences
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``).
 
-    host = torch.tensor([0, *itertools.accumulate(slots)], dtype=torch.int32)
-    device = host.cuda() if torch.cuda.is_available() else host
-    # TransformerEngine's kernels read the boundaries on the GPU; without them Megatron's rotary embedding on the host
-    boundaries = device if has_transformer_engine() else host
+    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32.
+    """
+    return dtype == torch.bfloat16 and has_transformer_engine()
+
+
+def packed_sequences(part: PackedBatch, dtype: torch.dtype) -> PackedSequences:
+    """What the attention of a model of this dtype needs to know of a pack."""
+    # TransformerEngine's kernels read the boundaries on the device, Megatron's own rotary embedding on the host
+    on_device = uses_transformer_engine(dtype)
+    boundaries = (
+        part.boundaries if on_device else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
+    )
     # padding counts as part of its sequence: kernels that skip padding between sequences are few
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        max_seqlen_q=max(slots),
-        max_seqlen_kv=max(slots),
-        slots=tuple(slots),
-        boundaries=device,
+        max_seqlen_q=max(part.slots),
+        max_seqlen_kv=max(part.slots),
+        slots=part.slots,
+        boundaries=part.boundaries,
     )
 
 
 def _spec(config: TransformerConfig, vp_stage: int | None, plain: bool = False):
-    if has_transformer_engine() and not plain:
+    if plain:
+        return block_spec(config, vp_stage)
+    if uses_transformer_engine(config.params_dtype):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
+        logger.info("layers: TransformerEngine's")
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    from openrlhf_ext.megatron.layer_spec import block_spec
-
-    if torch.cuda.is_available() and not plain:
-        logger.warning("TransformerEngine is not installed: the layers are plain torch, slower on a GPU")
+    if torch.cuda.is_available():
+        why = "is not installed"
+        if has_transformer_engine():
+            why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
+        logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
     return block_spec(config, vp_stage)
+
+
+def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
+    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product.
+
+    Not by ``gradient_accumulation_fusion``: with that Megatron's own output layer, which is only a place for a weight
+    here, refuses to be built without apex (tensor_parallel/layers.py:924).
+    """
+    for module in decoder.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def build_model(
@@ -170,4 +212,7 @@ def build_model(
         parallel_output=True,
         vp_stage=vp_stage,
     )
-    return model.cuda() if torch.cuda.is_available() and not meta else model
+    if meta:
+        return model
+    fuse_weight_gradients(model.decoder)
+    return model.cuda() if torch.cuda.is_available() else model

@@ -20,6 +20,7 @@ pinned, and kept, because pinning is slow: as many bytes as parameters and optim
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,13 +115,8 @@ class ModelStates:
         storages = self._storages(kind)
         if kind == "gradients":
             return [_Absent.without_content(storage, self._device) for storage in storages]
-        arena = self._arenas[kind]
-        arena.reserve(sum(_aligned(storage.nbytes()) for storage in storages))
-        absent, offset = [], 0
-        for storage in storages:
-            absent.append(_Absent.with_content(storage, self._device, list(arena.pieces(offset, storage.nbytes()))))
-            offset += _aligned(absent[-1].nbytes)
-        return absent
+        places = self._arenas[kind].places([storage.nbytes() for storage in storages])
+        return [_Absent.with_content(s, self._device, place) for s, place in zip(storages, places, strict=True)]
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Storages on the device that belong to the kind and to none before it: fp32 master weights are parameters."""
@@ -198,6 +194,12 @@ class HostArena:
         self._chunks = kept + [
             torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in sizes[len(kept) :]
         ]
+
+    def places(self, sizes: Sequence[int]) -> list[list[Tensor]]:
+        """Views for blocks of these many bytes, in the pieces that they are cut into; always the same for the same."""
+        starts = list(itertools.accumulate(map(_aligned, sizes), initial=0))
+        self.reserve(starts.pop())
+        return [list(self.pieces(start, nbytes)) for start, nbytes in zip(starts, sizes, strict=True)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Tensor]:
         """Views that together are the bytes ``offset`` to ``offset + nbytes``, in order."""

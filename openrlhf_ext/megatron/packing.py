@@ -14,9 +14,10 @@ N = response tokens that this rank predicts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from openrlhf_ext.megatron.batch import SequenceBatch
 
 
 @dataclass(frozen=True)
-class PackedBatch(SequenceBatch):
-    """A micro-batch and its pack on this rank.
+class PackedBatch:
+    """A micro-batch as this rank computes it.
 
     The N response tokens that this rank predicts are in row-major order of (B, T). Without context parallelism they are
     those of ``mask_BT``; with it, each of those is predicted by one of the context-parallel ranks, and a rank may have
@@ -34,13 +35,24 @@ class PackedBatch(SequenceBatch):
     read back from the device.
     """
 
+    mask_BT: Tensor  # bool, which response tokens exist
     packed_L: Tensor  # int64 token ids
     positions_L: Tensor  # int64, position of each token in its sequence
     hidden_N: Tensor  # int64, which of this rank's L tokens' hidden states predict the N response tokens
     places_N: Tensor  # int64, their flat places in (B, T)
     targets_N: Tensor  # int64, their token ids
+    rows_B: Tensor  # int64, which rows of the whole batch these are
+    boundaries: Tensor  # (sequences + 1,) int32, where the slots of the whole pack begin and end
     slots: tuple[int, ...]  # length of each slot in the whole pack
+    piece_counts: tuple[int, ...]  # how many of the N hidden states are in each piece of this rank's L tokens
     has_responses: bool  # whether any context-parallel rank predicts a response token
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        if device.type == "cuda":
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -70,25 +82,36 @@ class PackShape:
         return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
 
 
-def pack(batch: SequenceBatch, shape: PackShape, *, context_parallel_rank: int = 0) -> PackedBatch:
-    """Packs the sequences of a micro-batch."""
+def pack(
+    batch: SequenceBatch, shape: PackShape, *, rows: Sequence[int] = (), context_parallel_rank: int = 0
+) -> PackedBatch:
+    """Packs the sequences of a micro-batch.
+
+    Args:
+        rows: which rows of a larger batch these are.
+    """
     slots = shape.slots(batch.lengths_B.tolist())
-    starts_B = torch.tensor(_cumulative(slots)[:-1])
+    ends = list(itertools.accumulate(slots, initial=0))
+    starts_B = torch.tensor(ends[:-1])
     tokens_P, positions_P = _whole_pack(batch, slots, starts_B)
     mine_L = local_places(slots, shape.context_parallel_size, context_parallel_rank)
     place_P = torch.full_like(tokens_P, -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
-    rows, columns = torch.nonzero(batch.mask_BT, as_tuple=True)
-    hidden = place_P[starts_B[rows] + batch.predict_BT[rows, columns]]
+    responses, columns = torch.nonzero(batch.mask_BT, as_tuple=True)
+    hidden = place_P[starts_B[responses] + batch.predict_BT[responses, columns]]
     here = hidden >= 0
+    piece = torch.div(hidden[here], len(mine_L) // shape.pieces, rounding_mode="floor")
     return PackedBatch(
-        **vars(batch),
+        mask_BT=batch.mask_BT,
         packed_L=tokens_P[mine_L],
         positions_L=positions_P[mine_L],
         hidden_N=hidden[here],
-        places_N=(rows * batch.mask_BT.shape[1] + columns)[here],
-        targets_N=batch.targets_BT[rows, columns][here],
+        places_N=(responses * batch.mask_BT.shape[1] + columns)[here],
+        targets_N=batch.targets_BT[responses, columns][here],
+        rows_B=torch.tensor(rows, dtype=torch.long),
+        boundaries=torch.tensor(ends, dtype=torch.int32),
         slots=slots,
-        has_responses=len(rows) > 0,
+        piece_counts=tuple(torch.bincount(piece, minlength=shape.pieces).tolist()),
+        has_responses=len(responses) > 0,
     )
 
 
@@ -98,7 +121,7 @@ def local_places(slots: Sequence[int], context_parallel_size: int, context_paral
         return torch.arange(sum(slots))
     chunks = (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank)
     pieces = []
-    for start, slot in zip(_cumulative(slots), slots, strict=False):
+    for start, slot in zip(itertools.accumulate(slots, initial=0), slots, strict=False):
         chunk = slot // (2 * context_parallel_size)
         pieces += [torch.arange(start + i * chunk, start + (i + 1) * chunk) for i in chunks]
     return torch.cat(pieces)
@@ -112,10 +135,3 @@ def _whole_pack(batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor) ->
     tokens_P = torch.zeros(sum(slots), dtype=torch.long)
     tokens_P[places_BS[real_BS]] = batch.tokens_BS[real_BS]
     return tokens_P, torch.cat([torch.arange(slot) for slot in slots])
-
-
-def _cumulative(lengths: Sequence[int]) -> list[int]:
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    return ends

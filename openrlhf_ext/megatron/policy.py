@@ -53,10 +53,10 @@ class MegatronPolicy(MegatronModel):
         temperature = self.settings.temperature if temperature is None else temperature
         out = [torch.zeros(batch.mask_BT.shape, device=self.device) for _ in LogprobEntropy._fields]
 
-        def collect(rows: list[int], part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def collect(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
             head = self._head(part, states, temperature)
             for target, value in zip(out, head, strict=True):
-                target[rows] = self.gather_tokens(value.float(), part)
+                target[part.rows_B] = self.gather_tokens(value.float(), part)
             return states.new_zeros(()), one(self.device), {}
 
         self.run(batch, self.plan(batch, forward_only=True), collect, forward_only=True)
@@ -93,6 +93,7 @@ class MegatronPolicy(MegatronModel):
         return {
             "workspace_bytes": self.settings.head_workspace_bytes,
             "sequence_rows": part.hidden_N if self._head_gathers else None,
+            "rows_per_rank": part.piece_counts if self._head_gathers else None,
             "implementation": self.settings.head_kernels,
         }
 
@@ -108,20 +109,23 @@ class MegatronPolicy(MegatronModel):
             The metrics of the whole mini-batch, the same on every rank.
 
         Raises:
-            NonFiniteUpdateError: the loss or the gradient norm is not finite.
+            NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not finite.
         """
         metrics = self.accumulate_gradients(batch, shaped, algorithm)
-        if not math.isfinite(metrics["loss/policy"]):
-            raise NonFiniteUpdateError(f"the train step gave the loss {metrics['loss/policy']}")
+        # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
+        if wrong := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
+            found = ", ".join(f"{name} = {value}" for name, value in wrong.items())
+            raise NonFiniteUpdateError(f"the train step gave values that are not finite: {found}")
         metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
         return metrics | self.optimizer_step()
 
     def accumulate_gradients(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Any) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
+        shaped = shaped.to(self.device)  # all at once, while the device has nothing else to do
 
-        def share(rows: list[int], part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
-            value, loss = self._loss(part, states, shaped.select(rows).to(self.device), algorithm)
+        def share(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
+            value, loss = self._loss(part, states, shaped.select(part.rows_B), algorithm)
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
@@ -161,11 +165,14 @@ class MegatronPolicy(MegatronModel):
         """HF tensors on global rank 0 (see ``weights.export_hf``); all ranks must exhaust the iterator."""
         return export_hf(self.chunks, self.shape, value)
 
-    def save_hf(self, target: str | Path) -> None:
-        """Writes an HF checkpoint that transformers loads; rank 0 writes, all ranks take part."""
+    def save_hf(self, target: str | Path) -> dict[str, int]:
+        """Writes an HF checkpoint that transformers loads; rank 0 writes, all ranks take part, none waits for the disk.
+
+        Returns:
+            On rank 0 size in bytes of every file by its name; on the others, which may return long before, nothing.
+        """
         if dist.get_rank() == 0:
-            save_hf(self.export(), self.settings.model_path, target)
-        else:
-            for _ in self.export():
-                pass
-        dist.barrier()
+            return save_hf(self.export(), self.settings.model_path, target)
+        for _ in self.export():
+            pass
+        return {}

@@ -1,16 +1,18 @@
 """The reference policy as a copy of the starting weights in host memory, swapped in for one forward pass.
 
-A KL penalty compares the policy with what it was before training. The copy costs host memory (pinned where there is a
-GPU) of the size of a rank's parameters, and no GPU memory: the exchange goes parameter by parameter, so what it needs
-on the device at any time is room for the largest one.
+A KL penalty compares the policy with what it was before training. The copy costs host memory of the size of a rank's
+parameters (pinned where there is a GPU: ``offload.HostArena``) and no GPU memory: the exchange goes parameter by
+parameter, so what it needs on the device at any time is room for the largest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+
+from openrlhf_ext.megatron.offload import HostArena
 
 
 class HostReference:
@@ -18,12 +20,16 @@ class HostReference:
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
-        self._copies = [_to_host(parameter) for parameter in self._parameters]
+        self._arena = HostArena(pinned=torch.cuda.is_available())
+        self._copies = self._arena.places([parameter.nbytes for parameter in self._parameters])
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            for piece, own in zip(copy, _bytes(parameter, copy), strict=True):
+                piece.copy_(own)
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the copy, bytes."""
-        return sum(copy.nbytes for copy in self._copies)
+        """Host memory taken for the copy, bytes."""
+        return self._arena.nbytes
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -41,13 +47,14 @@ class HostReference:
     def _exchange(self) -> None:
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             current = parameter.detach().clone()
-            # both copies run on the current stream, in this order
-            parameter.copy_(copy, non_blocking=True)
-            copy.copy_(current, non_blocking=True)
+            for piece, own, mine in zip(copy, _bytes(parameter, copy), _bytes(current, copy), strict=True):
+                # both copies run on the current stream, in this order
+                own.copy_(piece, non_blocking=True)
+                piece.copy_(mine, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the next exchange may come from the host
 
 
-def _to_host(parameter: torch.nn.Parameter) -> torch.Tensor:
-    copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=torch.cuda.is_available())
-    return copy.copy_(parameter.detach())
+def _bytes(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of a contiguous tensor's bytes, cut as its copy is."""
+    return tensor.detach().view(-1).view(torch.uint8).split([piece.numel() for piece in pieces])

@@ -234,21 +234,3 @@ def place_shard(shard: Tensor, rule: Rule, runs: list[Run], tensors: list[Tensor
             source = shard.narrow(rule.axis, position, len(run))
             tensors[run.tensor].narrow(rule.axis, run.start, len(run)).copy_(source)
         position += len(run)
-
-
-def to_shard(rule: Rule, tensors: list[Tensor], shape: ModelShape, rank: int, size: int) -> Tensor:
-    """The piece of the parameter that tensor-parallel rank ``rank`` of ``size`` holds."""
-    shard = tensors[0].new_empty(shard_shape(rule, shape, size))
-    runs = shard_runs(rule, shape, rank, size)
-    fill_shard(shard, rule, runs, lambda i, run: tensors[i].narrow(rule.axis, run.start, len(run)))
-    return shard
-
-
-def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The HF tensors of a rule from the pieces of all tensor-parallel ranks (inverse of ``to_shard``)."""
-    if rule.split == "replicated":
-        return [shards[0]]
-    tensors = [shards[0].new_empty(s) for s in hf_shapes(rule, shape)]
-    for rank, shard in enumerate(shards):
-        place_shard(shard, rule, shard_runs(rule, shape, rank, len(shards)), tensors)
-    return tensors

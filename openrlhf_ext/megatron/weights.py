@@ -26,6 +26,8 @@ from openrlhf_ext.megatron.accounting import (
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.megatron.hf_files import HFCheckpoint, HFCheckpointError, save_hf
 from openrlhf_ext.megatron.model import HiddenStateGPTModel
+from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.turns import Turns
 from openrlhf_ext.megatron.weight_map import (
     HFTensor,
     Rule,
@@ -121,8 +123,9 @@ def export_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every (HF name, full tensor) on rank 0, in the order of ``hf_tensors``.
 
-    A collective of the first data-parallel replica (and there of the first context-parallel rank): its ranks all have
-    to exhaust the iterator, and only global rank 0 receives tensors. All other ranks yield nothing and take no part.
+    All ranks have to exhaust the iterator. Only global rank 0 receives tensors, from the ranks of the first
+    data-parallel replica (and there of the first context-parallel rank); these wait for rank 0 to ask for the next
+    tensor in no collective (``turns``), so rank 0 may do with each what it likes, for as long as it likes.
     A tensor may be the parameter itself: copy what has to outlive the next train step.
 
     Args:
@@ -130,6 +133,7 @@ def export_hf(
         value: what to export of a parameter (default: its data; tests export gradients).
         dtype: dtype of what ``value`` returns (default: that of the parameters).
     """
+    turns = Turns()
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     chunks = _chunks(model)
@@ -139,10 +143,12 @@ def export_hf(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     for owner, rule in owned_rules(shape, stages, config.virtual_pipeline_model_parallel_size or 1):
-        tensors = None
-        if stage == owner:
-            tensors = _gather(value(own[rule.hf_names]), rule, shape)
-        tensors = _to_first_stage(tensors, rule, owner, stage, shape, dtype or config.params_dtype)
+        with phase("exporting the weights"):
+            turns.next()
+            tensors = _gather(value(own[rule.hf_names]), rule, shape) if stage == owner else None
+            tensors = _to_first_stage(tensors, rule, owner, stage, shape, dtype or config.params_dtype)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # NCCL's calls return before the peer has arrived
         if tensors is not None:
             yield from zip(rule.hf_names, tensors, strict=True)
 

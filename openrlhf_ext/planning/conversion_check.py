@@ -7,13 +7,15 @@ computes what transformers computes (log-probs of random token sequences).
 from __future__ import annotations
 
 import os
-import socket
+import pickle
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf_ext.megatron.hf_files import HFCheckpoint
@@ -71,27 +73,30 @@ def check_conversion(settings: CheckSettings) -> CheckReport:
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; the message holds its traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed; the message says how.
         TimeoutError: the ranks did not finish within ``timeout_s``.
     """
     import torch.multiprocessing as multiprocessing
 
-    context = multiprocessing.get_context("spawn")
-    reports = context.SimpleQueue()
-    ranks = multiprocessing.spawn(
-        _run_rank, (settings, _free_port(), reports), nprocs=settings.layout.world_size, join=False
-    )
-    deadline = time.monotonic() + settings.timeout_s
-    try:
-        while not ranks.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"checking {settings.path} was not finished after {settings.timeout_s:g} s")
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    return reports.get()
+    # this process serves the rendezvous, so that nobody else can take the port before the ranks do
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:  # not a queue: rank 0 would wait for somebody to read a long report
+        report = Path(folder) / "report"
+        ranks = multiprocessing.spawn(
+            _run_rank, (settings, store.port, report), nprocs=settings.layout.world_size, join=False
+        )
+        deadline = time.monotonic() + settings.timeout_s
+        try:
+            while not ranks.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"checking {settings.path} was not finished after {settings.timeout_s:g} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return pickle.loads(report.read_bytes())
 
 
-def _run_rank(rank: int, settings: CheckSettings, port: int, reports: Any) -> None:
+def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> None:
     from openrlhf_ext import patches
 
     patches.apply()
@@ -99,7 +104,7 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, reports: Any) -> No
 
     size = settings.layout.world_size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     started = time.perf_counter()
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
@@ -115,8 +120,8 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, reports: Any) -> No
         gaps = (ours.double() - theirs.double()).abs()
         seconds = {"load": loaded - started, "export": exported - loaded, "log-probs": scored - exported}
         seconds["transformers"] = time.perf_counter() - scored
-        report = CheckReport(*counts, different, missing, float(gaps.max()), float(gaps.mean()), seconds)
-        reports.put(report)
+        found = CheckReport(*counts, different, missing, float(gaps.max()), float(gaps.mean()), seconds)
+        report.write_bytes(pickle.dumps(found))
     torch.distributed.barrier()  # no rank may leave while rank 0 still compares
     torch.distributed.destroy_process_group()
 
@@ -178,9 +183,3 @@ def transformers_logprobs(
         log_p = model(sequence[None]).logits[0, :-1].float().log_softmax(-1)
         rows.append(log_p.gather(1, sequence[1:, None]).squeeze(1).cpu())
     return torch.cat(rows)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import subprocess
 import sys
 
@@ -74,6 +77,29 @@ def test_the_exit_code_says_whether_it_passed(checkpoint, monkeypatch, capsys, f
     monkeypatch.setattr(conversion_check, "check_conversion", lambda settings: CheckReport(**report))
     assert convert.main(["--check", str(checkpoint)]) == code
     assert text in capsys.readouterr().out
+
+
+def _report_much(rank, settings, port, report):
+    names = tuple(f"model.layers.{i}.some.weight" for i in range(10_000))  # far more than a pipe holds
+    report.write_bytes(pickle.dumps(CheckReport(1, 1, names, (), 0.0, 0.0, {})))
+
+
+def _killed(rank, settings, port, report):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_long_report_arrives(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(conversion_check, "_run_rank", _report_much)
+    assert convert.main(["--check", str(checkpoint), "--timeout_s", "120"]) == 1
+    assert "model.layers.9999.some.weight" in capsys.readouterr().out
+
+
+def test_a_killed_rank_is_reported(checkpoint, monkeypatch, capsys):
+    """As the kernel does when memory runs out: no exception leaves the rank."""
+    monkeypatch.setattr(conversion_check, "_run_rank", _killed)
+    assert convert.main(["--check", str(checkpoint)]) == 1
+    error = capsys.readouterr().err
+    assert "terminated with signal SIGKILL" in error and "run out of memory: try --dtype bf16" in error
 
 
 def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint, tmp_path, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.megatron import checkpoint, phases
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
@@ -17,6 +20,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from tests.megatron.parity import WeightedLogprob
+from tests.megatron.slow_disk import let_others_wait, monitors
 
 
 def build(case: dict) -> MegatronPolicy | MegatronCritic:
@@ -70,13 +74,31 @@ def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_BT: t
     """The checkpoint into a fresh policy, and two steps."""
     policy = build(case)
     try:
-        extra = load_checkpoint(policy, folder / "policy")
+        with reading_slowly():
+            extra = load_checkpoint(policy, folder / "policy")
     except CheckpointError as error:
         parallel_state.destroy_model_parallel()
         return {"error": str(error)}
     result = {"extra": extra, "steps": train(policy, batch, weights_BT, 2), "weights": exported(policy)}
     parallel_state.destroy_model_parallel()
     return result
+
+
+@contextmanager
+def reading_slowly() -> Iterator[None]:
+    """Rank 0 is the last to have read."""
+    addresses, read = monitors(), checkpoint._restore_random_states
+
+    def read_late(*arguments) -> None:
+        let_others_wait(addresses)
+        read(*arguments)
+
+    checkpoint._restore_random_states = read_late if dist.get_rank() == 0 else read
+    try:
+        with phases.phase("loading a checkpoint"):
+            yield
+    finally:
+        checkpoint._restore_random_states = read
 
 
 def run(batch: SequenceBatch, weights_BT: torch.Tensor, jobs: list[tuple[str, dict, Path]]) -> list[dict]:

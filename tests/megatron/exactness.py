@@ -102,6 +102,11 @@ def truth(algorithm: Any, samples: RolloutBatch, new_BT: Tensor, model: torch.nn
     return Truth(shaped.lean(), float(loss.value.detach()), metrics, grads)
 
 
+def chosen(case: dict, problem: dict[str, Truth]) -> dict[str, Truth]:
+    """The algorithms that a case is about: all, or those it names."""
+    return {name: truth for name, truth in problem.items() if name in case.get("algorithms", problem)}
+
+
 # ---- what the ranks run -----------------------------------------------------------------------------------------
 
 
@@ -114,7 +119,10 @@ def run_layouts(cases: list[dict], world_size: int, batch: SequenceBatch, proble
         policy = MegatronPolicy(policy_settings)
         mine = deal(case, batch, policy.shape.attention_length)
         results.append(
-            {name: run_algorithm(policy, batch, mine, truth) for name, truth in problems[case["name"]].items()}
+            {
+                name: run_algorithm(policy, batch, mine, truth)
+                for name, truth in chosen(case, problems[case["name"]]).items()
+            }
         )
         parallel_state.destroy_model_parallel()
     dist.barrier()

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model import Recompute
 from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 
@@ -41,8 +42,9 @@ class WeightedLogprob:
 def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
     """What a case says, on top of one process without parallelism.
 
-    Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute, head, distributed_optimizer; micro_batch_size or
-    max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see ``deal``).
+    Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute (fields of ``Recompute``), head,
+    distributed_optimizer; micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel
+    rank gets all sequences, see ``deal``).
     """
     layout = ParallelLayout(
         world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
@@ -51,7 +53,7 @@ def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
         case["model"], layout, param_dtype=case.get("dtype", "fp32"), temperature=case.get("temperature", 1.0),
         micro_batch_size=case.get("micro_batch_size", 2), forward_micro_batch_size=3,
         max_tokens_per_gpu=case.get("max_tokens"), forward_max_tokens_per_gpu=case.get("forward_max_tokens"),
-        head=case.get("head", "fused"), recompute=case.get("recompute", "none"),
+        head=case.get("head", "fused"), recompute=Recompute(**case.get("recompute", {})),
         optimizer=OptimizerSettings(
             lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant",
             distributed=case.get("distributed_optimizer", False), **optimizer

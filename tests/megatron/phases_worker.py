@@ -13,18 +13,20 @@ import torch.distributed as dist
 
 from openrlhf_ext.megatron import phases
 
-TIMEOUT_S = 1.2
-LATE_S = TIMEOUT_S + 1.3
+TIMEOUT_S = 3.0
+PATIENCE = timedelta(seconds=60)  # for whatever is not the subject
 
 
 def all_cases() -> dict[str, str]:
     """What each rank's phase ended with, case by case. A broken group stays broken: every case has its own."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=PATIENCE)
     phases.start_monitor(TIMEOUT_S)
     seen = {}
     for case in (all_is_well, one_rank_sleeps, one_rank_lags, one_rank_raises, one_rank_is_stopped):
-        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+        group = dist.new_group(timeout=PATIENCE)
         dist.all_reduce(torch.ones(1), group=group)  # gloo connects lazily
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
+        dist.barrier()
         started = time.monotonic()
         seen[case.__name__] = _outcome(case, lambda group=group: dist.all_reduce(torch.ones(1), group=group))
         seen[f"seconds of {case.__name__}"] = f"{time.monotonic() - started:.2f}"
@@ -38,7 +40,18 @@ def _outcome(case: Callable, meet: Callable) -> str:
         case(dist.get_rank(), meet)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        _store().set(f"{case.__name__}/{dist.get_rank()}", "reported")
     return "no error"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _reports_but_of(case: Callable, *ranks: int) -> list[str]:
+    """What the store has when all other ranks are done with the case; a culprit must not go on earlier."""
+    return [f"{case.__name__}/{rank}" for rank in range(dist.get_world_size()) if rank not in ranks]
 
 
 def all_is_well(rank: int, meet: Callable) -> None:
@@ -48,19 +61,21 @@ def all_is_well(rank: int, meet: Callable) -> None:
 
 def one_rank_sleeps(rank: int, meet: Callable) -> None:
     """Rank 1 is asleep inside the phase in which the others meet."""
+    reports = _reports_but_of(one_rank_sleeps, 1)
     with phases.phase("training step"):
         if rank == 1:
-            time.sleep(LATE_S)
+            _store().wait(reports, PATIENCE)
         else:
             meet()
 
 
 def one_rank_lags(rank: int, meet: Callable) -> None:
     """Rank 2 is still in the phase before."""
+    reports = _reports_but_of(one_rank_lags, 2)
     with phases.phase("forward"):
         if rank == 2:
             with phases.phase("reading a file"):
-                time.sleep(LATE_S)
+                _store().wait(reports, PATIENCE)
     with phases.phase("training step"):
         if rank != 2:
             meet()
@@ -75,7 +90,7 @@ def one_rank_raises(rank: int, meet: Callable) -> None:
             meet()
     finally:
         if rank == 0:
-            time.sleep(LATE_S)
+            _store().wait(_reports_but_of(one_rank_raises, 0), PATIENCE)
 
 
 def one_rank_is_stopped(rank: int, meet: Callable) -> None:
@@ -90,5 +105,5 @@ def one_rank_is_stopped(rank: int, meet: Callable) -> None:
                 meet()
     finally:
         if rank == 0:
-            time.sleep(1.0)  # until the others have asked too
+            _store().wait(_reports_but_of(one_rank_is_stopped, 0, 3), PATIENCE)
             os.kill(int(victim), signal.SIGCONT)

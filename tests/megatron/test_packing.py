@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,7 +58,17 @@ def test_a_rank_holds_a_piece_from_the_front_and_one_from_the_back():
     assert local_places([8, 4], 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
 
 
+@given(SHAPES, ROWS)
+def test_the_pieces_of_a_rank_know_how_many_of_its_hidden_states_are_wanted(shape, rows):
+    for rank in range(shape.context_parallel_size):
+        part = pack(ragged(rows), shape, context_parallel_rank=rank)
+        length = len(part.packed_L) // shape.pieces
+        pieces = [((part.hidden_N >= i * length) & (part.hidden_N < (i + 1) * length)) for i in range(shape.pieces)]
+        assert part.piece_counts == tuple(int(piece.sum()) for piece in pieces)
+
+
 def test_moving_keeps_everything():
-    part = pack(ragged([(2, 3), (1, 1)]), PackShape(2))
-    moved = part.to("cpu")
+    part = pack(ragged([(2, 3), (1, 1)]), PackShape(2), rows=[7, 9])
+    moved = part.to(torch.device("cpu"))
     assert moved.slots == part.slots and torch.equal(moved.hidden_N, part.hidden_N)
+    assert moved.rows_B.tolist() == [7, 9] and moved.boundaries.tolist() == [0, *itertools.accumulate(part.slots)]

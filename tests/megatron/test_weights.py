@@ -10,19 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from openrlhf_ext.megatron.accounting import describe, unaccounted_parameters
 from openrlhf_ext.megatron.hf_config import ModelShape, UnsupportedModelError, read_model_shape
 from openrlhf_ext.megatron.weight_map import (
+    Rule,
     chunk_layers,
-    from_shards,
+    fill_shard,
     hf_shapes,
     hf_tensors,
     owned_rules,
+    place_shard,
     shard_runs,
     shard_shape,
     stage_rules,
-    to_shard,
 )
 from openrlhf_ext.megatron.weights import HFCheckpoint, HFCheckpointError, save_hf
 from tests.launch import launch
@@ -71,6 +73,24 @@ def test_round_trip_is_bit_exact(models, tmp_path, world_size):
         assert set(before) == set(after)
         assert all(torch.equal(before[name], after[name]) for name in before), folder
         assert json.loads((source / "config.json").read_text()) == json.loads(open(f"{folder}/config.json").read())
+
+
+def to_shard(rule: Rule, tensors: list[Tensor], shape: ModelShape, rank: int, size: int) -> Tensor:
+    """The piece of the parameter that tensor-parallel rank ``rank`` of ``size`` holds."""
+    shard = tensors[0].new_empty(shard_shape(rule, shape, size))
+    runs = shard_runs(rule, shape, rank, size)
+    fill_shard(shard, rule, runs, lambda i, run: tensors[i].narrow(rule.axis, run.start, len(run)))
+    return shard
+
+
+def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
+    """The HF tensors of a rule from the pieces of all tensor-parallel ranks (inverse of ``to_shard``)."""
+    if rule.split == "replicated":
+        return [shards[0]]
+    tensors = [shards[0].new_empty(s) for s in hf_shapes(rule, shape)]
+    for rank, shard in enumerate(shards):
+        place_shard(shard, rule, shard_runs(rule, shape, rank, len(shards)), tensors)
+    return tensors
 
 
 # ---- the map --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from openrlhf_ext.megatron.weight_map import hf_shapes
 from openrlhf_ext.megatron.weights import export_hf, load_hf, model_rules
+from tests.megatron.slow_disk import let_others_wait, monitors, until
 
 
 def policy_of(model: str, layout: dict, ranks: int, dtype: str = "fp32") -> MegatronPolicy:
@@ -23,15 +26,28 @@ def policy_of(model: str, layout: dict, ranks: int, dtype: str = "fp32") -> Mega
 
 
 def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str) -> list[str]:
-    """Loads and saves every model in every layout; returns the folders."""
-    folders = []
+    """Loads and saves every model in every layout, on a disk that is slower than any timeout; returns the folders."""
+    folders, addresses = [], None
     for model in models:
         for layout in layouts:
             folder = Path(target) / f"{Path(model).name}-{json.dumps(layout, sort_keys=True)}"
-            policy_of(model, layout, ranks).save_hf(folder)
+            policy = policy_of(model, layout, ranks)
+            addresses = addresses or monitors()
+            if dist.get_rank() == 0:
+                policy.export = partial(_slowly, policy.export, addresses)
+            policy.save_hf(folder)
+            until((folder / "config.json").exists, f"{folder} is complete")
             folders.append(str(folder))
             parallel_state.destroy_model_parallel()
     return folders
+
+
+def _slowly(export: Callable[[], Iterable], addresses: list) -> Iterator:
+    for number, item in enumerate(export()):
+        if number in (0, 5):
+            let_others_wait(addresses)
+        yield item
+    let_others_wait(addresses)
 
 
 def errors_of(models: list[str]) -> list[str]:

@@ -1,0 +1,35 @@
+"""A disk slower than any timeout: rank 0 goes on only when no other rank waits for it in a collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from openrlhf_ext.megatron import phases
+
+
+def monitors() -> list[phases.Address]:
+    """Starts the monitor of every rank and returns where they answer. A collective."""
+    addresses: list = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, phases.start_monitor(60))
+    return addresses
+
+
+def let_others_wait(addresses: list[phases.Address]) -> None:
+    """On rank 0: returns when the others wait for it without a timeout, or have nothing more to do."""
+
+    def patiently() -> bool:
+        states = phases.ask_ranks(addresses[1:])
+        return all((s.phase is None or "turns.py" in s.place) and not s.in_collective for s in states)
+
+    until(patiently, "the other ranks do not wait in a collective")
+
+
+def until(happens: Callable[[], bool], what: str) -> None:
+    """Returns when ``happens`` is true."""
+    deadline = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < deadline, f"not after 60 s: {what}"
+        time.sleep(0.01)

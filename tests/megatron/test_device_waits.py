@@ -1,0 +1,123 @@
+"""The host queues the micro-batches of a step without waiting for the device: nothing is read back from it.
+
+The meta device stands in for a GPU: its tensors have no values, so that reading one is an error.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openrlhf_ext.megatron import base, critic, policy
+from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.meta import fake_rank
+from openrlhf_ext.megatron.packing import pack
+from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings
+from tests.megatron.exactness import algorithms, make_batch, rollout
+from tests.models import make_tiny_model
+
+META = torch.device("meta")
+PLAN = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], []]
+
+
+class OnMeta:
+    """A model on the meta device, without weights and without DDP, that runs the micro-batches of ``PLAN``."""
+
+    def build_chunks(self):
+        self.device = META
+        self.config.use_cpu_initialization = True
+        with META:
+            chunk = base.build_model(self.shape, self.config, meta=True)
+        chunk.rotary_pos_emb.inv_freq = chunk.rotary_pos_emb.inv_freq.to(META)
+        return [chunk]
+
+    def load_weights(self):
+        pass
+
+    def _wrap(self, chunk):
+        return chunk
+
+    def plan(self, batch, *, forward_only):
+        self.config.finalize_model_grads_func = None  # that of DDP
+        return PLAN
+
+    def zero_grad(self):
+        pass
+
+    def sum_metrics(self, shares):
+        return {"losses": sum(bool(share) for share in shares)}
+
+
+class MetaPolicy(OnMeta, MegatronPolicy):
+    pass
+
+
+class MetaCritic(OnMeta, MegatronCritic):
+    pass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path, "qwen3", layers=2)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def counts_on_the_cpu(monkeypatch):
+    """Megatron counts tokens where it believes the device to be."""
+    for module in (base, policy, critic):
+        monkeypatch.setattr(module, "one", lambda device: torch.ones((), dtype=torch.int))
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """Tensors that were fetched whole."""
+    fetched = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: fetched.append(tensor) or tensor)
+    return fetched
+
+
+def shaped_batches():
+    batch = make_batch(61)
+    generator = torch.Generator().manual_seed(1)
+    new_BT = -torch.rand(batch.mask_BT.shape, generator=generator) * batch.mask_BT
+    samples = rollout(batch, new_BT, torch.rand(batch.mask_BT.shape, generator=generator) * batch.mask_BT)
+    for name, algorithm in algorithms().items():
+        yield name, algorithm, algorithm.prepare(new_BT, algorithm.shape(samples)).lean().to(META)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(1), ParallelLayout(2, context_parallel_size=2)], ids=["1", "cp2"])
+def test_the_policys_micro_batches_with_every_algorithm(path, layout, fetched):
+    with fake_rank(layout, 0):
+        model = MetaPolicy(PolicySettings(path, layout, param_dtype="fp32"))
+        for name, algorithm, shaped in shaped_batches():
+            assert model.accumulate_gradients(make_batch(61), shaped, algorithm)["losses"] == 3, name
+        assert fetched == []
+        model.logprobs(make_batch(61))
+        assert len(fetched) == 2, "log-probs and entropies, once for all micro-batches"
+
+
+@pytest.mark.parametrize("head", ["fused", "two_pass"])
+def test_the_heads_gathering_under_sequence_parallelism(path, head):
+    """The layers themselves are left out: some of Megatron's buffers are on the CPU here."""
+    layout, rows = ParallelLayout(2, 2, sequence_parallel=True), [0, 5, 7]
+    with fake_rank(layout, 0):
+        model = MetaPolicy(PolicySettings(path, layout, param_dtype="fp32", head=head))
+        part = pack(make_batch(61).select(rows), model._pack_shape, rows=rows).to(META)
+        states_LH = torch.empty(len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True)
+        _, algorithm, shaped = next(shaped_batches())
+        value, _ = model._loss(part, states_LH, shaped.select(part.rows_B), algorithm)
+        value.backward()
+        assert states_LH.grad.shape == states_LH.shape
+
+
+def test_the_critics_micro_batches(path, fetched):
+    layout, batch = ParallelLayout(1), make_batch(61)
+    targets = ValueTargets(torch.zeros(batch.mask_BT.shape), torch.ones(batch.mask_BT.shape), batch.mask_BT.sum())
+    with fake_rank(layout, 0):
+        model = MetaCritic(CriticSettings(PolicySettings(path, layout, param_dtype="fp32")))
+        assert model.accumulate_gradients(batch, targets)["losses"] == 3 and fetched == []
+        model.values(batch)
+        assert len(fetched) == 1

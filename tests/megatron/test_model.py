@@ -1,0 +1,87 @@
+"""Which layers a model gets on which machine, and what they are told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+from openrlhf_ext.megatron import model
+from openrlhf_ext.megatron.hf_config import read_model_shape
+from openrlhf_ext.megatron.layer_spec import PackedSequences
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.meta import fake_rank
+from openrlhf_ext.megatron.model import Recompute, packed_sequences, transformer_config
+from openrlhf_ext.megatron.packing import PackShape, pack
+from tests.megatron.test_packing import ragged
+from tests.models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path, "qwen2", layers=2)
+    return read_model_shape(path)
+
+
+@pytest.fixture
+def with_transformer_engine(monkeypatch):
+    """A GPU machine with TransformerEngine, as far as the choice of layers looks at it."""
+    monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **options: "TE layers")
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", object())
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, caplog, dtype, chosen):
+    """Its attention over packed sequences has no fp32 kernel: spec, rotary embedding and boundaries go together."""
+    caplog.set_level(logging.INFO, logger=model.__name__)
+    with fake_rank(ParallelLayout(1), 0):
+        config = transformer_config(shape, ParallelLayout(1), dtype, Recompute())
+        assert config.apply_rope_fusion == chosen
+        assert (model._spec(config, None) == "TE layers") == chosen
+    part = pack(ragged([(2, 3), (4, 1)]), PackShape())
+    sequences = packed_sequences(part, dtype)
+    assert isinstance(sequences, PackedSequences) and sequences.cu_seqlens_q.tolist() == [0, 5, 10]
+    assert (sequences.cu_seqlens_q is part.boundaries) == chosen, "the other rotary embedding reads them on the host"
+    expected = "TransformerEngine's" if chosen else "no attention over packed sequences in torch.float32"
+    assert expected in caplog.text
+
+
+def test_without_transformer_engine_the_log_says_so(shape, with_transformer_engine, monkeypatch, caplog):
+    monkeypatch.setattr(model, "has_transformer_engine", lambda: False)
+    with fake_rank(ParallelLayout(1), 0):
+        config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Recompute())
+        assert not config.apply_rope_fusion and model._spec(config, None) != "TE layers"
+    assert "TransformerEngine is not installed" in caplog.text
+
+
+def test_layers_that_can_add_weight_gradients_themselves_are_told_to(shape, monkeypatch):
+    """As TransformerEngine's can; Megatron's own output layer refuses to be built with the option that says so."""
+    monkeypatch.setattr(RowParallelLinear, "fuse_wgrad_accumulation", False, raising=False)
+    with fake_rank(ParallelLayout(1), 0):
+        config = transformer_config(shape, ParallelLayout(1), torch.float32, Recompute())
+        modules = list(model.build_model(shape, config).modules())
+    able = [module for module in modules if isinstance(module, RowParallelLinear)]
+    assert len(able) == 4 and all(module.fuse_wgrad_accumulation for module in able)
+    assert not any("fuse_wgrad_accumulation" in vars(module) for module in modules if module not in able)
+    assert not config.gradient_accumulation_fusion
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        (Recompute(), {"granularity": None, "method": None, "num_layers": None}),
+        (Recompute("selective", modules=("mlp",)), {"granularity": "selective", "modules": ["mlp"], "method": None}),
+        (Recompute("full"), {"granularity": "full", "method": "uniform", "num_layers": 1}),
+        (Recompute("full", method="block", num_layers=2), {"granularity": "full", "method": "block", "num_layers": 2}),
+    ],
+)
+def test_recomputation_in_megatrons_words(shape, recompute, expected):
+    config = transformer_config(shape, ParallelLayout(1), torch.float32, recompute)
+    assert {name: getattr(config, f"recompute_{name}") for name in expected} == expected
