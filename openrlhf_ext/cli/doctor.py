@@ -26,8 +26,9 @@ from openrlhf_ext.patches.base import installed_version
 from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
 
 DISTRIBUTION = "openrlhf_ext"
-MINIMUM_PYTHON = (3, 10)
+MINIMUM_PYTHON = (3, 11)
 GIB = 2**30
+_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"  # apex's: products that add to fp32 gradients in place
 
 # name -> why it must be absent where there is no CUDA device
 BREAKS_CPU_STACK = {
@@ -147,6 +148,7 @@ def check_kernels(cuda: bool) -> list[KernelCheck]:
         KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
         _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
         KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else _apex_absence()),
+        KernelCheck("apex weight gradients", has_module(_WEIGHT_GRADIENTS), _weight_gradients()),
         _kernel("flash-attn", has_module("flash_attn"), "flash-attn", "torch attention; import shim for openrlhf"),
         _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
     ]
@@ -154,6 +156,14 @@ def check_kernels(cuda: bool) -> list[KernelCheck]:
 
 def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> KernelCheck:
     return KernelCheck(name, available, installed_version(distribution) or "" if available else stand_in)
+
+
+def _weight_gradients() -> str:
+    if has_module(_WEIGHT_GRADIENTS):
+        return _WEIGHT_GRADIENTS
+    return (
+        "TransformerEngine's layers add them to main_grad themselves" if has_transformer_engine() else "torch adds them"
+    )
 
 
 def _apex_absence() -> str:

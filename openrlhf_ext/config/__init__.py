@@ -5,6 +5,7 @@ Imports pydantic and PyYAML only. Users of this package call :func:`load_config`
 
 from __future__ import annotations
 
+from openrlhf_ext.config.checks import Findings
 from openrlhf_ext.config.describe import format_config, placement_table
 from openrlhf_ext.config.errors import ConfigError, Violation
 from openrlhf_ext.config.load import build_config, load_config
@@ -12,6 +13,7 @@ from openrlhf_ext.config.schema import RunConfig
 
 __all__ = [
     "ConfigError",
+    "Findings",
     "RunConfig",
     "Violation",
     "build_config",

@@ -24,10 +24,11 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "reward.overlong_buffer_len": ("length_penalty",),
 }
 
-# Options without a default in the specification; these are the published values.
-_RECOMMENDED = {
-    "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1},
-    "grpo_s": {"beta1": 1.0, "beta2": 0.1},
+# Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
+RESERVED_KEYS = {
+    "kl": "algo.kl.*",
+    "correction": "algo.advantage.is_correction_*",
+    "name": "algo.advantage.estimator",
 }
 
 
@@ -60,12 +61,18 @@ def merged_algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], di
     """(estimator, its options, importance correction or None), as ``get_algorithm`` takes them.
 
     A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
-    flags; the checks refuse a configuration in which they disagree.
+    flags; the checks refuse a configuration in which they disagree. Flags that the estimator does not read are left
+    out; a warning says so at the start of a run.
     """
+    from openrlhf_ext.algorithms import describe_options, with_published_values  # here, not above: it imports torch
+
     name = config.algo.advantage.estimator
     own = getattr(config.algo, name)
-    options = {option.key: option.value for option in flag_options(config)} | own | _kl_penalty(config)
-    return name, _with_recommended(name, options, config.rollout.max_new_tokens), _correction(config)
+    known = {info.name for info in describe_options(name)}
+    flags = {option.key: option.value for option in flag_options(config) if option.key in known}
+    options = flags | own | _kl_penalty(config)
+    options = with_published_values(name, options, max_length=config.rollout.max_new_tokens)
+    return name, options, _correction(config)
 
 
 def _kl_penalty(config: RunConfig) -> dict[str, Any]:
@@ -98,14 +105,6 @@ def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
         "l_cache": int(config.reward.overlong_buffer_len),
         "factor": config.reward.overlong_penalty_factor,
     }
-
-
-def _with_recommended(name: str, options: dict[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
-    if name in _RECOMMENDED and options.get("version", "v6") == "v6":
-        return _RECOMMENDED[name] | options
-    if name == "dr_grpo" and max_new_tokens is not None:
-        return {"l_norm": max_new_tokens} | options
-    return options
 
 
 def correction_level(config: RunConfig) -> str:

@@ -54,6 +54,10 @@ def checkpoint_warnings(config: RunConfig) -> Iterator[str]:
         yield f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the first step"
     if ckpt.fallback_enable and not ckpt.load_enable and not restarts:
         yield "ckpt.fallback_enable has no effect: neither ckpt.load_enable nor train.max_restarts is set"
+    if ckpt.save_steps == -1 and not ckpt.best_metric_key:
+        for name, is_asked in (("save_hf", ckpt.save_hf), ("max_num", ckpt.max_num != type(ckpt)().max_num)):
+            if is_asked:
+                yield f"ckpt.{name} has no effect: neither ckpt.save_steps nor ckpt.best_metric_key is set"
     if ckpt.async_enable and not saves:
         yield "ckpt.async_enable has no effect: no resumable checkpoints are written"
 

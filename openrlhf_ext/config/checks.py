@@ -1,8 +1,8 @@
 """All rules applied to one configuration, and the settings that are allowed but deserve a warning.
 
-What cannot be decided here: whether the run has GPUs, how many the cluster holds, and whether an estimator knows the
-keys of its ``algo.<estimator>`` map. The first two are seen when Ray places the actors, the last when the command line
-builds the estimator.
+What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen when Ray places the
+actors; and what needs torch to know (the options of an estimator, the tensors of a model), which
+``openrlhf_ext.controller.preflight`` adds to the same report.
 """
 
 from __future__ import annotations
@@ -11,16 +11,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.config import checkpoint_rules, file_rules, mode_rules, ppo_rules, rules
+from openrlhf_ext.config import checkpoint_rules, file_rules, mode_rules, output_rules, ppo_rules, rules
 from openrlhf_ext.config.access import is_set, leaf_fields, value_of
-from openrlhf_ext.config.algorithm_options import correction_level, flag_options
+from openrlhf_ext.config.algorithm_options import RESERVED_KEYS, correction_level, flag_options
 from openrlhf_ext.config.entities.algo import ESTIMATORS
 from openrlhf_ext.config.errors import Violation
 from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
-from openrlhf_ext.config.paths import dataset_refs, is_hub_name
+from openrlhf_ext.config.paths import dataset_refs, is_hub_name, is_url
 
 if TYPE_CHECKING:
+    from openrlhf_ext.config.entities.policy import Megatron
     from openrlhf_ext.config.schema import RunConfig
+
+# what a run writes, and whether it is a folder
+_OUTPUTS = {
+    "ckpt.path": True,
+    "ckpt.output_dir": True,
+    "logger.tensorboard_dir": True,
+    "logger.metrics_path": False,
+    "logger.figure_path": False,
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +43,18 @@ class Findings:
 
 def check_config(config: RunConfig) -> Findings:
     """Every rule, on a configuration whose types are right. Reads small parts of the files it names."""
-    model, model_problems = _model(config.actor.model_name_or_path)
-    violations = [*model_problems, *_arithmetic(config), *_algorithm(config), *_files(config)]
+    violations = [*model_violations(config), *_arithmetic(config), *_algorithm(config), *_files(config)]
+    return Findings(tuple(violations), tuple(_warnings(config)))
+
+
+def model_violations(config: RunConfig) -> Iterator[Violation]:
+    """The rules about the models, where they are local folders: to be asked again when one has been downloaded."""
+    model, problems = _model(config.actor.model_name_or_path)
+    yield from problems
     if model is not None:
-        violations += _model_rules(config, model)
+        yield from _model_rules(config, model)
     if config.has_critic:
-        violations += _critic_model(config, model)
-    return Findings(tuple(violations), tuple(_warnings(config, model)))
+        yield from _critic_model(config, model)
 
 
 def _model(path: str | None, option: str = "actor.model_name_or_path") -> tuple[ModelFacts | None, list[Violation]]:
@@ -62,6 +77,17 @@ def _model_rules(config: RunConfig, model: ModelFacts) -> Iterator[Violation]:
         max_len=config.data.max_len,
         vp=config.megatron.virtual_pipeline_size,
     )
+    yield from _recomputed_layers("actor.model_name_or_path", config.megatron, model)
+
+
+def _recomputed_layers(path: str, layout: Megatron, model: ModelFacts) -> Iterator[Violation]:
+    yield from rules.recompute_layer_violations(
+        path=path,
+        granularity=layout.recompute,
+        method=layout.recompute_method,
+        num_layers=layout.recompute_num_layers,
+        chunk_layers=model.num_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_size),
+    )
 
 
 def _critic_model(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
@@ -77,6 +103,7 @@ def _critic_model(config: RunConfig, policy: ModelFacts | None) -> Iterator[Viol
             vp=config.critic_layout.virtual_pipeline_size,
             max_len=config.data.max_len,
         )
+        yield from _recomputed_layers(option, config.critic_layout, model)
 
 
 def _arithmetic(config: RunConfig) -> Iterator[Violation]:
@@ -99,6 +126,9 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
         best_metric=config.ckpt.best_metric_key,
         evaluates=config.eval.steps != -1 and config.eval.dataset is not None,
     )
+    yield from rules.engine_batch_violations(
+        sequences=config.vllm.max_num_seqs, tokens=config.vllm.max_num_batched_tokens
+    )
     yield from rules.sync_violations(backend=config.vllm.sync_backend, colocate_all=config.train.colocate_all)
     if not config.has_critic:
         yield from rules.group_violations(
@@ -116,6 +146,12 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
     )
     dynamic = config.train.dynamic_batch_enable
     yield from rules.head_violations(head=config.megatron.head, kernels=config.megatron.head_kernels)
+    yield from rules.recompute_violations(
+        granularity=layout.recompute,
+        modules=layout.recompute_modules,
+        method=layout.recompute_method,
+        num_layers=layout.recompute_num_layers,
+    )
     yield from rules.packing_violations(
         enabled=dynamic,
         train_tokens=config.train.max_tokens_per_gpu
@@ -189,6 +225,7 @@ def _ppo(config: RunConfig) -> Iterator[Violation]:
 
 def _algorithm(config: RunConfig) -> Iterator[Violation]:
     advantage = config.algo.advantage
+    yield from reserved_violations(config)
     yield from rules.correction_violations(
         level=correction_level(config),
         mode=advantage.is_correction_mode,
@@ -198,7 +235,12 @@ def _algorithm(config: RunConfig) -> Iterator[Violation]:
     low, high = config.algo.dynamic_filtering_range
     yield from rules.filtering_violations(enabled=config.algo.dynamic_filtering_enable, low=low, high=high)
     yield from duplicate_violations(config)
-    yield from length_norm_violations(config)
+    prompts = config.initial_entropy_prompts
+    if not isinstance(prompts, int) or isinstance(prompts, bool) or prompts < 0:
+        option = "algo.gtpo_conflict.initial_entropy_prompts"
+        yield Violation(
+            (option,), f"{option} must be a number of prompts, 0 or more (0 = do not measure): got {prompts!r}"
+        )
 
 
 def _files(config: RunConfig) -> Iterator[Violation]:
@@ -206,16 +248,34 @@ def _files(config: RunConfig) -> Iterator[Violation]:
         remote_url=config.reward.remote_url, agent_path=config.train.agent_func_path
     )
     yield from _data(config)
-    for option, is_folder in (
-        ("ckpt.path", True),
-        ("ckpt.output_dir", True),
-        ("logger.tensorboard_dir", True),
-        ("logger.metrics_path", False),
-        ("logger.figure_path", False),
-    ):
-        if (path := value_of(config, option)) is not None:
-            yield from file_rules.output_violations(option=option, path=path, is_folder=is_folder)
+    outputs = [
+        output_rules.Output(option, path, is_folder)
+        for option, is_folder in _OUTPUTS.items()
+        if (path := value_of(config, option)) is not None
+    ]
+    for output in outputs:
+        yield from output_rules.writable_violations(output)
+    if config.has_critic and config.critic.save_value_network:
+        outputs.append(output_rules.Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True))
+    yield from output_rules.overlap_violations(outputs=outputs, inputs=_inputs(config), checkpoints=config.ckpt.path)
     yield from checkpoint_rules.space_violations(config)
+
+
+def _inputs(config: RunConfig) -> output_rules.Inputs:
+    """The local files and folders that the run reads."""
+    models = [("actor.model_name_or_path", config.actor.model_name_or_path)]
+    if config.has_critic:
+        models.append(("critic.model_name_or_path", config.critic.model_name_or_path))
+    sources = [
+        (option, ref.path)
+        for option in ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path")
+        for ref in dataset_refs(value_of(config, option) or "")
+    ]
+
+    def local(named: list[tuple[str, str | None]]) -> tuple[tuple[str, str], ...]:
+        return tuple((option, path) for option, path in named if path and not is_url(path) and not is_hub_name(path))
+
+    return output_rules.Inputs(models=local(models), sources=local(sources))
 
 
 def _data(config: RunConfig) -> Iterator[Violation]:
@@ -232,24 +292,45 @@ def _data(config: RunConfig) -> Iterator[Violation]:
         yield from file_rules.prompt_count_violations(
             datasets=data.prompt_dataset, max_samples=data.max_samples, prompts=config.rollout.batch_size
         )
+        yield from file_rules.split_violations(
+            option="data.prompt_split",
+            split=data.prompt_split,
+            dataset_option="data.prompt_dataset",
+            value=data.prompt_dataset,
+        )
     if config.eval.dataset is not None:
         yield from file_rules.dataset_violations(option="eval.dataset", value=config.eval.dataset, keys=keys)
+        yield from file_rules.split_violations(
+            option="eval.split", split=config.eval.split, dataset_option="eval.dataset", value=config.eval.dataset
+        )
     elif config.eval.steps != -1:
         yield Violation(
             ("eval.steps", "eval.dataset"),
             f"eval.steps has no effect without eval.dataset: got {config.eval.steps}; set the dataset too",
         )
-    if data.input_template is not None and "{}" not in data.input_template:
-        yield Violation(
-            ("data.input_template",),
-            f"data.input_template must contain {{}}, where the prompt goes: got {data.input_template!r}",
-        )
+    yield from file_rules.template_violations(template=data.input_template, chat=data.apply_chat_template)
+
+
+def reserved_violations(config: RunConfig) -> Iterator[Violation]:
+    """The maps of the estimators hold their options only, not the other arguments of ``get_algorithm``."""
+    for name in ESTIMATORS:
+        for key, instead in RESERVED_KEYS.items():
+            if key in getattr(config.algo, name):
+                yield Violation(
+                    (f"algo.{name}.{key}",), f"algo.{name}.{key} is not an option of an estimator; use {instead}"
+                )
 
 
 def duplicate_violations(config: RunConfig) -> Iterator[Violation]:
     """No option of the estimator is set to two values by two names."""
     name = config.algo.advantage.estimator
     own = getattr(config.algo, name)
+    if config.algo.kl.init_coef > 0 and own.get("kl_coef"):
+        yield Violation(
+            ("algo.kl.init_coef", f"algo.{name}.kl_coef"),
+            f"algo.kl.init_coef and algo.{name}.kl_coef both set a KL penalty: got {config.algo.kl.init_coef:g} and "
+            f"{own['kl_coef']}; keep one of them",
+        )
     for flag in flag_options(config):
         if flag.key in own and own[flag.key] != flag.value:
             other = f"algo.{name}.{flag.key}"
@@ -273,19 +354,8 @@ def duplicate_violations(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def length_norm_violations(config: RunConfig) -> Iterator[Violation]:
-    """Dr. GRPO divides by a constant length, which must be known."""
-    is_known = config.rollout.max_new_tokens is not None or config.algo.dr_grpo.get("l_norm") is not None
-    if config.algo.advantage.estimator == "dr_grpo" and not is_known:
-        yield Violation(
-            ("rollout.max_new_tokens", "algo.dr_grpo.l_norm"),
-            "algo.advantage.estimator dr_grpo divides by a constant length: set rollout.max_new_tokens or "
-            "algo.dr_grpo.l_norm (tokens), got null for both",
-        )
-
-
-def _warnings(config: RunConfig, model: ModelFacts | None) -> Iterator[str]:
-    yield from _input_warnings(config, model)
+def _warnings(config: RunConfig) -> Iterator[str]:
+    yield from _input_warnings(config, _model(config.actor.model_name_or_path)[0])
     yield from _sampling_warnings(config)
     yield from _idle_warnings(config)
     yield from checkpoint_rules.checkpoint_warnings(config)
@@ -364,7 +434,24 @@ def _idle_warnings(config: RunConfig) -> Iterator[str]:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
             yield from _no_effect(config, name, "no reference model is built without a KL penalty")
     if not config.algo.dynamic_filtering_enable:
-        yield from _no_effect(config, "algo.dynamic_filtering_range", "algo.dynamic_filtering_enable is off")
+        for name in ("algo.dynamic_filtering_range", "rollout.max_filter_batches"):
+            yield from _no_effect(config, name, "algo.dynamic_filtering_enable is off")
+    yield from _idle_schedule_warnings(config)
+    if config.train.dynamic_batch_enable:
+        for name in ("train.micro_batch_size", "rollout.micro_batch_size"):
+            yield from _no_effect(config, name, "train.dynamic_batch_enable fills micro-batches up to a token budget")
+    if config.eval.dataset is None:
+        for leaf in ("split", "temperature", "n_samples_per_prompt"):
+            yield from _no_effect(config, f"eval.{leaf}", "eval.dataset is not set")
+
+
+def _idle_schedule_warnings(config: RunConfig) -> Iterator[str]:
+    for side in ("actor", "critic") if config.has_critic else ("actor",):
+        schedule = getattr(config, side).lr_scheduler
+        if schedule == "constant":
+            yield from _no_effect(config, f"{side}.lr_warmup_ratio", f"{side}.lr_scheduler constant has no warm-up")
+        if schedule != "cosine_with_min_lr":
+            yield from _no_effect(config, f"{side}.min_lr_ratio", f"{side}.lr_scheduler is {schedule}")
 
 
 def option_names_below(config: RunConfig, entity: str) -> list[str]:

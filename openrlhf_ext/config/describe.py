@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -157,15 +158,21 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _step_lines(config: RunConfig) -> Iterator[str]:
-    rollout, train, dp = config.rollout, config.train, config.data_parallel_size
+    rollout, train = config.rollout, config.train
     yield "one batch of rollouts:"
     samples = config.samples_per_rollout
     yield f"  {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} responses = {samples} samples"
     updates = samples // train.batch_size * train.max_epochs
+    dp = config.data_parallel_size
     yield (
-        f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples = {dp} data-parallel "
-        f"ranks x {train.batch_size // (dp * train.micro_batch_size)} micro-batches x {train.micro_batch_size} samples"
+        f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples, dealt to {dp} "
+        f"data-parallel rank{'s' if dp != 1 else ''} by length"
     )
+    if train.dynamic_batch_enable:
+        yield f"  micro-batches of at most {train.max_tokens_per_gpu} tokens on a rank, as many as the lengths ask for"
+    else:
+        fewest = math.ceil(train.batch_size / (dp * train.micro_batch_size))
+        yield f"  micro-batches of at most {train.micro_batch_size} samples, {fewest} or more on a rank"
 
 
 def _companion_lines(config: RunConfig) -> Iterator[str]:

@@ -1,15 +1,14 @@
-"""Rules about files: what a run reads must be there and hold what it should, what it writes must be writable."""
+"""Rules about the files that a run reads: they are there and hold what they should."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf_ext.config.errors import Violation
 from openrlhf_ext.config.inputs import InputError, count_records, first_record, require_definition
-from openrlhf_ext.config.paths import DATA_SUFFIXES, DatasetRef, dataset_refs, is_hub_name, is_url
+from openrlhf_ext.config.paths import DATA_SUFFIXES, DatasetRef, dataset_refs, is_http_url, is_hub_name, is_url
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,40 @@ def dataset_violations(*, option: str, value: str, keys: RecordKeys) -> Iterator
             )
         else:
             yield from _record_violations(option, dataset, keys)
+
+
+def split_violations(*, option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
+    """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
+    for dataset in dataset_refs(value):
+        if split != "train" and dataset.suffix in DATA_SUFFIXES and Path(dataset.path).is_file():
+            yield Violation(
+                (option, dataset_option),
+                f"{option} must be train for a data file, which has no other split: got {split!r} and {dataset.path}; "
+                f"leave {option} out",
+            )
+
+
+def template_violations(*, template: str | None, chat: bool) -> Iterator[Violation]:
+    """The template puts the prompt somewhere, and nothing else does instead."""
+    option, marker = "data.input_template", "<the prompt>"
+    if template is None:
+        return
+    if chat:
+        yield Violation(
+            (option, "data.apply_chat_template"),
+            f"{option} has no effect with data.apply_chat_template, which forms the whole prompt: got {template!r}; "
+            "leave one of them out",
+        )
+    try:
+        place = marker in template.format(marker)
+    except (LookupError, ValueError, AttributeError, TypeError):
+        place = False
+    if not place:
+        yield Violation(
+            (option,),
+            f"{option} must contain {{}}, where the prompt goes, and no other field (write {{{{ and }}}} for braces): "
+            f"got {template!r}",
+        )
 
 
 def prompt_count_violations(*, datasets: str, max_samples: int, prompts: int) -> Iterator[Violation]:
@@ -71,15 +104,6 @@ def reward_violations(*, remote_url: str | None, agent_path: str | None) -> Iter
         yield from _definition_violations("train.agent_func_path", agent_path, "AgentExecutor")
     if remote_url is not None:
         yield from _remote_url_violations(remote_url)
-
-
-def output_violations(*, option: str, path: str, is_folder: bool) -> Iterator[Violation]:
-    """The path can be written: the nearest folder that exists is one, and is writable."""
-    place = Path(path) if is_folder else Path(path).parent
-    existing = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        reason = "is not writable" if existing.is_dir() else "is a file"
-        yield Violation((option,), f"{option} must be writable: got {path}, but {existing} {reason}")
 
 
 def _record_violations(option: str, dataset: DatasetRef, keys: RecordKeys) -> Iterator[Violation]:
@@ -120,6 +144,9 @@ def _remote_url_violations(remote_url: str) -> Iterator[Violation]:
     option = "reward.remote_url"
     sources = remote_url.split(",")
     files = [source for source in sources if not is_url(source)]
+    for url in sources:
+        if is_url(url) and not is_http_url(url):
+            yield Violation((option,), f"{option}: a URL must be http(s)://HOST[:PORT][/PATH], got {url}")
     if files and len(sources) > 1:
         yield Violation(
             (option,), f"{option} takes one .py file, or one or more http URLs separated by commas: got {remote_url}"

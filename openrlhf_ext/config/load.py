@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from openrlhf_ext.config.paths import resolve_path
 from openrlhf_ext.config.schema import RunConfig
 from openrlhf_ext.config.sources import Setting, flattened, read_command_line, read_yaml, unknown_option
 
+Rules = Callable[[RunConfig], Findings]
 
-def load_config(argv: Sequence[str]) -> RunConfig:
+
+def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunConfig:
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
@@ -32,6 +34,8 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     Args:
         argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--entity.name value ...``,
             ``--help [entity]`` (prints and exits with status 0).
+        more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
+            may break other rules.
 
     Returns:
         The configuration, with ``warnings`` for settings that are allowed but deserve a look.
@@ -52,7 +56,8 @@ def load_config(argv: Sequence[str]) -> RunConfig:
         settings += found
         violations += broken
         readable &= all(violation.options for violation in broken)
-    return _build([*settings, *line.settings], violations, check_rules=readable)
+    rules = [check_config, *([more_rules] if more_rules is not None else [])]
+    return _build([*settings, *line.settings], violations, rules if readable else [])
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code") -> RunConfig:
@@ -62,7 +67,7 @@ def build_config(values: Mapping[str, Any], *, origin: str = "code") -> RunConfi
         ConfigError: as :func:`load_config`.
     """
     return _build(
-        [setting for name, value in values.items() for setting in flattened(name, value, origin)], [], check_rules=True
+        [setting for name, value in values.items() for setting in flattened(name, value, origin)], [], [check_config]
     )
 
 
@@ -85,22 +90,23 @@ class _Draft:
         return {option for violation in self.violations for option in violation.options}
 
 
-def _build(settings: Sequence[Setting], violations: list[Violation], *, check_rules: bool) -> RunConfig:
-    """``check_rules`` is off when a file could not be read: rules would be about defaults that nobody meant."""
+def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules]) -> RunConfig:
+    """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
     _collect(draft, settings)
+    _refuse_blank_paths(draft)
     _derive(draft.values)
     config = _typed(draft)
     if config.actor.gradient_checkpointing_enable and not is_set(config, "megatron.recompute"):
         draft.values["megatron.recompute"] = "full"
         config = _typed(draft)
     draft.violations += _unsupported(config, draft.origins)
-    findings = check_config(config) if check_rules else Findings((), ())
+    findings = [check(config) for check in rules]
     tainted = draft.tainted
-    draft.violations += [violation for violation in findings.violations if tainted.isdisjoint(violation.options)]
+    draft.violations += [v for found in findings for v in found.violations if tainted.isdisjoint(v.options)]
     if draft.violations:
         raise ConfigError(draft.violations)
-    config._warnings = findings.warnings
+    config._warnings = tuple(warning for found in findings for warning in found.warnings)
     config._sources = draft.origins
     return config
 
@@ -120,6 +126,17 @@ def _collect(draft: _Draft, settings: Iterable[Setting]) -> None:
 
 def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def _refuse_blank_paths(draft: _Draft) -> None:
+    """No path, and none of several inputs separated by commas, is empty: it would mean the current directory."""
+    for name, value in list(draft.values.items()):
+        kind = option_table()[name].info.path if name in option_table() else None
+        if kind is None or not isinstance(value, str):
+            continue
+        if not all(part.strip() for part in (value.split(",") if kind == "input" else [value])):
+            message = f"{name} must not be or hold an empty path: got {value!r} ({draft.origins[name]}); leave it out"
+            draft.reject(Violation((name,), message), name)
 
 
 def _resolved(option: Option, value: Any) -> Any:

@@ -23,6 +23,10 @@ _BOUNDS = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le
 _SIMPLE = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
 
+# what other programs call an option, by the last part of its name
+_OTHER_NAMES = {"learning_rate": "lr", "pretrain": "model_name_or_path", "model": "model_name_or_path"}
+
+
 class UsageError(ValueError):
     """Words on the command line that cannot belong to the option they follow."""
 
@@ -124,8 +128,10 @@ def nearest_option(name: str) -> str | None:
     """The supported option that looks most like an unknown name, or None when none does."""
     supported = [other for other, option in option_table().items() if option.unsupported is None]
     plain = [other for other in supported if option_table()[other].arity != "open"]
-    by_leaf = [other for other in plain if other.split(".")[-1] == name.split(".")[-1]]
-    by_leaf = [other for other in by_leaf if not other.startswith("critic.")] or by_leaf  # the policy is meant
+    entity, leaf = name.split(".")[0], name.split(".")[-1]
+    by_leaf = [other for other in plain if other.split(".")[-1] == _OTHER_NAMES.get(leaf, leaf)]
+    meant = [other for other in by_leaf if other.startswith(f"{entity}.")]
+    by_leaf = meant or [other for other in by_leaf if not other.startswith("critic.")] or by_leaf
     if len(by_leaf) == 1:
         return by_leaf[0]
     head, key = ".".join(name.split(".")[:2]), name.split(".")[2:]
@@ -226,6 +232,6 @@ def _bounds_in_words(metadata: Sequence[Any]) -> Iterator[str]:
         for constraint in getattr(item, "metadata", None) or [item]:  # a nested Field carries its constraints inside
             symbol = _BOUNDS.get(type(constraint))
             if symbol is not None:
-                bounds.append(f"{symbol} {getattr(constraint, type(constraint).__name__.lower()):g}")
+                bounds.append(f"{symbol} {getattr(constraint, type(constraint).__name__.lower()):.15g}")
     if bounds:
         yield " and ".join(bounds)

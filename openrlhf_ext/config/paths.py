@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from openrlhf_ext.config.entities.base import PathKind
 
@@ -15,7 +16,17 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
+    """Whether the text has a scheme, so that no local path is meant by it."""
+    return "://" in text
+
+
+def is_http_url(text: str) -> bool:
+    """Whether the text is an http or https URL with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # a malformed host
+        return False
 
 
 def is_hub_name(text: str) -> bool:
@@ -33,6 +44,8 @@ def resolve_path(value: str, kind: PathKind) -> str:
         value: one path, or several inputs separated by commas; ``path@folder`` as OpenRLHF's datasets allow.
         kind: inputs that are URLs, hub names or plain words (``agent``) stay as they are.
     """
+    if not value.strip():
+        return value  # refused; it would become the current directory
     if kind == "output":
         return _absolute(value)
     return ",".join(_resolve_input(part.strip()) for part in value.split(","))

@@ -70,6 +70,12 @@ def critic_model_violations(
                 f"critic.megatron.{degree}_parallel_size{chunks} (unset: that of megatron.*) must divide the {what} of "
                 f"the critic's model: got {size}, the model of {path} has {count}",
             )
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield Violation(
+            (*options, "critic.megatron.tensor_parallel_size"),
+            f"critic.megatron.tensor_parallel_size (unset: that of megatron.*) must divide the key-value heads of the "
+            f"critic's model or be a multiple of them: got {tp}, the model of {path} has {model.num_kv_heads}",
+        )
     if policy is not None and model.vocab_size < policy.vocab_size:
         yield Violation(
             options,

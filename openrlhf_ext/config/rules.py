@@ -137,6 +137,45 @@ def head_violations(*, head: str, kernels: str) -> Iterator[Violation]:
         )
 
 
+def recompute_violations(
+    *, granularity: str, modules: tuple[str, ...], method: str, num_layers: int
+) -> Iterator[Violation]:
+    """Details of recomputation are given only where they have an effect."""
+    for wanted, options, given, default in (
+        ("selective", ("megatron.recompute_modules",), (modules,), (("core_attn",),)),
+        ("full", ("megatron.recompute_method", "megatron.recompute_num_layers"), (method, num_layers), ("uniform", 1)),
+    ):
+        if granularity != wanted and given != default:
+            yield Violation(
+                (*options, "megatron.recompute"),
+                f"{' and '.join(options)} have no effect without megatron.recompute {wanted}: got "
+                f"{', '.join(map(str, given))} and {granularity}; set that, or leave them out",
+            )
+    if granularity == "selective" and not modules:
+        yield Violation(
+            ("megatron.recompute_modules", "megatron.recompute"),
+            "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, or "
+            "set megatron.recompute none",
+        )
+
+
+def recompute_layer_violations(
+    *, path: str, granularity: str, method: str, num_layers: int, chunk_layers: int
+) -> Iterator[Violation]:
+    """A model chunk consists of whole groups of recomputed layers.
+
+    Args:
+        path: option of the model; ``chunk_layers``: layers of each of its chunks.
+    """
+    option = "megatron.recompute_num_layers"
+    if granularity == "full" and method == "uniform" and chunk_layers % num_layers:
+        yield Violation(
+            (path, option),
+            f"{option} must divide the layers of a model chunk with megatron.recompute_method uniform: got "
+            f"{num_layers}, a chunk of the model of {path} has {chunk_layers}; use {_divisors(chunk_layers)}",
+        )
+
+
 def packing_violations(
     *, enabled: bool, train_tokens: int | None, rollout_tokens: int | None, cp: int, max_len: int
 ) -> Iterator[Violation]:
@@ -158,6 +197,16 @@ def packing_violations(
                 f"{option} * megatron.context_parallel_size must be at least data.max_len, a micro-batch holds whole "
                 f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more",
             )
+
+
+def engine_batch_violations(*, sequences: int | None, tokens: int | None) -> Iterator[Violation]:
+    """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
+    if sequences is not None and tokens is not None and tokens < sequences:
+        yield Violation(
+            ("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),
+            f"vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got {tokens} and {sequences}; set one of "
+            f"them only",
+        )
 
 
 def sync_violations(*, backend: str, colocate_all: bool) -> Iterator[Violation]:
@@ -282,7 +331,7 @@ def mixture_violations(*, datasets: str, shares: str | None) -> Iterator[Violati
     except ValueError:
         yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
         return
-    if len(numbers) != count or abs(sum(numbers) - 1) > 1e-6 or min(numbers) < 0:
+    if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:  # false for nan
         yield Violation(
             (option, "data.prompt_dataset"),
             f"{option} must hold one share for each dataset of data.prompt_dataset and add up to 1: got {shares} for "

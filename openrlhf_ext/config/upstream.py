@@ -35,6 +35,8 @@ _OUR_OPTIONS = frozenset(
         "vllm.dtype",
         "vllm.hang_timeout_s",
         "vllm.kv_cache_mib",
+        "vllm.max_num_batched_tokens",
+        "vllm.max_num_seqs",
         "vllm.max_restarts",
         "vllm.start_timeout_s",
     }

@@ -23,6 +23,8 @@ def test_options_without_a_default_get_the_published_values(load):
     assert options_of(load, "--algo.advantage.estimator", "grpo_s") == {"beta1": 1.0, "beta2": 0.1}
     assert options_of(load, "--algo.advantage.estimator", "dr_grpo") == {"l_norm": 64}
     assert options_of(load, "--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.l_norm", "8") == {"l_norm": 8}
+    by_agg = options_of(load, "--algo.grpo.agg", "seq-mean-token-sum-norm")
+    assert by_agg == {"agg": "seq-mean-token-sum-norm", "l_norm": 64}
 
 
 def test_flags_of_openrlhf_set_options_of_the_estimator(load):
@@ -75,3 +77,28 @@ def test_options_can_be_given_by_programs(build):
     assert config.algorithm_options()[1] == {"length_penalty": {"kind": "grop"}}
     with pytest.raises(ConfigError, match=r"unknown option train.sead \(code\); did you mean train.seed"):
         build({"train.sead": 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "prompts"),
+    [
+        ((), 100),
+        (("initial_entropy_prompts", "12"), 12),
+        (("initial_entropy_prompts", "0"), 0),
+        (("h_ini", "0.5"), 0),
+        (("h_ini", "null"), 0),
+        (("filter", "off"), 0),
+        (("filter", "only_neg"), 100),
+        (("preset", "official"), 0),
+        (("preset", "paper"), 100),
+    ],
+)
+def test_the_initial_entropy_is_measured_where_the_filter_goes_by_it(load, words, prompts):
+    flags = (f"--algo.gtpo_conflict.{words[0]}", words[1]) if words else ()
+    config = load("--algo.advantage.estimator", "gtpo_conflict", *flags)
+    assert config.initial_entropy_prompts == prompts
+    assert "initial_entropy_prompts" not in config.algorithm_options()[1]
+
+
+def test_other_estimators_measure_no_initial_entropy(load):
+    assert load("--algo.advantage.estimator", "dapo").initial_entropy_prompts == 0

@@ -71,7 +71,15 @@ def test_the_table_places_every_rank_and_engine(load):
     assert ranks[6] == ["6", "1", "2", "0", "0", "1", "1", "2-3"]
     assert ["1", "0", "1"] in rows  # engine 1, its two tensor-parallel ranks
     assert "16 prompts x 4 responses = 64 samples" in text
-    assert "2 optimizer steps of 32 samples = 2 data-parallel ranks x 16 micro-batches x 1 samples" in text
+    assert "2 optimizer steps of 32 samples, dealt to 2 data-parallel ranks by length" in text
+    assert "micro-batches of at most 1 samples, 16 or more on a rank" in text
+
+
+def test_the_table_counts_no_micro_batches_that_depend_on_lengths(load):
+    odd = ["--rollout.batch_size", "3", "--train.batch_size", "12", "--train.micro_batch_size", "8"]
+    assert "at most 8 samples, 1 or more on a rank" in placement_table(load(*odd))
+    packed = placement_table(load("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "512"))
+    assert "micro-batches of at most 512 tokens on a rank" in packed
 
 
 def test_a_model_on_the_hub_has_no_layers_yet(load):

@@ -132,9 +132,22 @@ def test_evaluation_needs_its_dataset(problems):
 
 
 def test_a_template_has_a_place_for_the_prompt(problems, load):
-    assert "data.input_template must contain {}" in problems("--data.input_template", "Q:")[0]
+    for template in ("Q:", "", "{} {x}", "{}{}", "{{}}", "{:d}", "{.real}"):
+        (message,) = problems("--data.input_template", template)
+        assert message.startswith("data.input_template must contain {}"), template
+    for template in ("Q: {}", "{0}", "{{a}} {}"):
+        assert problems("--data.input_template", template) == [], template
+    (message,) = problems("--data.input_template", "Q: {}", "--data.apply_chat_template")
+    assert "no effect with data.apply_chat_template" in message
     assert "line break" in load("--data.input_template", "Q: {}\\n").warnings[0]
     assert load("--data.input_template", "Q: {}\n").warnings == ()
+
+
+def test_a_data_file_has_one_split(run_dir: Path, problems):
+    assert problems("--data.prompt_dataset", "org/set", "--data.prompt_split", "test") == []
+    for words in (("--data.prompt_split", "test"), ("--eval.split", "test", "--eval.dataset", "train.jsonl")):
+        (message,) = problems(*words)
+        assert message.startswith(f"{words[0].removeprefix('--')} must be train for a data file"), message
 
 
 @pytest.mark.parametrize(
@@ -164,6 +177,8 @@ def test_reward_sources(run_dir: Path, problems):
     assert "must be a .py file" in problems("--reward.remote_url", "run.yaml")[0]
     assert "separated by commas" in problems("--reward.remote_url", "reward.py,http://a")[0]
     assert problems("--reward.remote_url", "http://a,http://b") == []
+    for url in ("http://", "ftp://a/x", "http://a,https://", "http://[a"):
+        assert "reward.remote_url: a URL must be http(s)://HOST" in problems("--reward.remote_url", url)[0], url
     assert "a source of rewards is required" in problems("--reward.remote_url", "null")[0]
     (run_dir / "agent.py").write_text("class AgentExecutor: ...\n")
     assert problems("--reward.remote_url", "null", "--train.agent_func_path", "agent.py") == []
@@ -175,12 +190,3 @@ def test_reward_sources(run_dir: Path, problems):
 def test_definitions_are_seen_without_running_the_file(tmp_path: Path):
     (tmp_path / "f.py").write_text("raise SystemExit(3)\ndef reward_func(): ...\n")
     require_definition(str(tmp_path / "f.py"), "reward_func")
-
-
-def test_outputs_must_be_writable(run_dir: Path, problems):
-    (run_dir / "file").touch()
-    for option in ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir", "logger.metrics_path"):
-        (message,) = problems(f"--{option}", "file/below/x", *([] if option != "ckpt.output_dir" else
-                              ["--logger.metrics_path", "m", "--logger.figure_path", "f"]))  # fmt: skip
-        assert message.startswith(f"{option} must be writable") and "is a file" in message
-    assert problems("--ckpt.output_dir", "not/yet/there") == []

@@ -4,12 +4,11 @@ import math
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.config import ConfigError, RunConfig, load_config
+from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, load_config
 
 HEAVY = ("torch", "transformers", "ray", "openrlhf", "vllm", "megatron", "datasets", "numpy")
 
@@ -120,6 +119,8 @@ def test_gradient_checkpointing_is_recompute(load, problems):
         ("--algo.gtpo_entrop.alpha2", "algo.gtpo_entropy.alpha2"),
         ("--megatron.tensor_model_parallel_size", "megatron.tensor_parallel_size"),
         ("--lr", "actor.adam.lr"),
+        ("--actor.learning_rate", "actor.adam.lr"),
+        ("--critic.learning_rate", "critic.adam.lr"),
     ],
 )
 def test_unknown_names_are_rejected_with_the_nearest_one(problems, word, nearest):
@@ -133,22 +134,35 @@ def test_unknown_and_wrong_values_of_a_file_name_file_and_line(run_dir: Path, pr
         "unknown option zzz (bad.yaml:4); --help lists all options",
         "actor is a group of options: give one of actor.* (bad.yaml:5)",
         "rollout.top_p: expected number > 0 and <= 1, got 0 (bad.yaml:6)",
-        "train.seed: expected integer >= 0, got one (bad.yaml:3)",
+        "train.seed: expected integer >= 0 and <= 2147483647, got one (bad.yaml:3)",
     ]
 
 
 def test_a_wrong_value_is_reported_where_it_stands(problems):
     assert problems("--train.seed", "one", "--eval.steps", "0", "--megatron.param_dtype", "bfloat16") == [
         "megatron.param_dtype: expected one of bf16, fp32, got bfloat16 (command line); did you mean bf16?",
-        "train.seed: expected integer >= 0, got one (command line)",
+        "train.seed: expected integer >= 0 and <= 2147483647, got one (command line)",
         "eval.steps: expected integer >= 1, or -1, got 0 (command line)",
     ]
+
+
+@pytest.mark.parametrize("option", ["data.prompt_dataset", "eval.dataset", "ckpt.output_dir", "reward.remote_url"])
+def test_an_empty_path_is_not_the_current_directory(problems, option):
+    assert problems(f"--{option}", "") == [
+        f"{option} must not be or hold an empty path: got '' (command line); leave it out"
+    ]
+
+
+def test_none_of_several_paths_is_empty_and_a_value_that_was_replaced_does_not_count(problems):
+    (message,) = problems("--data.prompt_dataset", "train.jsonl,")
+    assert message.startswith("data.prompt_dataset must not be or hold an empty path: got")
+    assert problems("--data.prompt_dataset", "", "--data.prompt_dataset", "train.jsonl") == []
 
 
 def test_the_number_of_values_is_checked(problems):
     assert problems("--actor.eps_clip_low_high", "0.2", "--train.seed", "--data.max_len", "100", "200") == [
         "--actor.eps_clip_low_high takes 2 values (2 numbers or null), got 1: 0.2 (command line)",
-        "--train.seed takes 1 value (integer >= 0), got 0: none (command line)",
+        "--train.seed takes 1 value (integer >= 0 and <= 2147483647), got 0: none (command line)",
         "--data.max_len takes 1 value (integer >= 2), got 2: 100 200 (command line)",
     ]
 
@@ -187,6 +201,20 @@ def test_all_violations_are_reported_in_one_message(run_dir: Path):
     for name in ("train.sead", "rollout.top_p", "vllm.enable_sleep", "rollout.max_new_tokens", "data.input_key"):
         assert name in message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+def test_further_rules_join_the_report_and_the_warnings(run_dir: Path):
+    def more(config: RunConfig) -> Findings:
+        about = (Violation(("train.seed",), "about a seed"), Violation(("algo.grpo",), "about grpo"))
+        return Findings(about if config.rollout.top_p == 1 else (), ("look at this",))
+
+    words = ["--config", "run.yaml", "--train.seed", "one", "--data.input_key", "prompt"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(words, more_rules=more)
+    messages = [violation.message.split(" ")[0] for violation in caught.value.violations]
+    assert messages == ["train.seed:", "data.input_key", "about"]
+    config = load_config(["--config", "run.yaml", "--rollout.top_p", "0.9"], more_rules=more)
+    assert len(config.warnings) == 2 and config.warnings[1] == "look at this"
 
 
 def test_an_error_can_carry_a_plain_text():
@@ -259,8 +287,9 @@ def test_a_check_is_fast_and_imports_nothing_heavy(run_dir: Path):
     program = (
         "import sys; from openrlhf_ext.config import load_config; load_config(['--config', 'run.yaml']);"
         f"print([name for name in {HEAVY} if name in sys.modules])"
+        "; import time; print(time.process_time())"
     )
-    start = time.monotonic()
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert out.stdout.strip() == "[]"
-    assert time.monotonic() - start < 5  # about 0.4 s on an idle machine
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200)
+    imported, seconds = out.stdout.splitlines()
+    assert imported == "[]"
+    assert float(seconds) < 5  # about 0.4 s

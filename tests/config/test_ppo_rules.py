@@ -82,6 +82,9 @@ def test_the_critics_model(problems, run_dir):
     assert with_model() == []
     assert "must know the tokens of the policy: its vocabulary has 50" in with_model(vocab_size=50)[0]
     assert "must divide the attention heads of the critic's model: got 2" in with_model(num_attention_heads=5)[0]
+    (message,) = with_model(num_attention_heads=6, num_key_value_heads=3, intermediate_size=516)
+    assert "must divide the key-value heads of the critic's model or be a multiple of them: got 2" in message
+    assert with_model(num_key_value_heads=1) == []
     assert "256 > 64 tokens" in with_model(max_position_embeddings=64)[0]
     assert problems(*GAE, "--critic.model_name_or_path", "nowhere/at/all")
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.cli.train_ppo_ray import dry_run
 from openrlhf_ext.config import load_config
+from openrlhf_ext.controller import preflight
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 
@@ -21,3 +23,7 @@ def test_recipes_hold_once_model_data_and_reward_are_given(run_dir: Path, recipe
          "--reward.remote_url", "reward.py"]
     )  # fmt: skip
     assert config.warnings == ()
+    found = preflight.findings(config)
+    assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []  # no weights here
+    assert found.warnings == ()
+    assert dry_run(config) == 0, "every rank of the layout can be built"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,21 @@ def test_interleaving_needs_pipeline_stages_and_layers_for_every_chunk(problems)
     assert found(8, 2, 2) == found(8, 2, 4) == []
     (message,) = found(8, 2, 3)
     assert "got 2 * 3" in message and "use a megatron.virtual_pipeline_size of 1, 2, 4" in message
+
+
+def test_recomputation_is_told_only_what_it_uses(problems):
+    full = ("--megatron.recompute", "full")
+    assert problems(*full, "--megatron.recompute_method", "block", "--megatron.recompute_num_layers", "3") == []
+    assert problems(*full, "--megatron.recompute_num_layers", "2") == []
+    (message,) = problems(*full, "--megatron.recompute_num_layers", "3")
+    assert "got 3, a chunk of the model of actor.model_name_or_path has 4; use 1, 2, 4" in message
+    assert problems("--megatron.recompute", "selective", "--megatron.recompute_modules", "core_attn", "mlp") == []
+    (message,) = problems(*full, "--megatron.recompute_modules", "mlp")
+    assert "have no effect without megatron.recompute selective" in message
+    (message,) = problems("--megatron.recompute_num_layers", "2")
+    assert "megatron.recompute_num_layers have no effect without megatron.recompute full: got uniform, 2" in message
+    (message,) = problems("--megatron.recompute_modules", "attention")
+    assert "core_attn" in message and "mlp" in message
 
 
 def test_micro_batches_hold_the_longest_sequence(problems):
@@ -124,6 +140,13 @@ def test_data_parallel_ranks_are_not_judged_while_the_layout_is_broken(problems)
     assert "use 4 or 6 ranks" in message
 
 
+def test_a_step_of_an_engine_has_a_token_of_every_sequence(problems):
+    assert problems("--vllm.max_num_seqs", "64") == problems("--vllm.max_num_batched_tokens", "64") == []
+    assert problems("--vllm.max_num_seqs", "64", "--vllm.max_num_batched_tokens", "64") == []
+    (message,) = problems("--vllm.max_num_seqs", "65", "--vllm.max_num_batched_tokens", "64")
+    assert "vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got 64 and 65" in message
+
+
 def test_every_estimator_needs_groups(problems):
     (message,) = problems("--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8")
     assert "rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator grpo" in message
@@ -170,7 +193,7 @@ def test_the_filter_range_is_not_empty(problems):
 
 def test_one_share_per_dataset(problems):
     assert problems("--data.prompt_dataset", "train.jsonl,train.jsonl", "--data.prompt_probs", "0.25,0.75") == []
-    for shares in ("0.5", "0.5,0.6", "2,-1", "a,b"):
+    for shares in ("0.5", "0.5,0.6", "2,-1", "a,b", "0.5,nan", "inf,-inf"):
         (message,) = problems("--data.prompt_dataset", "train.jsonl,train.jsonl", "--data.prompt_probs", shares)
         assert message.startswith("data.prompt_probs must")
 
@@ -185,11 +208,28 @@ def test_an_option_with_two_names_is_not_set_to_two_values(problems):
     assert "actor.eps_clip and actor.eps_clip_low_high disagree" in message
 
 
-def test_dr_grpo_needs_a_length(problems):
-    words = ["--algo.advantage.estimator", "dr_grpo", "--rollout.max_new_tokens", "null"]
-    (message,) = problems(*words)
-    assert "rollout.max_new_tokens" in message and "algo.dr_grpo.l_norm" in message
-    assert problems(*words, "--algo.dr_grpo.l_norm", "64") == []
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [("kl.coef", "0.2", "algo.kl"), ("kl", "3", "algo.kl"), ("correction.level", "token", "is_correction"),
+     ("name", "x", "algo.advantage.estimator")],
+)  # fmt: skip
+def test_the_map_of_an_estimator_holds_its_options_only(problems, key, value, instead):
+    (message,) = problems(f"--algo.grpo.{key}", value)
+    assert message.startswith(f"algo.grpo.{key.split('.')[0]} is not an option of an estimator") and instead in message
+
+
+def test_a_penalty_is_set_once(problems):
+    (message,) = problems("--algo.kl.init_coef", "0.1", "--algo.grpo.kl_coef", "0.2")
+    assert "both set a KL penalty: got 0.1 and 0.2" in message
+    assert problems("--algo.kl.init_coef", "0.1", "--algo.grpo.kl_coef", "0") == []
+
+
+def test_the_initial_entropy_is_measured_over_a_number_of_prompts(problems):
+    words = ["--algo.advantage.estimator", "gtpo_conflict", "--algo.gtpo_conflict.initial_entropy_prompts"]
+    assert problems(*words, "8") == []
+    for value in ("-1", "true", "many"):
+        (message,) = problems(*words, value)
+        assert "must be a number of prompts, 0 or more" in message
 
 
 def test_a_batch_of_failures_needs_a_guide(problems):
@@ -232,3 +272,37 @@ def test_warnings(load):
     assert "is_correction_level is off" in warning
     (warning,) = load("--algo.dynamic_filtering_range", "0.1", "0.9").warnings
     assert "algo.dynamic_filtering_enable is off" in warning
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "effective"),
+    [
+        (("--actor.lr_scheduler", "constant", "--actor.lr_warmup_ratio", "0.1"), "constant has no warm-up",
+         ("--actor.lr_scheduler", "constant_with_warmup")),
+        (("--actor.lr_scheduler", "linear", "--actor.min_lr_ratio", "0.5"), "actor.lr_scheduler is linear",
+         ("--actor.lr_scheduler", "cosine_with_min_lr")),
+        (("--train.micro_batch_size", "2", "--train.dynamic_batch_enable"), "up to a token budget",
+         ("--train.dynamic_batch_enable", "false")),
+        (("--rollout.micro_batch_size", "2", "--train.dynamic_batch_enable"), "up to a token budget",
+         ("--train.dynamic_batch_enable", "false")),
+        (("--eval.temperature", "1"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
+        (("--rollout.max_filter_batches", "3"), "algo.dynamic_filtering_enable is off",
+         ("--algo.dynamic_filtering_enable",)),
+        (("--ckpt.save_hf",), "neither ckpt.save_steps nor ckpt.best_metric_key is set", ("--ckpt.save_steps", "1")),
+        (("--ckpt.max_num", "9"), "neither ckpt.save_steps nor ckpt.best_metric_key is set",
+         ("--ckpt.save_steps", "1")),
+    ],
+)  # fmt: skip
+def test_options_without_effect_beside_others_are_named(load, words, reason, effective):
+    (warning,) = load(*words).warnings
+    assert " has no effect: " in warning and reason in warning
+    assert any(warning.startswith(word.removeprefix("--") + " ") for word in words)
+    assert load(*words, *effective).warnings == ()
+
+
+def test_the_critics_schedule_is_looked_at_too(load):
+    gae = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")
+    words = ("--critic.lr_scheduler", "constant", "--critic.lr_warmup_ratio", "0.1", "--critic.min_lr_ratio", "0.5")
+    warmup, floor = load(*gae, *words).warnings
+    assert warmup == "critic.lr_warmup_ratio has no effect: critic.lr_scheduler constant has no warm-up"
+    assert floor == "critic.min_lr_ratio has no effect: critic.lr_scheduler is constant"

@@ -218,9 +218,20 @@ class Megatron(Entity):
     )
     recompute: Literal["none", "selective", "full"] = option(
         "none",
-        "activations recomputed in the backward pass: none, selective (those inside attention), or full (those of "
-        "every layer: least memory, about 1/3 more compute)",
+        "activations recomputed in the backward pass: none, selective (those of megatron.recompute_modules), or full "
+        "(those of whole layers: least memory, about 1/3 more compute)",
     )
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = option(
+        ("core_attn",),
+        "parts of a layer recomputed with megatron.recompute selective: core_attn (saves memory only where attention "
+        "keeps its scores, which flash and cuDNN attention do not), mlp",
+    )
+    recompute_method: Literal["uniform", "block"] = option(
+        "uniform",
+        "with megatron.recompute full: uniform = keep only the input of every megatron.recompute_num_layers layers, "
+        "block = recompute the first megatron.recompute_num_layers layers of each model chunk, keep all of the others",
+    )
+    recompute_num_layers: int = option(1, "layers, see megatron.recompute_method", ge=1)
     head: Literal["fused", "two_pass", "naive"] = option(
         "fused",
         "how log-probs come from hidden states: fused = loss and gradient in one pass over blocks of logits where the "
@@ -229,5 +240,11 @@ class Megatron(Entity):
     )
     head_kernels: Literal["auto", "torch", "triton"] = option(
         "auto", "kernels of the head (fused and two_pass): auto = Triton on GPUs where it is installed, torch elsewhere"
+    )
+    head_workspace_mib: int = option(
+        256,
+        "memory for the blocks of logits that the head works on (fused and two_pass), MiB on every rank; more makes "
+        "larger products",
+        ge=1,
     )
     collective_timeout_s: Float = option(600, "longest wait in one collective call before the run fails, seconds", gt=0)

@@ -42,6 +42,15 @@ class Vllm(Entity):
     dtype: Literal["auto", "bf16", "fp32"] = option(
         "auto", "data type of the engines' weights and activations; auto = megatron.param_dtype"
     )
+    max_num_seqs: int | None = option(
+        None, "requests that an engine works on at a time", ge=1, default_text="1024 on GPU, 256 on CPU"
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens that an engine computes in one step; on CPU at least data.max_len",
+        ge=1,
+        default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
+    )
     kv_cache_mib: int = option(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
     start_timeout_s: Float = option(600, "longest wait for all engines to be ready, seconds", gt=0)
     max_restarts: int = option(
@@ -112,12 +121,17 @@ class Reward(Entity):
         path="input",
     )
     offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)
-    timeout_s: Float = option(30, "longest time one call of the reward function may take, seconds", gt=0)
+    timeout_s: Float = option(
+        30,
+        "longest time one call of the reward function, or an agent's own code between two generations, may take, "
+        "seconds",
+        gt=0,
+    )
     max_failures: int = option(
         10, "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0
     )
     failure_value: Float = option(0.0, "reward of a response whose grading failed")
-    num_workers: int = option(2, "grader processes per engine", ge=1)
+    num_workers: int = option(2, "grader processes per engine, for reward functions", ge=1)
 
 
 class Rollout(Entity):

@@ -69,7 +69,7 @@ class Train(Entity):
         "samples (not prompts) per optimizer step, over all ranks; whole groups of rollout.n_samples_per_prompt",
         ge=1,
     )
-    seed: int = option(42, "seed of data order and sampling", ge=0)
+    seed: int = option(42, "seed of data order and sampling", ge=0, le=2**31 - 1)
     full_determinism_enable: bool = option(
         False,
         "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
