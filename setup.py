@@ -42,6 +42,7 @@ EXTRAS = {
         "mbridge==0.15.1",
         "pytest==9.2.0",
         "pytest-timeout==2.4.0",
+        "pytest-xdist==3.8.0",
         "ruff==0.17.6",
     ],
 }
@@ -52,8 +53,8 @@ setup(
     description="OpenRLHF with a Megatron-core policy, entropy-shaped credit assignment and FP8",
     packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
     package_dir={"openrlhf_ext.patches": "patches"},
-    python_requires=">=3.10",
-    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing but torch.
-    install_requires=["torch>=2.6"],
+    python_requires=">=3.11",
+    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing but torch (2.10: openrlhf_ext/head/precision.py).
+    install_requires=["torch>=2.10"],
     extras_require=EXTRAS,
 )

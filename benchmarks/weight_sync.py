@@ -252,11 +252,19 @@ def part_transport(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Our update into vLLM."""
+    """Our update into vLLM, for every number of engines."""
+    out = {}
+    for count in args.engines:
+        out[f"{count} engines"] = _into_vllm(args, folder, count)
+        report("engine", f"{count} engines", out[f"{count} engines"])
+    return out
+
+
+def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
     from openrlhf_ext.rollout import create_rollout_engines, wait_until_ready
 
     engines = create_rollout_engines(
-        num_engines=1, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
+        num_engines=count, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
         max_model_len=256, enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5,
         kv_cache_mib=64, use_gpu=False,
     )  # fmt: skip
@@ -264,16 +272,15 @@ def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     wait_until_ready(engines, 300)
     sizes = ranks("connect", list(engines))
     runs = in_turns(ranks, ["publish"], args.repeats)["publish"]
-    result = {
+    ranks.end()
+    for engine in engines:
+        ray.kill(engine)
+    return {
         **sizes,
         "seconds": summary([run["seconds"] for run in runs]),
         "load_seconds": summary([run["load_s"] for run in runs]),
         "without_load_seconds": summary([run["seconds"] - run["load_s"] for run in runs]),
     }
-    report("engine", "vLLM", result)
-    ranks.end()
-    ray.kill(engines[0])
-    return {"1 engine": result}
 
 
 def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -7,13 +7,14 @@ cheap, and each patch decides when its dependency is imported whether it is need
 
 from __future__ import annotations
 
-from openrlhf_ext.patches import flash_attn_shim, megatron_cpu, megatron_distributed_optimizer
+from openrlhf_ext.patches import flash_attn_shim, megatron_cpu, megatron_distributed_optimizer, vllm_tied_head
 from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
 
 PATCHES: tuple[Patch, ...] = (
     flash_attn_shim.PATCH,
     megatron_cpu.PATCH,
     megatron_distributed_optimizer.PATCH,
+    vllm_tied_head.PATCH,
 )
 
 __all__ = ["PATCHES", "Patch", "PatchRefused", "PatchStatus", "apply", "status"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 _WORKER = """
 import faulthandler, importlib, os, pickle, sys
@@ -29,12 +30,6 @@ os._exit(0)  # gloo's threads may outlive the interpreter's own clean-up, which 
 """
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def launch(module: str, function: str, world_size: int, timeout_s: float = 240, /, **kwargs: Any) -> list[Any]:
     """Calls ``module.function(**kwargs)`` on ``world_size`` ranks and returns every rank's result.
 
@@ -45,12 +40,14 @@ def launch(module: str, function: str, world_size: int, timeout_s: float = 240, 
     with tempfile.TemporaryDirectory() as folder:
         payload = Path(folder) / "payload"
         payload.write_bytes(pickle.dumps(kwargs))
-        port = free_port()
+        # this process serves the rendezvous, so that nobody else can take the port before the ranks do
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = []
         for rank in range(world_size):
             env = os.environ | {
                 "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
             }  # fmt: skip
             command = [sys.executable, "-c", _WORKER.format(root=str(root)), module, function, str(payload)]
             stderr = open(f"{folder}/stderr{rank}", "w+")  # noqa: SIM115

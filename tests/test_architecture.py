@@ -14,7 +14,7 @@ RULES = {
     "algorithms": (set(), HEAVY),
     "head": (set(), HEAVY),
     "checkpoints": (set(), HEAVY),
-    "config": (set(), HEAVY - {"pydantic"} | {"torch"}),
+    "config": ({"algorithms"}, HEAVY - {"pydantic"} | {"torch"}),
     "megatron": (
         {"algorithms", "checkpoints", "head", "patches"},
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},

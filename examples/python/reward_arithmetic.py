@@ -132,6 +132,7 @@ def parse_label(label: str) -> tuple[list[str], int]:
     return [line.strip() for line in solution.splitlines() if line.strip()], number
 
 
+# stands in each of these files, so that any of them can be copied alone
 def completion_of(query: str, prompt: str) -> str:
     """What follows the prompt in the query.
 

@@ -55,6 +55,7 @@ def last_number(text: str) -> str | None:
     return re.sub("[$€£]", "", numbers[-1]) if numbers else None
 
 
+# stands in each of these files, so that any of them can be copied alone
 def completion_of(query: str, prompt: str) -> str:
     """What follows the prompt in the query.
 

@@ -55,6 +55,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: 
     return {"rewards": reward.total, "scores": score, "extra_logs": {"accuracy": score, "format": reward.format}}
 
 
+# stands in each of these files, so that any of them can be copied alone
 def completion_of(query: str, prompt: str) -> str:
     """What follows the prompt in the query; the prompt may show the tags itself, as an instruction.
 

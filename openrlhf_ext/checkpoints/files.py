@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+VISIBLE_S = 60.0
+"""How long a file that another machine wrote may take to appear here: network file systems cache."""
 
 _CHUNK_BYTES = 16 << 20
 
@@ -63,6 +67,39 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
+    """Files that are still not here with their size after ``wait_s`` seconds: another machine wrote them elsewhere.
+
+    Args:
+        sizes: bytes by path relative to ``folder``.
+        wait_s: see ``VISIBLE_S``.
+    """
+    deadline, absent = time.monotonic() + wait_s, list(sizes)
+    while absent := [path for path in absent if not _is_there(folder / path, sizes[path])]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
+    return absent
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def deal_files(entries: Iterable[FileEntry], ranks: int) -> list[list[FileEntry]]:
+    """Shares of about the same number of bytes, the same on every rank: the largest file goes to who has least."""
+    shares: list[list[FileEntry]] = [[] for _ in range(ranks)]
+    bytes_of = [0] * ranks
+    for entry in sorted(entries, key=lambda entry: (-entry.size, entry.path)):
+        least = bytes_of.index(min(bytes_of))
+        shares[least].append(entry)
+        bytes_of[least] += entry.size
+    return shares
 
 
 def check_files(folder: Path, entries: Iterable[FileEntry]) -> list[str]:

@@ -12,13 +12,12 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, fsync_folder, write_file
+from openrlhf_ext.checkpoints.files import VISIBLE_S, CheckpointError, FileEntry, absent_files, fsync_folder, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,9 @@ class CheckpointStore:
         visible_s: how long files that other nodes have written may take to appear here (network file systems cache).
     """
 
-    def __init__(self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S
+    ) -> None:
         self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
 
     def checkpoints(self) -> list[Path]:
@@ -130,14 +131,12 @@ class CheckpointStore:
         return target
 
     def _wait_for_files(self, folder: Path, files: Iterable[FileEntry]) -> None:
-        deadline, absent = time.monotonic() + self.visible_s, list(files)
-        while absent := [entry for entry in absent if not _is_there(folder / entry.path, entry.size)]:
-            if time.monotonic() >= deadline:
-                raise CheckpointError(
-                    f"{folder / absent[0].path} was written by a rank and is not here with its {absent[0].size} bytes "
-                    f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
-                )
-            time.sleep(0.2)
+        sizes = {entry.path: entry.size for entry in files}
+        if absent := absent_files(folder, sizes, self.visible_s):
+            raise CheckpointError(
+                f"{folder / absent[0]} was written by a rank and is not here with its {sizes[absent[0]]} bytes "
+                f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+            )
 
     def abandon(self, step: int) -> None:
         """Removes what was written for a step that failed, so that a full disk has room again."""
@@ -155,10 +154,10 @@ class CheckpointStore:
         complete = [p for p in self.checkpoints() if step_of(p) != protected]
         hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) != protected]
         for old in (*complete[: -self.keep], *sorted(hf, key=step_of)[: -self.keep]):
-            shutil.rmtree(old)
+            _delete(old)
         kept = complete[-self.keep :]
         while len(kept) > 1 and sum(map(_size_of, self.checkpoints())) > self.max_bytes:
-            shutil.rmtree(kept.pop(0))
+            _delete(kept.pop(0))
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
         """Remembers which step's checkpoint is the best."""
@@ -171,6 +170,16 @@ class CheckpointStore:
         """What :meth:`mark_best` was told last: ``step``, ``metric``, ``value``."""
         path = self.folder / BEST
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def recover_best(self, folder: Path) -> None:
+        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed.
+
+        A kill right after that leaves one that does not know of it; a later checkpoint that turned out to be damaged
+        may have been the best.
+        """
+        best = read_manifest(folder).about.get("best")
+        if best is not None and best != self.best():
+            self.mark_best(**best)
 
     def set_aside_all(self) -> Path | None:
         """Moves an earlier run's checkpoints out of the way of a run that starts anew; returns where to."""
@@ -192,16 +201,22 @@ class CheckpointStore:
         return self.folder / f"global_step{step}{_INCOMPLETE}"
 
 
+def _delete(checkpoint: Path) -> None:
+    """At no moment is there half a checkpoint under its name; what cannot be removed now is when the next run starts.
+
+    A network file system keeps files that a process has open (``.nfs*``): no reason to end a run that has just saved.
+    """
+    doomed = checkpoint.with_name(f"{checkpoint.name}{_INCOMPLETE}")
+    try:
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("the old checkpoint %s could not be deleted and still takes room: %s", checkpoint, error)
+
+
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
     return int(_NAME.match(path.name)[1])
-
-
-def _is_there(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False
 
 
 def _size_of(folder: Path) -> int:

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from openrlhf_ext.checkpoints import CheckpointStore, FileEntry, Manifest, write_file
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.plain import write_plain
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,24 @@ def ask_ranks(group: Any, who: str, method: str, timeout_s: float, **arguments: 
             )
         ray.get(ready)
     return ray.get(refs)
+
+
+def save_hf(group: Any, who: str, path: str, option: str, timeout_s: float) -> None:
+    """Has a group write its model in Hugging Face form, and makes sure that the driver sees what rank 0 wrote.
+
+    Args:
+        option: which one names the folder, for messages.
+
+    Raises:
+        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
+        CheckpointError: rank 0 wrote to storage that the driver does not see.
+    """
+    sizes, *_ = ask_ranks(group, who, "save_model", timeout_s, path=path)
+    if absent := absent_files(Path(path), sizes, VISIBLE_S):
+        raise CheckpointError(
+            f"rank 0 of the {who} has written {path}, but the driver does not see {', '.join(absent)} there: the "
+            f"files are on the disk of rank 0's node. {option} must be on storage that all nodes and the driver share"
+        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +192,7 @@ class Checkpointer:
     def _save_hf(self, step: int) -> None:
         group_name, policy = next(iter(self.groups.items()))
         path = f"{self.store.path_of(step)}_hf"
-        ask_ranks(policy, group_name, "save_model", self.options.timeout_s, path=path)
+        save_hf(policy, group_name, path, "ckpt.path", self.options.timeout_s)
 
     def _save_resumable(self, step: int, state: dict[str, Any], best: tuple[str, float] | None) -> None:
         self.finish()
@@ -224,7 +244,10 @@ class Checkpointer:
 
     def _commit(self) -> None:
         pending, self._pending = self._pending, None
-        manifest = Manifest(pending.step, tuple(pending.entries), self.about)
+        best = self.store.best()
+        if pending.best is not None:
+            best = {"step": pending.step, "metric": pending.best[0], "value": pending.best[1]}
+        manifest = Manifest(pending.step, tuple(pending.entries), {**self.about, "best": best})
         path = self.store.commit(manifest)
         if pending.best is not None:
             self.store.mark_best(pending.step, *pending.best)

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from openrlhf_ext.controller.checkpointing import save_hf
 from openrlhf_ext.controller.settings import critic_path, critic_settings, parallel_layout
 from openrlhf_ext.megatron.hf_config import read_model_shape
 
@@ -51,7 +52,7 @@ class Companions:
         for name, ranks in refs.items():
             infos = ray.get(ranks)
             for info in infos:
-                session.remember(f"{name} rank {info['rank']}", info["pid"], info["host"])
+                session.remember(f"{name} rank {info['rank']}", info)
             session.watch(name, [info["phases"] for info in infos])
             logger.info("%s ready on %d ranks", name, len(ranks))
 
@@ -93,7 +94,7 @@ class Companions:
         if self.critic is not None and config.critic.save_value_network:
             path = f"{config.ckpt.output_dir}_critic"
             logger.info("writing the critic to %s", path)
-            ray.get(self.critic.async_run_method("save_model", path), timeout=config.train.step_timeout_s)
+            save_hf(self.critic, "critic", path, "ckpt.output_dir", config.train.step_timeout_s)
 
 
 def _start_critic(config: Any, policy_places: Any) -> Any:

@@ -26,6 +26,7 @@ class CriticActor(SleepingRank, CheckpointedRank, RankActor):
         with phase("building the critic"):
             self.critic, self.max_epochs = MegatronCritic(settings), max_epochs
         self.watch_states(self.critic, sleeps)
+        self.release_model()
         return info
 
     @phase("values")
@@ -45,16 +46,14 @@ class CriticActor(SleepingRank, CheckpointedRank, RankActor):
         steps = [
             self.critic.train_step(mini.batch, mini.targets) for _ in range(self.max_epochs) for mini in mini_batches
         ]
-        if self.sleeps:
-            self.offload_states()
+        self.release_model()
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
         return mean | {"value/lr": steps[-1]["value/lr"]}
 
-    @phase("saving the critic")
-    def save_model(self, path: str) -> None:
-        """Writes the critic as an HF checkpoint."""
+    def save_model(self, path: str) -> dict[str, int]:
+        """Writes the critic as an HF checkpoint; returns the sizes of its files on rank 0."""
         self.reload_states("parameters")
-        self.critic.save_hf(path)
+        return self.critic.save_hf(path)
 
     def checkpointed_model(self) -> MegatronCritic:
         """The critic (``CheckpointedRank``), on its device."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+# One signal is not enough: a main thread that has let go of the interpreter lock, but has not entered its system call
+# yet, takes it without waking up.
+REPEAT_S = 0.02
 
 
 class DeadlineExceeded(TimeoutError):
@@ -26,7 +31,7 @@ class Deadline:
             yield
         finally:
             if remaining > 0:
-                signal.setitimer(signal.ITIMER_REAL, self._seconds)
+                self._set_alarm()
 
     @contextmanager
     def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
@@ -35,23 +40,35 @@ class Deadline:
 
         late = False
 
-        def expire(*_) -> None:
+        def expire(_number: int, frame: FrameType | None) -> None:
             nonlocal late
+            if late or between_blocks(frame):
+                return
             late = True
             # of all errors that a signal handler can raise, only this one ends a wait inside Ray: any other is kept
             # until the wait has ended by itself (ray 2.55 _raylet.pyx check_signals)
             raise KeyboardInterrupt
 
         previous = signal.signal(signal.SIGALRM, expire)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            yield
-        except KeyboardInterrupt:
+            try:
+                self._set_alarm()
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as error:
             if not late:
                 raise
             raise DeadlineExceeded(
                 f"waited {seconds:g} s while {self.doing}; raise --{option} if this is expected to take longer"
-            ) from None
+            ) from (None if isinstance(error, KeyboardInterrupt) else error)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
+
+    def _set_alarm(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, REPEAT_S)
+
+
+def between_blocks(frame: FrameType | None) -> bool:
+    """Whether code is inside a context manager's own enter or exit, where an error would leave its lock taken."""
+    return frame is not None and frame.f_code.co_name in ("__enter__", "__exit__")

@@ -1,8 +1,8 @@
 """A rollout engine that died or hangs is replaced, gets the present weights, and its prompts are sampled again.
 
 What counts as the engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a
-weight sync names it, or it does not answer for ``hang_timeout_s``. Errors of the user's reward function, of a policy
-rank or of an engine that cannot start are not: they end the run.
+weight sync names it, it does not answer for ``hang_timeout_s``, or, being a new one, it does not start. Errors of the
+user's reward function or of a policy rank are not: they end the run.
 
 A prompt's group of responses comes whole from one call of one engine. Either that call returns and its samples count,
 or it fails and the whole group is asked for again, so no sample is lost or counted twice. With full determinism the
@@ -12,7 +12,6 @@ seeds depend on the prompt and the weights only, and the repeated call draws the
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +23,9 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from openrlhf_ext.rollout.errors import EngineDied, GenerationTimeout, InvalidWeights
+from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.identity import machine_id
 from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
 
 logger = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ def is_engine_fault(error: BaseException) -> bool:
 
 
 def engines_at_fault(error: BaseException) -> tuple[int, ...]:
-    """Positions of the engines that an error of the policy's ranks blames."""
+    """Positions of the engines that an error of the policy's ranks, or of starting engines, blames."""
     cause = error.cause if isinstance(error, RayTaskError) else error
-    return cause.engines if isinstance(cause, EnginesAtFault) else ()
+    return cause.engines if isinstance(cause, EnginesAtFault | EngineStartError) else ()
 
 
 class EngineGuard:
@@ -89,14 +89,14 @@ class EngineGuard:
         engines: EngineFleet,
         policy: Any,
         limits: RecoveryLimits,
-        remember: Callable[[str, int, str], None] = lambda *_: None,
+        remember: Callable[[str, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         """
         Args:
             engines: the run's engines, ready; replaced in place.
             policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
             limits: when and how often.
-            remember: told the name, pid and host of every new engine.
+            remember: told the name and ``process_info`` of every new engine.
         """
         self.engines, self.limits, self.restarts = engines, limits, 0
         self._policy, self._remember = policy, remember
@@ -113,16 +113,21 @@ class EngineGuard:
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str) -> list[Any]:
+    def ask(self, method: str, suspended: Callable[[], AbstractContextManager] = nullcontext) -> list[Any]:
         """Call a method that answers quickly on every engine; one that dies or hangs is replaced, and asked anew.
+
+        Args:
+            suspended: the deadline of whatever is going on stands still in this context: replacing has its own.
 
         Raises:
             EngineLost: and no restart is left.
         """
         asked = [(engine, getattr(engine, method).remote()) for engine in self.engines]
-        return [self._answer(index, method, *call) for index, call in enumerate(asked)]
+        return [self._answer(suspended, index, method, *call) for index, call in enumerate(asked)]
 
-    def _answer(self, index: int, method: str, engine: Any, reference: Any) -> Any:
+    def _answer(
+        self, suspended: Callable[[], AbstractContextManager], index: int, method: str, engine: Any, reference: Any
+    ) -> Any:
         while True:
             try:
                 return ray.get(reference, timeout=self.limits.hang_timeout_s)
@@ -130,7 +135,8 @@ class EngineGuard:
                 fault = self.silence([index]) if isinstance(error, GetTimeoutError) else error
                 if not is_engine_fault(fault):
                     raise
-                self.replace({index: engine}, fault)
+                with suspended():
+                    self.replace({index: engine}, fault)
             engine = self.engines[index]
             reference = getattr(engine, method).remote()
 
@@ -189,21 +195,20 @@ class EngineGuard:
 
         Raises:
             EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised.
-            EngineStartError: a new engine does not start.
         """
         with self._lock:
-            indexes = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
-            while indexes:
-                self._spend(indexes, fault)
-                for index in indexes:
+            indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
+            while to_start:
+                self._spend(to_start, fault)
+                for index in to_start:
                     self._end(index)
                     self.engines.start_anew(index)
                 try:
                     self._bring_up(indexes, with_weights)
-                    indexes = []
+                    to_start = []
                 except Exception as error:
-                    indexes, fault = sorted(engines_at_fault(error)), error
-                    if not indexes:
+                    to_start, fault = sorted(engines_at_fault(error)), error
+                    if not to_start:
                         raise
 
     def _spend(self, indexes: Sequence[int], fault: BaseException) -> None:
@@ -223,7 +228,7 @@ class EngineGuard:
     def _end(self, index: int) -> None:
         """Kill the actor and, on this host, its processes: one that hangs does not listen to Ray."""
         ray.kill(self.engines[index])
-        victims = self._processes.pop(index)
+        victims = self._processes.pop(index, [])  # none are known of one that did not start
         for process in list(victims):
             with suppress(psutil.NoSuchProcess):
                 victims += process.children(recursive=True)
@@ -237,7 +242,10 @@ class EngineGuard:
 
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]
-        wait_until_ready(fresh, self.limits.start_timeout_s)
+        try:
+            wait_until_ready(fresh, self.limits.start_timeout_s)
+        except EngineStartError as error:
+            raise EngineStartError(str(error), [indexes[i] for i in error.engines]) from error
         self._note_processes(dict(zip(indexes, fresh, strict=True)))
         if self._policy is not None:
             self._tell_policy(indexes if with_weights else [])
@@ -254,12 +262,12 @@ class EngineGuard:
             ) from error
 
     def _note_processes(self, engines: dict[int, Any]) -> None:
-        """Find out which processes the engines are; those of other hosts are left to Ray."""
+        """Find out which processes the engines are; those of other machines are left to Ray."""
         questions = [engine.process_info.remote() for engine in engines.values()]
         for index, info in zip(engines, ray.get(questions, timeout=self.limits.hang_timeout_s), strict=True):
-            self._remember(f"rollout engine {index}", info["pid"], info["host"])
+            self._remember(f"rollout engine {index}", info)
             self._processes[index] = []
-            if info["host"] == socket.gethostname():
+            if info["machine"] == machine_id():
                 for pid in (info["pid"], *info["children"]):
                     with suppress(psutil.NoSuchProcess):
                         self._processes[index].append(psutil.Process(pid))
@@ -343,7 +351,7 @@ class GroupRequests:
         References of engines that failed are exchanged for new ones.
 
         Raises:
-            EngineLost, EngineStartError: see `EngineGuard.replace`.
+            EngineLost: see `EngineGuard.replace`.
             RayTaskError: the call failed for a reason that is not the engine's.
         """
         pending = list(pending)

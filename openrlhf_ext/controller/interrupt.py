@@ -3,16 +3,20 @@
 A signal does it, because Python runs signal handlers in the main thread. The handler raises KeyboardInterrupt, the only
 error that ends a wait inside Ray at once (any other is kept until the wait has ended by itself; ray 2.55 _raylet.pyx
 check_signals); where the context ends it becomes the error that was meant.
+
+The signal is repeated until it has raised (see ``deadline.REPEAT_S``).
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
-from openrlhf_ext.controller.deadline import DeadlineExceeded
+from openrlhf_ext.controller.deadline import REPEAT_S, DeadlineExceeded, between_blocks
 
 _SIGNAL = signal.SIGUSR1
 
@@ -38,20 +42,29 @@ class MainThreadInterrupt:
         with self._lock:
             self._open = False
         signal.signal(_SIGNAL, self._previous)
-        if isinstance(error, KeyboardInterrupt) and self._delivered:
-            raise self._error from None
+        if self._error is not None and (self._delivered or error is None):
+            # whatever leaves the body after the interrupt is a consequence of it
+            raise self._error from (None if isinstance(error, KeyboardInterrupt) else error)
 
     def raise_in_main(self, error: BaseException) -> None:
-        """From any thread; too late, when the context has been left, it does nothing."""
+        """From any thread; returns when the main thread has the error.
+
+        Does nothing after another error, or when the context has been left.
+        """
         with self._lock:
             if not self._open or self._error is not None:
                 return
             self._error = error
-            signal.pthread_kill(threading.main_thread().ident, _SIGNAL)
+        while True:
+            with self._lock:
+                if not self._open or self._delivered:
+                    return
+                signal.pthread_kill(threading.main_thread().ident, _SIGNAL)
+            time.sleep(REPEAT_S)
 
-    def _deliver(self, *_) -> None:
-        # may run while the main thread is inside __exit__ and holds the lock: reads without it
-        if self._open and not self._delivered:
+    def _deliver(self, _number: int, frame: FrameType | None) -> None:
+        # reads without the lock: the main thread may hold it
+        if self._open and not self._delivered and not between_blocks(frame):
             self._delivered = True
             raise KeyboardInterrupt
 

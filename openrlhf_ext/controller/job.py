@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.controller.checkpointing import Checkpointer, CheckpointOptions
+from openrlhf_ext.controller import preflight
+from openrlhf_ext.controller.checkpointing import Checkpointer, CheckpointOptions, save_hf
 from openrlhf_ext.controller.companions import Companions
 from openrlhf_ext.controller.deadline import Deadline
 from openrlhf_ext.controller.engine_recovery import EngineGuard
@@ -23,6 +23,7 @@ from openrlhf_ext.controller.processes import initialize_everything, reserve_pol
 from openrlhf_ext.controller.resume import (
     Resumed,
     check_prompts,
+    clean_up,
     plain_options,
     prepare_folder,
     prompts_fingerprint,
@@ -30,15 +31,27 @@ from openrlhf_ext.controller.resume import (
     run_with_restarts,
 )
 from openrlhf_ext.controller.session import RaySession
-from openrlhf_ext.controller.settings import policy_settings, recovery_limits, training_steps, worker_env
+from openrlhf_ext.controller.settings import (
+    check_frozen_steps,
+    policy_settings,
+    recovery_limits,
+    training_steps,
+    worker_env,
+)
 from openrlhf_ext.megatron.hf_config import read_model_shape
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: Any) -> int:
-    """Trains until the prompts are used up; returns the exit code (0, 1 = failed, 130 = interrupted)."""
-    return run_with_restarts(with_local_model(config), run_once)
+    """Trains until the prompts are used up; returns the exit code (0, 1 = failed, 130 = interrupted).
+
+    Raises:
+        ConfigError: a model that was downloaded does not fit the options, or the reward file cannot be imported.
+    """
+    config = with_local_model(config)
+    preflight.check_reward(config)
+    return run_with_restarts(config, run_once)
 
 
 def run_once(config: Any) -> int:
@@ -56,8 +69,10 @@ def run_once(config: Any) -> int:
                 logger.error("the run failed:\n%s", session.describe_failure(error))
                 return 1
     except KeyboardInterrupt:
-        logger.error("interrupted; every process of the run has ended, and nothing half-written was left")
+        logger.error("interrupted; every process of the run has ended")
         return 130
+    finally:
+        clean_up(config)
     return 0
 
 
@@ -89,7 +104,7 @@ def train(config: Any, session: RaySession) -> None:
     trainer.recorder.close()
     trainer.sharing.make_room_for_policy()
     logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
-    ray.get(parts.policy.async_run_method("save_model", config.ckpt.output_dir), timeout=config.train.step_timeout_s)
+    save_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", config.train.step_timeout_s)
     parts.companions.save(config)
 
 
@@ -115,11 +130,12 @@ def build_parts(config: Any, session: RaySession) -> Parts:
             )
             prompts, held_out = load_data(config, strategy, tokenizer)
         steps = training_steps(config, len(prompts))
+        check_frozen_steps(config, steps)
         logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
         start.doing = "building the policy and connecting it to the engines"
         initialize_everything(config, session, policy, engines, steps)
         companions.initialize(config, session, policy_settings(config, steps), steps)
-        start.doing = "loading the checkpoint"
+    with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
         resumed = restore(config, checkpointed_groups(policy, companions))
         check_prompts(resumed, prompts_fingerprint(prompts.dataset))
     guard = EngineGuard(engines, policy, recovery_limits(config), session.remember)
@@ -240,13 +256,20 @@ def set_initial_entropy(config: Any, trainer: Any, parts: Parts) -> None:
 
 
 def with_local_model(config: Any) -> Any:
-    """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files."""
+    """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
+
+    Raises:
+        ConfigError: a downloaded model does not fit the options.
+    """
+    given = config
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     for entity, options in models.items():
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():
             changed = options.model_copy(update={"model_name_or_path": _download(name)})
             config = config.model_copy(update={entity: changed})
+    if config is not given:
+        preflight.check_downloaded(config)
     return config
 
 

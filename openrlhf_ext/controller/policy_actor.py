@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import ray
 import torch.distributed as dist
 from torch import Tensor
 
@@ -135,16 +134,14 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     def prove_sync(self) -> dict[str, float]:
         """Compares the engines' log-probs of a fixed prompt with the policy's; raises WeightSyncMismatch."""
         self.reload_states("parameters")
-        gauge = self.publisher.prove(self.version, before_asking=self._hand_memory_to_engines)
+        gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleepers.engines)
         return {"weight_sync/probe_max_abs_diff": gauge, "weight_sync/version": float(self.version)}
 
-    def _hand_memory_to_engines(self) -> None:
+    def _make_room(self) -> None:
         """Colocated engines need their KV caches for the probe, and right afterwards for the next rollouts."""
         if self.sleeps:
             self.offload_states()
             dist.barrier()
-        if self.sleepers.engines and dist.get_rank() == 0:
-            ray.get([engine.wake_up.remote() for engine in self.engines], timeout=self.sync.timeout_s)
 
     @phase("connecting new engines")
     def replace_engines(self, engines: list, fresh: list[int]) -> None:
@@ -154,14 +151,12 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         if fresh:
             self.reload_states("parameters")
             self.publisher.bring_up_to_date(fresh, self.version)
-            if self.sleeps:
-                self.offload_states()  # engines are replaced while they have the memory
+            self.release_model()  # engines are replaced while they have the memory
 
-    @phase("saving the model")
-    def save_model(self, path: str) -> None:
-        """Writes the final HF checkpoint."""
+    def save_model(self, path: str) -> dict[str, int]:
+        """Writes the policy as an HF checkpoint; returns the sizes of its files on rank 0."""
         self.reload_states("parameters")
-        self.policy.save_hf(path)
+        return self.policy.save_hf(path)
 
     # ---- resumable checkpoints (CheckpointedRank)
 

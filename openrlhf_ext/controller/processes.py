@@ -53,7 +53,6 @@ def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
 
     if config.vllm.enable_sleep and not use_gpu:
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
-    agent = config.train.agent_func_path
     return create_rollout_engines(
         num_engines=config.vllm.num_engines,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
@@ -65,9 +64,10 @@ def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
         enforce_eager=config.vllm.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
+        max_num_seqs=config.vllm.max_num_seqs,
+        max_num_batched_tokens=config.vllm.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
-        executor_factory=None if agent else executor_factory(config),
-        agent_func_path=agent,
+        executor_factory=executor_factory(config),
         seed_requests=config.train.full_determinism_enable,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
         request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
@@ -78,9 +78,12 @@ def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
 
 
 def executor_factory(config: Any):
-    """Single-turn rollouts graded in killable worker processes."""
-    from openrlhf_ext.rewards import RewardSettings, make_executor
+    """The user's agent, or single-turn rollouts graded in killable worker processes."""
+    from openrlhf_ext.rewards import RewardSettings, make_agent_executor, make_executor
 
+    reward = config.reward
+    if (agent := config.train.agent_func_path) is not None:
+        return make_agent_executor(agent, reward.timeout_s, reward.max_failures, reward.failure_value)
     return make_executor(
         RewardSettings(
             remote_url=config.reward.remote_url,
@@ -109,14 +112,17 @@ def start_policy(config: Any, places: Any):
 
 
 def initialize_everything(config: Any, session: RaySession, policy: Any, engines: list, steps: int) -> None:
-    """Waits for the engines, loads the policy on every rank, connects both, proves that they agree."""
+    """Waits for the engines, loads the policy on every rank, connects both, proves that they agree.
+
+    Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
+    """
     from openrlhf_ext.rollout import wait_until_ready
 
     wait_until_ready(engines, config.vllm.start_timeout_s)
     for i, info in enumerate(ray.get([engine.process_info.remote() for engine in engines])):
-        session.remember(f"rollout engine {i}", info["pid"], info["host"])
+        session.remember(f"rollout engine {i}", info)
     if config.vllm.enable_sleep:
-        ray.get([engine.sleep.remote() for engine in engines])  # the policy is about to load
+        ray.get([engine.sleep.remote() for engine in engines])
     infos = ray.get(
         policy.async_init_model_from_pretrained(
             policy_settings(config, steps),
@@ -127,7 +133,9 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
         )
     )
     for info in infos:
-        session.remember(f"policy rank {info['rank']}", info["pid"], info["host"])
+        session.remember(f"policy rank {info['rank']}", info)
     session.watch("policy", [info["phases"] for info in infos])
     gauge = ray.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
     logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
+    if config.vllm.enable_sleep:
+        ray.get([engine.sleep.remote() for engine in engines])

@@ -7,7 +7,6 @@ every rank, which would wait for them at its start and hold them in host memory.
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import ray
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
 from openrlhf_ext.megatron.phases import start_monitor
+from openrlhf_ext.rollout.identity import own_identity
 
 
 class RankActor:
@@ -23,7 +23,8 @@ class RankActor:
 
     def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
         """Puts the rendezvous into the environment; rank 0 gets no address and finds one (``get_master_addr_port``)."""
-        self._address = (master_addr or _own_address(), master_port or _free_port())
+        self._store = None if master_addr else _open_store()
+        self._address = (master_addr or _own_address(), master_port or self._store.port)
         os.environ |= {
             "MASTER_ADDR": self._address[0],
             "MASTER_PORT": str(self._address[1]),
@@ -41,7 +42,7 @@ class RankActor:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
         address = start_monitor(settings.collective_timeout_s)
-        return {"rank": dist.get_rank(), "pid": os.getpid(), "host": socket.gethostname(), "phases": address}
+        return {"rank": dist.get_rank(), "phases": address, **own_identity()}
 
     def empty_cache(self) -> None:
         """Hands cached device memory back."""
@@ -58,10 +59,12 @@ def _own_address() -> str:
     return ray.util.get_node_ip_address().strip("[]")  # IPv6 addresses come in brackets
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return sock.getsockname()[1]
+def _open_store() -> dist.TCPStore:
+    """The store at which the ranks meet, on a port that is never free again before they do.
+
+    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means.
+    """
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def _local_rank() -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from openrlhf_ext.checkpoints import FileEntry, check_files, read_manifest
+from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.megatron.base import MegatronModel
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.phases import phase
@@ -25,6 +26,9 @@ class CheckpointedRank:
     def checkpointed_model(self) -> MegatronModel:
         """The model whose state is saved and loaded, on its device."""
         raise NotImplementedError
+
+    def release_model(self) -> None:
+        """Called when ``checkpointed_model`` is not needed any more."""
 
     def extra_state(self) -> dict[str, Any]:
         """Plain values that belong to the actor; rank 0's are kept."""
@@ -48,7 +52,10 @@ class CheckpointedRank:
         with phase("collecting a checkpoint"):
             snapshot = take_snapshot(self.checkpointed_model(), self.extra_state(), copy=background)
         if not background:
-            return snapshot.write(Path(folder), name)
+            entries = snapshot.write(Path(folder), name)
+            self.release_model()
+            return entries
+        self.release_model()
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing = self._writer.submit(snapshot.write, Path(folder), name)
         return None
@@ -63,14 +70,18 @@ class CheckpointedRank:
             return None
         return self._writing.result()
 
+    def sees(self, path: str) -> bool:
+        """Whether an empty file that the driver has just made is here. Not a collective."""
+        return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
+
     def check_checkpoint(self, folder: str) -> list[str]:
         """What is wrong with this rank's share of a checkpoint's files: each rank reads some, together they read all.
 
         Raises:
             CheckpointError: the manifest cannot be read.
         """
-        files = read_manifest(Path(folder)).files
-        return check_files(Path(folder), files[dist.get_rank() :: dist.get_world_size()])
+        shares = deal_files(read_manifest(Path(folder)).files, dist.get_world_size())
+        return check_files(Path(folder), shares[dist.get_rank()])
 
     @phase("loading a checkpoint")
     def load_state(self, folder: str, name: str) -> None:
@@ -80,3 +91,4 @@ class CheckpointedRank:
             CheckpointError: it does not fit the model.
         """
         self.load_extra_state(load_checkpoint(self.checkpointed_model(), Path(folder) / name))
+        self.release_model()

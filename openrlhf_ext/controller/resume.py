@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_mani
 from openrlhf_ext.checkpoints.plain import read_plain
 from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.controller.checkpointing import CONTROLLER, CheckpointOptions, ask_ranks
+from openrlhf_ext.megatron.hf_files import finish_interrupted
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +40,14 @@ class Resumed:
 
 
 def prepare_folder(config: Any) -> None:
-    """Makes ``ckpt.path`` ready: half-written checkpoints go; a run that starts anew finds none of another one.
+    """Makes the folders ready: half-written checkpoints go; a run that starts anew finds none of another one.
 
     Raises:
         CheckpointError: the folder cannot be changed.
     """
     store = CheckpointOptions.of(config).store()
     try:
-        store.clean()
+        _finish_interrupted(config, store)
         saves = config.ckpt.save_steps != -1 or config.ckpt.best_metric_key
         if saves and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
             logger.warning(
@@ -55,6 +57,45 @@ def prepare_folder(config: Any) -> None:
             )
     except OSError as error:
         raise CheckpointError(f"ckpt.path {store.folder} cannot be used: {error}") from error
+
+
+def check_shared_folders(config: Any, policy: Any) -> None:
+    """What the run will write can be seen by all that must: said at the start, not when the last weights are lost.
+
+    Raises:
+        CheckpointError: a folder of the driver's is not the one that the ranks see under its name.
+    """
+    ckpt = config.ckpt
+    folders = {"ckpt.output_dir": ckpt.output_dir}
+    if ckpt.save_steps != -1 or ckpt.best_metric_key or ckpt.load_enable:
+        folders["ckpt.path"] = ckpt.path
+    for option, folder in folders.items():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
+            seen = ask_ranks(policy, "policy", "sees", config.train.step_timeout_s, path=file.name)
+        # Hugging Face checkpoints are written by rank 0, the others by all
+        blind = [rank for rank, sees in enumerate(seen) if not sees and (rank == 0 or option == "ckpt.path")]
+        if blind:
+            raise CheckpointError(
+                f"{option} must be on storage that all nodes and the driver share: a file that the driver has written "
+                f"to {folder} is not seen by the policy's ranks {blind}"
+            )
+
+
+def clean_up(config: Any) -> None:
+    """Leaves nothing half-written; call it when every process of the run has ended."""
+    store = CheckpointOptions.of(config).store()
+    try:
+        _finish_interrupted(config, store)
+    except OSError as error:
+        logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
+
+
+def _finish_interrupted(config: Any, store: CheckpointStore) -> None:
+    store.clean()
+    final = config.ckpt.output_dir
+    for folder in (final, f"{final}_critic", *store.folder.glob("global_step*_hf")):
+        finish_interrupted(folder)
 
 
 def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
@@ -80,6 +121,7 @@ def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
         if not (folder / name).is_dir():
             raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
         ask_ranks(group, name, "load_state", options.timeout_s, folder=str(folder), name=name)
+    store.recover_best(folder)
     logger.info("resumed from %s", folder)
     return Resumed(folder, step_of(folder), state)
 
@@ -152,7 +194,11 @@ def trainer_state(trainer: Any, progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generator_state(generator: Any) -> dict[str, Any]:
-    """Samples that are left over, and whether the loader has ended its episode."""
+    """Samples that are left over, and whether the loader has ended its episode.
+
+    A step takes all that was sampled for it as long as one call of the engines samples one batch (the only value that
+    ``rollout.vllm_generate_batch_size`` may have): there are none then. OpenRLHF's generator keeps what is more here.
+    """
     buffer = getattr(generator, "_sample_buffer", None) or []
     return {
         "loader_ended": getattr(generator, "_dataloader_iter", None) is None,

@@ -34,10 +34,11 @@ class RecoveringSamplesGenerator(SamplesGenerator):
         """
         super().__init__(*args, **kwargs)
         self.guard = guard
+        self._suspended = suspended
         self._requests = GroupRequests(guard, suspended)
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **kwargs: Any) -> list:
-        unfinished = self.guard.ask("get_num_unfinished_requests")
+        unfinished = self.guard.ask("get_num_unfinished_requests", self._suspended)
         engines = self.vllm_engines
         self.vllm_engines = [_Recorder(self._requests, *numbers) for numbers in enumerate(unfinished)]
         try:

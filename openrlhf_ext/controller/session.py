@@ -9,21 +9,23 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.megatron.phases import Address, describe_ranks
+from openrlhf_ext.rollout.identity import machine_id
+from openrlhf_ext.rollout.process import ray_log_tail
 
 logger = logging.getLogger(__name__)
 
-_TAIL_BYTES = 4000
 _GRACE_S = 5.0
+_READ_S = 30.0
 
 
 class RaySession:
@@ -31,7 +33,7 @@ class RaySession:
 
     def __init__(self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool) -> None:
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
-        self.pids: dict[str, int] = {}
+        self.processes: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, list[Address]] = {}
         self._children: dict[int, psutil.Process] = {}
         self._sigterm = None
@@ -62,10 +64,13 @@ class RaySession:
             local["object_store_memory"] = 256 << 20
         return common | local
 
-    def remember(self, name: str, pid: int, host: str) -> None:
-        """Names a process of this host, so that its log can be shown if it dies (Ray reports deaths on other hosts)."""
-        if host == socket.gethostname():
-            self.pids[name] = pid
+    def remember(self, name: str, process: Mapping[str, Any]) -> None:
+        """Names a process, so that its log can be shown if it dies.
+
+        Args:
+            process: its ``rollout.identity.own_identity()``.
+        """
+        self.processes[name] = dict(process)
         self.remember_children()
 
     def watch(self, group: str, addresses: list[Address]) -> None:
@@ -92,16 +97,22 @@ class RaySession:
 
         Which process reports a death first is a matter of chance: often it is one that waited for the dead process.
         """
-        of_a_task = isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError)
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        died = isinstance(cause, RayActorError)
+        of_a_task = isinstance(error, RayTaskError) and not died
         lines = [str(error) if of_a_task else f"{type(error).__name__}: {error}"]
-        if isinstance(error, TimeoutError):
+        if died or isinstance(error, TimeoutError):
             lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
-        dead = {name: pid for name, pid in self.pids.items() if not _alive(pid)}
+        dead = {
+            f"{name} (pid {process['pid']} on {process['host']})": process
+            for name, process in self.processes.items()
+            if (died and process["actor"] == cause.actor_id) or not _alive(process)
+        }
         if dead:
-            lines.append("dead processes: " + ", ".join(f"{name} (pid {pid})" for name, pid in dead.items()))
-        for name, pid in dead.items():
-            if tail := _log_tail(pid):
-                lines.append(f"--- last output of {name} (pid {pid})\n{tail}")
+            lines.append("dead processes: " + ", ".join(dead))
+        with ThreadPoolExecutor(max_workers=16) as pool:  # a node may have gone with all of its processes
+            tails = list(pool.map(_last_output, dead.values()))
+        lines += [f"--- last output of {name}\n{tail}" for name, tail in zip(dead, tails, strict=True) if tail]
         return "\n".join(lines)
 
 
@@ -109,9 +120,12 @@ def _terminate(*_) -> None:
     raise KeyboardInterrupt("SIGTERM")
 
 
-def _alive(pid: int) -> bool:
+def _alive(process: Mapping[str, Any]) -> bool:
+    """Whether a process lives; of what is on another machine, Ray knows it."""
+    if process["machine"] != machine_id():
+        return not ray.is_initialized() or ray._private.state.actors(process["actor"]).get("State") != "DEAD"
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(process["pid"]).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -126,14 +140,14 @@ def _end(processes: list[psutil.Process]) -> None:
         psutil.wait_procs(running, timeout=_GRACE_S)
 
 
-def _logs_of(pid: int) -> Iterator[Path]:
-    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) if ray.is_initialized() else None
-    if folder is not None:
-        yield from sorted(folder.glob(f"worker-*-{pid}.err"))
-        yield from sorted(folder.glob(f"worker-*-{pid}.out"))
-
-
-def _log_tail(pid: int) -> str:
-    time.sleep(0.2)  # the dying process's last lines
-    texts = [path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip() for path in _logs_of(pid)]
-    return "\n".join(text for text in texts if text)
+def _last_output(process: Mapping[str, Any]) -> str:
+    """The end of the log of a process that has died; on another machine a task on its node reads it."""
+    if process["machine"] == machine_id():
+        return ray_log_tail(process["pid"])
+    there = NodeAffinitySchedulingStrategy(process["node"], soft=False)
+    try:
+        reading = ray.remote(num_cpus=0, max_retries=0)(ray_log_tail).options(scheduling_strategy=there)
+        return ray.get(reading.remote(process["pid"]), timeout=_READ_S)
+    except (RayError, TimeoutError) as error:
+        pattern = f"worker-*-{process['pid']}.err"
+        return f"(its log is {pattern} in Ray's logs on {process['host']}, and could not be read: {error})"

@@ -32,6 +32,7 @@ def _threads_per_process(config: Any) -> int:
 
 def policy_settings(config: Any, steps: int):
     """What every policy rank gets."""
+    from openrlhf_ext.megatron.model import Recompute
     from openrlhf_ext.megatron.optimizer import OptimizerSettings
     from openrlhf_ext.megatron.policy import PolicySettings
 
@@ -46,7 +47,10 @@ def policy_settings(config: Any, steps: int):
         **token_budgets(config),
         head=megatron.head,
         head_kernels=megatron.head_kernels,
-        recompute=megatron.recompute,
+        head_workspace_bytes=megatron.head_workspace_mib << 20,
+        recompute=Recompute(
+            megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
+        ),
         seed=config.train.seed,
         collective_timeout_s=megatron.collective_timeout_s,
         optimizer=OptimizerSettings(
@@ -109,6 +113,19 @@ def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
 def frozen_steps(config: Any) -> int:
     """Training steps at the start in which only the critic is trained."""
     return config.critic.freezing_steps + 1 if config.has_critic else 0
+
+
+def check_frozen_steps(config: Any, steps: int) -> None:
+    """The critic's head start ends before the run does.
+
+    Raises:
+        ValueError: the policy would never be trained.
+    """
+    if frozen_steps(config) >= steps:
+        raise ValueError(
+            f"critic.freezing_steps must be below the number of training steps - 1, or the policy is never trained: "
+            f"got {config.critic.freezing_steps} (the first {frozen_steps(config)} steps) and {steps} steps; lower it"
+        )
 
 
 def optimizer_updates(config: Any, steps: int) -> int:

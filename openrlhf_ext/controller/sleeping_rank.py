@@ -27,6 +27,11 @@ class SleepingRank:
         """Moves states back, if they are away. Not a collective."""
         self.reloads.append(self.states.reload(*kinds))
 
+    def release_model(self) -> None:
+        """Others may need the memory, and nothing needs the model right now (also ``CheckpointedRank``)."""
+        if self.sleeps:
+            self.offload_states()
+
     def take_swaps(self) -> dict[str, float]:
         """What moved since the last call; nothing if the model does not sleep."""
         offloads, reloads = self.offloads, self.reloads

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import torch
 
+from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.compat import BasePPOTrainer, Experience, PPOTrainer
 from openrlhf_ext.controller.checkpointing import Checkpointer
 from openrlhf_ext.controller.deadline import Deadline
@@ -60,13 +61,15 @@ class BoundedSamplesGenerator(RecoveringSamplesGenerator):
 
     def generate_samples(self, **kwargs: Any):
         self._dispatched = 0
-        with self.deadline.limit(self.limits.rollout_timeout_s, "generating a batch of rollouts", "rollout.timeout_s"):
-            self.sharing.make_room_for_engines()
+        with (
+            self.deadline.limit(self.limits.rollout_timeout_s, "generating a batch of rollouts", "rollout.timeout_s"),
+            self.sharing.generation(),
+        ):
             return super().generate_samples(**kwargs)
 
     def generate_eval_samples(self, **kwargs: Any) -> list[Experience]:
-        self.sharing.make_room_for_engines()
-        return super().generate_eval_samples(**kwargs)
+        with self.sharing.generation():
+            return super().generate_eval_samples(**kwargs)
 
     def _process_response_into_experience(self, response: dict[str, Any], **kwargs: Any) -> RolloutSample:
         return RolloutSample.of(super()._process_response_into_experience(response, **kwargs), response.get(SPANS_KEY))
@@ -113,7 +116,8 @@ class PolicyTrainer(PPOTrainer):
         self.prompts_dataloader, self.eval_dataloader = prompts_dataloader, eval_dataloader
         self.generate_kwargs = generate_kwargs
         sleepers = Sleepers(strategy.args.ds.enable_sleep, strategy.args.vllm.enable_sleep)
-        self.sharing = GpuSharing(sleepers, [policy_group], engines, limits.step_timeout_s)
+        strategy.args.vllm.enable_sleep = False  # for OpenRLHF, whose calls are not repeated on a new engine
+        self.sharing = GpuSharing(sleepers, [policy_group], guard, limits.step_timeout_s, self.deadline.suspended)
         if strategy.args.eval.steps == -1:
             strategy.args.eval.steps = float("inf")  # OpenRLHF counts in steps; -1 is its "never"
         strategy.args.ckpt.save_steps = float("inf")  # checkpoints are ours: see save_logs_and_checkpoints
@@ -145,7 +149,7 @@ class PolicyTrainer(PPOTrainer):
         """Version of the weights that the policy has, and the engines since the last sync."""
         if "weight_sync/version" in self._sync_metrics:
             return int(self._sync_metrics["weight_sync/version"])
-        return ray.get(self.vllm_engines[0].weight_version.remote(), timeout=self.limits.step_timeout_s)
+        return self.guard.ask("weight_version")[0]
 
     def train_step(self, rollout_samples: list[Experience], global_step: int) -> tuple[dict, int]:
         """One step of OpenRLHF's trainer, its metrics renamed to those of docs/metrics.md."""
@@ -189,10 +193,11 @@ class PolicyTrainer(PPOTrainer):
 
     def broadcast_to_vllm(self) -> None:
         """Sends the weights; the measurements of rank 0, which holds the connection, go into the records."""
+        self._sync_metrics = self.guard.repeated(self._sync, self.deadline.suspended)
+
+    def _sync(self) -> dict[str, float]:
         self.sharing.wake_weights()
-        self._sync_metrics = self.guard.repeated(
-            lambda: ray.get(self.actor_model_group.async_run_method("broadcast_to_vllm"))[0], self.deadline.suspended
-        )
+        return ray.get(self.actor_model_group.async_run_method("broadcast_to_vllm"))[0]
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         """Where the loop begins."""
@@ -270,7 +275,7 @@ class PolicyTrainer(PPOTrainer):
             batch = sequence_batch([s.sequences[0] for s in samples], [s.action_mask[0] for s in samples])
             entropies_BT = self.experience_maker.old_logprobs(batch).entropies_BT
         self._forget_evaluation()
-        return float((entropies_BT.sum(1) / batch.mask_BT.sum(1)).mean())
+        return float(mean_entropies(entropies_BT, batch.mask_BT).mean())
 
     def fit(self, global_step: int = 0) -> None:
         """OpenRLHF's loop, with an evaluation before the first and after the last step."""

@@ -96,11 +96,6 @@ class WeightPublisher:
         """What every update consists of."""
         return self._plan
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether every rank writes into rank 0's staging buffers; on exporting ranks."""
-        return self._shared is not None
-
     def connect(self) -> None:
         """Bring rank 0 and all engines together."""
         self._together(lambda: self._sender.connect())
@@ -140,14 +135,19 @@ class WeightPublisher:
                 sender.close()
 
     def prove(
-        self, version: int, which: Sequence[int] | None = None, before_asking: Callable[[], None] | None = None
+        self,
+        version: int,
+        which: Sequence[int] | None = None,
+        before_asking: Callable[[], None] = lambda: None,
+        wake: bool = False,
     ) -> float:
         """Compare the engines' log-probs of a fixed prompt with the policy's.
 
         Args:
             version: of the weights, for messages.
             which: positions of the engines to ask; None: all.
-            before_asking: called on every rank when the policy's own log-probs are there: what the engines need first.
+            before_asking: called on every rank when the policy's own log-probs are there.
+            wake: the engines sleep: wake them up before they are asked.
 
         Returns:
             The largest difference, in nats; 0 on ranks other than 0.
@@ -160,12 +160,14 @@ class WeightPublisher:
         tokens = probe_tokens(policy.shape.vocab_size, settings.probe_length, policy.settings.seed)
         row = sequence_batch([torch.tensor(tokens)], [torch.ones(len(tokens) - 1)])
         ours = policy.logprobs(row, temperature=1.0).logprobs_BT[0]
-        if before_asking is not None:
-            before_asking()
+        before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
 
         def compare() -> float:
             what = f"scoring the probe with weights of version {version}"
+            if wake:
+                waking = f"waking up before {what}"
+                EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, settings.timeout_s).finish()
             calls = EngineCalls.start(asked, "probe_logprobs", [(tokens,)] * len(asked), what, settings.timeout_s)
             return check_sync(ours, calls.finish(), settings.probe_tolerance, version)
 

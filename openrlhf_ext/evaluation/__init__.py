@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from openrlhf_ext.evaluation.accuracy import (
-    binomial_standard_error,
     clustered_standard_error,
     difference_in_errors,
     majority_at_k,
     mean,
     pass_at_k,
-    wilson_interval,
 )
 from openrlhf_ext.evaluation.checkpoint import (
     EvaluationOptions,
@@ -22,7 +20,7 @@ from openrlhf_ext.evaluation.problems import Problem, load_problems
 from openrlhf_ext.evaluation.sampling import Completion, sample_completions
 
 __all__ = [
-    "Completion", "EvaluationOptions", "EvaluationResult", "Problem", "SampleAnswer", "binomial_standard_error",
+    "Completion", "EvaluationOptions", "EvaluationResult", "Problem", "SampleAnswer",
     "clustered_standard_error", "difference_in_errors", "evaluate_checkpoint", "evaluate_model", "load_problems",
-    "majority_at_k", "mean", "pass_at_k", "sample_completions", "wilson_interval",
+    "majority_at_k", "mean", "pass_at_k", "sample_completions",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
-from statistics import NormalDist
 
 _MOST_SUBSETS = 2000
 
@@ -46,22 +45,6 @@ def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> flo
     samples = sum(map(len, scores_by_prompt))
     squares = math.fsum(math.fsum(score - grand_mean for score in scores) ** 2 for scores in scores_by_prompt)
     return math.sqrt(clusters / (clusters - 1) * squares) / samples
-
-
-def binomial_standard_error(accuracy: float, samples: int) -> float:
-    """Standard error ``sqrt(p (1 - p) / n)`` of an accuracy over independent samples."""
-    _require_counts(accuracy * samples, samples)
-    return math.sqrt(accuracy * (1 - accuracy) / samples)
-
-
-def wilson_interval(successes: float, samples: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson score interval of a proportion over independent samples; sensible near 0 and 1 and for few samples."""
-    _require_counts(successes, samples)
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    share = successes / samples
-    centre = (share + z * z / (2 * samples)) / (1 + z * z / samples)
-    half = z / (1 + z * z / samples) * math.sqrt(share * (1 - share) / samples + z * z / (4 * samples * samples))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def difference_in_errors(first: float, first_error: float, second: float, second_error: float) -> float:

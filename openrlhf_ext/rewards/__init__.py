@@ -11,6 +11,7 @@ from typing import Any
 _HOME = {
     "FailurePolicy": "failures",
     "GradedSingleTurnExecutor": "executor",
+    "GradedAgentExecutor": "agent",
     "Grader": "grader",
     "GradingClock": "clock",
     "HttpReward": "http_reward",
@@ -29,6 +30,8 @@ _HOME = {
     "answers_equal": "answers",
     "check_reward_file": "pool",
     "extract_answer": "answers",
+    "load_agent": "agent",
+    "make_agent_executor": "agent",
     "make_executor": "executor",
     "open_grader": "grader",
 }

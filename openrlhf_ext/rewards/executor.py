@@ -1,10 +1,10 @@
-"""OpenRLHF's single-turn executor with grading that cannot lose a reward."""
+"""Executors that cannot lose a reward, and OpenRLHF's single-turn executor as one of them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,66 @@ _KEYS_WAIT_S = 60.0
 _KEYS_POLL_S = 0.02
 
 
-class GradedSingleTurnExecutor(SingleTurnAgentExecutor):
+class GradedExecutor:
+    """What every sample leaves with: a finite reward, and the same keys in ``extra_logs``.
+
+    A sample that cannot be graded gets ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``,
+    until the policy stops the run. Upstream batches ``extra_logs``, so all have ``reward_failed`` and the keys of the
+    first graded sample. A later answer with other keys is a ``RewardInvalid``; a failed sample has 0 there.
+
+    Args:
+        failures: what happens to samples that cannot be graded.
+    """
+
+    def __init__(self, failures: FailurePolicy) -> None:
+        self._failures = failures
+        self._clock = GradingClock()
+        self._log_keys: frozenset[str] | None = None
+
+    def take_failures(self) -> list[str]:
+        """Messages of the gradings that failed since the last call."""
+        return self._failures.take_messages()
+
+    async def _settle(
+        self,
+        grading: Awaitable[RewardResult],
+        prompt: str,
+        completion: Callable[[], str],
+        label: Any,
+    ) -> RewardResult:
+        """The sample's grade, or what takes its place."""
+        try:
+            result = await grading
+            self._check_log_keys(result, prompt, completion, label)
+        except RewardError as error:
+            self._failures.tolerate(error)
+            keys = await self._known_log_keys()
+            return RewardResult(self._failures.failure_value, 0.0, {**dict.fromkeys(keys, 0.0), FAILED_KEY: 1.0})
+        return RewardResult(result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds)
+
+    def _check_log_keys(self, result: RewardResult, prompt: str, completion: Callable[[], str], label: Any) -> None:
+        keys = frozenset(result.extra_logs)
+        if self._log_keys is None:
+            self._log_keys = keys
+        if keys != self._log_keys:
+            raise RewardInvalid(
+                "the reward came with extra_logs of other keys than before: every sample needs the same ones. "
+                f"Missing: {sorted(self._log_keys - keys)}; new: {sorted(keys - self._log_keys)}",
+                prompt, completion(), label,
+            )  # fmt: skip
+
+    async def _known_log_keys(self) -> frozenset[str]:
+        """The keys of ``extra_logs``; waits for the first graded sample while one may still come."""
+        deadline = time.monotonic() + _KEYS_WAIT_S
+        while self._log_keys is None and self._clock.active and time.monotonic() < deadline:
+            await asyncio.sleep(_KEYS_POLL_S)
+        return self._log_keys or frozenset()
+
+
+class GradedSingleTurnExecutor(GradedExecutor, SingleTurnAgentExecutor):
     """Generates as OpenRLHF 0.11.2 does, and grades through a :class:`Grader` under a :class:`FailurePolicy`.
 
-    Upstream swallows a failing reward call and goes on with a reward of ``None``. Here every sample leaves with a
-    finite reward: a sample that cannot be graded gets ``failures.failure_value``, score 0 and
-    ``extra_logs["reward_failed"] = 1``, until the policy stops the run.
-
-    Every sample carries the same keys in ``extra_logs``, because upstream batches them: ``reward_failed`` and the keys
-    of the first graded sample. A later answer with other keys is a ``RewardInvalid``; a failed sample has 0 there.
+    Upstream swallows a failing reward call and goes on with a reward of ``None``.
 
     Args:
         grader: where samples are graded; started here.
@@ -36,11 +87,9 @@ class GradedSingleTurnExecutor(SingleTurnAgentExecutor):
     """
 
     def __init__(self, grader: Grader, failures: FailurePolicy) -> None:
-        super().__init__(remote_rm_url=None)
+        SingleTurnAgentExecutor.__init__(self, remote_rm_url=None)
+        GradedExecutor.__init__(self, failures)
         self._grader = grader
-        self._failures = failures
-        self._clock = GradingClock()
-        self._log_keys: frozenset[str] | None = None
         self._calls = 0
         self._failed_before_reset = 0
         grader.start()
@@ -66,7 +115,9 @@ class GradedSingleTurnExecutor(SingleTurnAgentExecutor):
                 prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
             )
         query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)
-        result = await self._grade(query, prompt, label)
+        result = await self._settle(
+            self._grade(query, prompt, label), prompt, lambda: query.removeprefix(prompt), label
+        )
         output.update(reward=result.reward, scores=result.score, extra_logs=result.extra_logs)
         return output
 
@@ -91,43 +142,14 @@ class GradedSingleTurnExecutor(SingleTurnAgentExecutor):
             self._clock.reset()
         return stats
 
-    def take_failures(self) -> list[str]:
-        """Messages of the gradings that failed since the last call."""
-        return self._failures.take_messages()
-
     async def aclose(self) -> None:
         """Release the grader's processes and connections."""
         await self._grader.aclose()
 
     async def _grade(self, query: str, prompt: str, label: Any) -> RewardResult:
         self._calls += 1
-        try:
-            with self._clock.grading():
-                result = await self._grader.grade(query, prompt, label)
-            self._check_log_keys(result, query, prompt, label)
-        except RewardError as error:
-            self._failures.tolerate(error)
-            keys = await self._known_log_keys()
-            return RewardResult(self._failures.failure_value, 0.0, {**dict.fromkeys(keys, 0.0), FAILED_KEY: 1.0})
-        return RewardResult(result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds)
-
-    def _check_log_keys(self, result: RewardResult, query: str, prompt: str, label: Any) -> None:
-        keys = frozenset(result.extra_logs)
-        if self._log_keys is None:
-            self._log_keys = keys
-        if keys != self._log_keys:
-            raise RewardInvalid(
-                "reward_func returned extra_logs with other keys than before: every sample needs the same ones. "
-                f"Missing: {sorted(self._log_keys - keys)}; new: {sorted(keys - self._log_keys)}",
-                prompt, query.removeprefix(prompt), label,
-            )  # fmt: skip
-
-    async def _known_log_keys(self) -> frozenset[str]:
-        """The keys of ``extra_logs``; waits for the first graded sample while one may still come."""
-        deadline = time.monotonic() + _KEYS_WAIT_S
-        while self._log_keys is None and self._clock.active and time.monotonic() < deadline:
-            await asyncio.sleep(_KEYS_POLL_S)
-        return self._log_keys or frozenset()
+        with self._clock.grading():
+            return await self._grader.grade(query, prompt, label)
 
 
 def make_executor(settings: RewardSettings) -> Callable[[], GradedSingleTurnExecutor]:

@@ -88,7 +88,7 @@ class HttpReward:
             async with self._open_session().post(url, json=payload) as response:
                 await _check_status(response, url, sample)
                 answer = await response.json(content_type=None)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             message = f"reward server {url} did not answer within {self._timeout_s:g} s (--reward.timeout_s)"
             raise _Retryable(RewardTimeout, message) from None
         except aiohttp.ClientError as error:

@@ -26,7 +26,7 @@ _BOOTSTRAP = (
     "main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])"
 )
 _LIVENESS_POLL_S = 0.5  # a worker that died while a child of it keeps the connection open sends no end-of-file
-_STACK_WAIT_S = 0.5
+_STACK_WAIT_S, _STACK_POLL_S = 3.0, 0.2
 _REAP_S = 10.0
 _STACK_BYTES = 8192
 
@@ -166,8 +166,10 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_WAIT_S
-        while not (stack := self._read_stack()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        before, stack = "", self._read_stack()
+        while (not stack or stack != before) and time.monotonic() < deadline:  # it is still being written
+            time.sleep(_STACK_POLL_S)
+            before, stack = stack, self._read_stack()
         return stack or "(no Python stack could be read)"
 
     def _read_stack(self) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm
 from packaging import version as packaging_version
 from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils import random_uuid
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_ext import compat
@@ -28,6 +28,15 @@ from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
 _ANSWER_S = 5.0
 """Time that an engine that is not stuck needs to answer a question."""
+_FIRST = -2
+"""Priority of the probe; ordinary requests have 0, and go in the order of their arrival."""
+
+
+class _Request(NamedTuple):
+    """A request in vLLM's queue, whose ``output`` is to be got."""
+
+    output: Any
+    params: SamplingParams
 
 
 class RolloutEngine(compat.RolloutRayActor):
@@ -42,7 +51,6 @@ class RolloutEngine(compat.RolloutRayActor):
         self,
         *args: Any,
         executor_factory: Callable[[], compat.AgentExecutorBase] | None = None,
-        agent_func_path: str | None = None,
         remote_rm_url: str | list[str] | None = None,
         mm_pad_token_ids: set[int] | None = None,
         bundle_indices: list[int] | None = None,
@@ -57,7 +65,7 @@ class RolloutEngine(compat.RolloutRayActor):
         """
         Args:
             executor_factory: makes the executor that turns a prompt into a graded response; picklable. At most one of
-                this, `agent_func_path` and `remote_rm_url`, which mean what they mean to OpenRLHF.
+                this and `remote_rm_url`, which means what it means to OpenRLHF.
             mm_pad_token_ids, bundle_indices, num_gpus, full_determinism: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
@@ -71,9 +79,13 @@ class RolloutEngine(compat.RolloutRayActor):
         """
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism)
-        self.executor = make_executor(executor_factory, agent_func_path, remote_rm_url)
+        self.executor = make_executor(executor_factory, remote_rm_url)
         self._needs_text = _needs_text(self.executor)
-        self.kwargs = {"worker_extension_cls": worker_extension.QUALIFIED_NAME, **engine_args}
+        self.kwargs = {
+            "worker_extension_cls": worker_extension.QUALIFIED_NAME,
+            "scheduling_policy": "priority",
+            **engine_args,
+        }
         self._mm_pad_token_ids = mm_pad_token_ids
         self._seeds = RequestSeeds(request_seed) if seed_requests else None
         self._request_timeout_s = request_timeout_s
@@ -85,6 +97,8 @@ class RolloutEngine(compat.RolloutRayActor):
         self._weight_version = 0
         self._versions = TokenVersions()
         self._weight_error: str | None = None
+        self._probe_tokens: tuple[int, ...] = ()
+        self._queued_probe: tuple[_Request, _Request] | None = None
         self._updating = asyncio.Lock()
         self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process)
 
@@ -150,7 +164,7 @@ class RolloutEngine(compat.RolloutRayActor):
     async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
         try:
             return await asyncio.wait_for(generation, self._request_timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise GenerationTimeout(await self._describe_stall(params)) from error
         except EngineDeadError as error:
             raise EngineDied(f"the vLLM engine of this actor died; the end of its log:\n{log_tail()}") from error
@@ -158,7 +172,7 @@ class RolloutEngine(compat.RolloutRayActor):
     async def _describe_stall(self, params: SamplingParams) -> str:
         try:
             paused = "paused" if await asyncio.wait_for(self.llm.is_paused(), _ANSWER_S) else "not paused"
-        except asyncio.TimeoutError:
+        except TimeoutError:
             paused = f"in an unknown state (vLLM's process does not answer within {_ANSWER_S:g} s)"
         return (
             f"a request (max_tokens = {params.max_tokens}) did not finish within {self._request_timeout_s:g} s; "
@@ -169,6 +183,12 @@ class RolloutEngine(compat.RolloutRayActor):
 
     # ---- weights
 
+    async def wake_weights(self) -> None:
+        """Hold the weights and no KV cache: what a weight sync needs of a colocated engine, asleep or awake."""
+        if not await self.llm.is_sleeping():
+            await self.sleep()
+        await self.wake_up(tags=["weights"])
+
     async def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         """Let this engine's workers join the sender's group."""
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), link.to_wire()))
@@ -176,7 +196,9 @@ class RolloutEngine(compat.RolloutRayActor):
     async def receive_weights(self, version: int) -> float:
         """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
 
-        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values.
+        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values. If
+        `probe_logprobs` has been asked before, the same probe is put in front of them: asked after they go on, it would
+        wait until one of them ends.
 
         Returns:
             Seconds that the slowest worker spent loading.
@@ -186,10 +208,14 @@ class RolloutEngine(compat.RolloutRayActor):
         """
         async with self._updating:
             self._weight_error = f"update to version {version} is not complete"
+            self._queued_probe = None
             was_paused = await self.llm.is_paused()
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
-                return await self._load(version)
+                load_s = await self._load(version)
+                if self._probe_tokens and not was_paused:
+                    self._queued_probe = await self._queue_probe()
+                return load_s
             except Exception as error:
                 self._weight_error = f"update to version {version} failed: {error}"
                 raise
@@ -236,16 +262,25 @@ class RolloutEngine(compat.RolloutRayActor):
         the last one is computed as generation would do it: on top of whatever the cache holds.
         """
         self._require_valid_weights()
-        last = await self._probe(token_ids[:-1], logprobs=1, logprob_token_ids=[token_ids[-1]])
-        whole = await self._probe(token_ids, prompt_logprobs=0)
+        if self._probe_tokens != tuple(token_ids):
+            self._probe_tokens, self._queued_probe = tuple(token_ids), None
+        probe, self._queued_probe = self._queued_probe or await self._queue_probe(), None
+        last, whole = [await self._finish(request.output.get(), request.params) for request in probe]
         scored = zip(token_ids[1:-1], whole.prompt_logprobs[1:-1], strict=True)
         return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 
-    async def _probe(self, token_ids: Sequence[int], **params: Any) -> vllm.RequestOutput:
+    async def _queue_probe(self) -> tuple[_Request, _Request]:
+        """Put the probe in front of vLLM's queue: first what reads the prefix cache, then what fills it."""
+        *prefix, final = self._probe_tokens
+        last = await self._add_greedy(prefix, _FIRST, logprobs=1, logprob_token_ids=[final])
+        return last, await self._add_greedy([*prefix, final], _FIRST + 1, prompt_logprobs=0)
+
+    async def _add_greedy(self, token_ids: list[int], priority: int, **params: Any) -> _Request:
         greedy = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params
         )
-        return await self._finish(super().generate(list(token_ids), greedy), greedy)
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        return _Request(await self.llm.add_request(random_uuid(), prompt, greedy, priority=priority), greedy)
 
     def _require_valid_weights(self) -> None:
         if self._weight_error is not None and not self._updating.locked():
@@ -286,29 +321,21 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.llm.is_sleeping()
 
     async def process_info(self) -> dict[str, Any]:
-        """pid, pids of child processes, host, and log files of this actor."""
+        """Which process this actor is, pids of its child processes, and its log files (`describe_process`)."""
         return describe_process()
 
 
 def make_executor(
-    factory: Callable[[], compat.AgentExecutorBase] | None,
-    agent_func_path: str | None,
-    remote_rm_url: str | list[str] | None,
+    factory: Callable[[], compat.AgentExecutorBase] | None, remote_rm_url: str | list[str] | None
 ) -> compat.AgentExecutorBase:
     """What turns a prompt into a graded response; see `RolloutEngine`.
 
     Raises:
-        ValueError: more than one way was given, or the agent's file is not one.
+        ValueError: more than one way was given.
     """
-    given = {"executor_factory": factory, "agent_func_path": agent_func_path, "remote_rm_url": remote_rm_url}
-    named = [name for name, value in given.items() if value]
-    if len(named) > 1:
-        raise ValueError(f"one thing can turn prompts into graded responses, got {' and '.join(named)}")
-    if factory is not None:
-        return factory()
-    if agent_func_path:
-        return _load_agent_executor(Path(agent_func_path))
-    return compat.SingleTurnAgentExecutor(remote_rm_url)
+    if factory is not None and remote_rm_url:
+        raise ValueError("one thing can turn prompts into graded responses, got executor_factory and remote_rm_url")
+    return factory() if factory is not None else compat.SingleTurnAgentExecutor(remote_rm_url)
 
 
 def _needs_text(executor: compat.AgentExecutorBase) -> bool:
@@ -317,19 +344,6 @@ def _needs_text(executor: compat.AgentExecutorBase) -> bool:
     OpenRLHF's single-turn executor decodes the tokens itself; any executor may say otherwise with `needs_text`.
     """
     return getattr(executor, "needs_text", not isinstance(executor, compat.SingleTurnAgentExecutor))
-
-
-def _load_agent_executor(path: Path) -> compat.AgentExecutorBase:
-    """OpenRLHF's convention: a Python file with a class `AgentExecutor`."""
-    spec = importlib.util.spec_from_file_location("agent_module", path)
-    if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    executor_class = getattr(module, "AgentExecutor", None)
-    if not (isinstance(executor_class, type) and issubclass(executor_class, compat.AgentExecutorBase)):
-        raise ValueError(f"{path} must define a class AgentExecutor, a subclass of AgentExecutorBase")
-    return executor_class()
 
 
 async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:

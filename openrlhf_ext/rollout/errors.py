@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class RolloutError(RuntimeError):
     """A rollout engine cannot do what it was asked."""
 
 
 class EngineStartError(RolloutError):
-    """An engine did not start; the message holds that process's own error."""
+    """An engine did not start; the message holds that process's own error.
+
+    Attributes:
+        engines: positions of those that did not, among those that were waited for.
+    """
+
+    def __init__(self, message: str, engines: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.engines = tuple(engines)
 
 
 class EngineDied(RolloutError):

@@ -60,18 +60,23 @@ class InProcessEngine:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the finished output, once. A request whose consumer goes away is aborted."""
+        try:
+            yield await (await self.add_request(request_id, prompt, sampling_params)).get()
+        finally:
+            if self._outputs.pop(request_id, None) is not None:
+                self._commands.put(_Command(lambda: self._engine.abort_request([request_id])))
+
+    async def add_request(
+        self, request_id: str, prompt: Any, sampling_params: SamplingParams, priority: int = 0
+    ) -> PendingOutput:
+        """Return when the request is in the engine's queue, in front of those of a larger ``priority``."""
         params = sampling_params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: Future[RequestOutput] = Future()
         finished.set_running_or_notify_cancel()
         self._outputs[request_id] = finished
-        try:
-            await self._call(lambda: self._engine.add_request(request_id, prompt, params))
-            yield await asyncio.wrap_future(finished)
-        finally:
-            del self._outputs[request_id]
-            if not finished.done():
-                self._commands.put(_Command(lambda: self._engine.abort_request([request_id])))
+        await self._call(lambda: self._engine.add_request(request_id, prompt, params, priority=priority))
+        return PendingOutput(finished)
 
     async def count_tokens(self) -> dict[str, int]:
         """Tokens so far of every unfinished request, by the id it was made with."""
@@ -108,8 +113,8 @@ class InProcessEngine:
         await self._call(resume)
 
     async def is_paused(self) -> bool:
-        """Whether `pause_generation` is in force."""
-        return self._paused
+        """Whether `pause_generation` is in force, or the engine sleeps."""
+        return self._paused or await self.is_sleeping()
 
     async def is_sleeping(self) -> bool:
         """Whether weights or cache have been given up."""
@@ -120,8 +125,13 @@ class InProcessEngine:
         await self._call(lambda: self._engine.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Undo `sleep`."""
-        await self._call(lambda: self._engine.wake_up(tags))
+        """Undo `sleep`; as in vLLM, an engine that is wholly awake is not paused any more."""
+
+        def wake() -> None:
+            self._engine.wake_up(tags)
+            self._paused = self._paused and self._engine.is_sleeping()
+
+        await self._call(wake)
 
     def shutdown(self) -> None:
         """Stop the thread after the step it is in."""
@@ -159,8 +169,8 @@ class InProcessEngine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            finished = self._outputs.get(output.request_id)
-            if finished is not None and output.finished:
+            finished = self._outputs.pop(output.request_id, None)
+            if finished is not None:
                 finished.set_result(output)
 
     def _refuse_all(self, reason: EngineDied) -> None:
@@ -171,6 +181,17 @@ class InProcessEngine:
                 finished.set_exception(reason)
         while (command := self._commands.get()) is not None:
             command.result.set_exception(reason)
+
+
+class PendingOutput:
+    """The output of a request that is in the engine's queue."""
+
+    def __init__(self, finished: Future[RequestOutput]) -> None:
+        self._finished = finished
+
+    async def get(self) -> RequestOutput:
+        """Wait for it."""
+        return await asyncio.wrap_future(self._finished)
 
 
 class _Command:

@@ -17,8 +17,10 @@ from openrlhf_ext.rollout.errors import EngineStartError
 from openrlhf_ext.rollout.fleet import EngineFleet
 
 _PLACEMENT_TIMEOUT_S = 60.0
-_CPU_BATCHED_TOKENS = 4096
-_CPU_SEQUENCES = 256
+_GPU_BATCH = (1024, 8192)
+"""Sequences and tokens of a step that vLLM's server has on an H100 (an engine in an actor would get 128 and 2048)."""
+_CPU_BATCH = (256, 4096)
+"""vLLM's 128 sequences leave a tenth of the speed of a tiny model unused."""
 _SHARE = 0.2
 """Part of a shared bundle that an engine's worker takes, as in OpenRLHF."""
 
@@ -35,9 +37,10 @@ def create_rollout_engines(
     enforce_eager: bool,
     gpu_memory_utilization: float,
     kv_cache_mib: int | None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
     logprobs_mode: str = "processed_logprobs",
     executor_factory: Callable[[], compat.AgentExecutorBase] | None = None,
-    agent_func_path: str | None = None,
     remote_rm_url: str | list[str] | None = None,
     seed_requests: bool = False,
     request_timeout_s: float = 600.0,
@@ -63,8 +66,11 @@ def create_rollout_engines(
         enforce_eager: no CUDA graphs.
         gpu_memory_utilization: share of each GPU for vLLM; without effect on CPU.
         kv_cache_mib: KV cache per worker in MiB; needed on CPU, on a GPU None leaves it to `gpu_memory_utilization`.
+        max_num_seqs: requests that an engine works on at a time; None: 1024 on a GPU, 256 on CPU.
+        max_num_batched_tokens: tokens that an engine computes in one step; None: 8192 on a GPU, on CPU 4096 or
+            `max_model_len`, whichever is larger.
         logprobs_mode: "processed_logprobs" returns log-probs of the distribution that was sampled from.
-        executor_factory, agent_func_path, remote_rm_url, seed_requests, request_timeout_s: see `RolloutEngine`.
+        executor_factory, remote_rm_url, seed_requests, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
         full_determinism: as OpenRLHF's `--train.full_determinism_enable`.
         trust_remote_code: run Python code found in the checkpoint.
@@ -92,17 +98,17 @@ def create_rollout_engines(
         "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
         "executor_factory": executor_factory,
-        "agent_func_path": agent_func_path,
         "remote_rm_url": remote_rm_url,
         "seed_requests": seed_requests,
         "request_seed": seed,
         "request_timeout_s": request_timeout_s,
         "full_determinism": full_determinism,
     }
+    engine_args |= batch_limits(use_gpu, max_num_seqs, max_num_batched_tokens, max_model_len)
     if kv_cache_mib is not None:
         engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
     if not use_gpu:
-        engine_args |= _cpu_engine_args(tensor_parallel_size, max_model_len, kv_cache_mib, enable_sleep)
+        engine_args |= _cpu_engine_args(tensor_parallel_size, kv_cache_mib, enable_sleep)
         placements = _cpu_placements(
             num_engines, tensor_parallel_size, cpus_per_engine, shared_placement_group, shared_bundles
         )
@@ -156,12 +162,13 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float) -> None:
     while pending:
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise EngineStartError(_timeout_message(sorted(pending.values()), timeout_s))
+            missing = sorted(pending.values())
+            raise EngineStartError(_timeout_message(missing, timeout_s), missing)
         index = pending.pop(ready[0])
         try:
             ray.get(ready[0])
         except Exception as error:
-            raise EngineStartError(f"rollout engine {index} did not start:\n{error}") from error
+            raise EngineStartError(f"rollout engine {index} did not start:\n{error}", [index]) from error
 
 
 def _timeout_message(missing: list[int], timeout_s: float) -> str:
@@ -177,9 +184,21 @@ def _cluster_total(resource: str) -> float:
     return ray.cluster_resources().get(resource, 0.0)
 
 
-def _cpu_engine_args(
-    tensor_parallel_size: int, max_model_len: int, kv_cache_mib: int | None, enable_sleep: bool
-) -> dict[str, Any]:
+def batch_limits(use_gpu: bool, sequences: int | None, tokens: int | None, max_model_len: int) -> dict[str, int]:
+    """The size of a step; what is not asked for gives way to what is, because every sequence of a step has a token."""
+    usual_sequences, usual_tokens = _GPU_BATCH if use_gpu else _CPU_BATCH
+    if not use_gpu:
+        usual_tokens = max(usual_tokens, max_model_len)
+        if tokens is not None and tokens < max_model_len:
+            raise ValueError(
+                "vllm.max_num_batched_tokens must be at least data.max_len where engines run on CPU, which compute a "
+                f"prompt in one step: got {tokens} < {max_model_len}; raise it, or leave it out"
+            )
+    sequences = sequences or min(usual_sequences, tokens or usual_sequences)
+    return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens or max(usual_tokens, sequences)}
+
+
+def _cpu_engine_args(tensor_parallel_size: int, kv_cache_mib: int | None, enable_sleep: bool) -> dict[str, Any]:
     if kv_cache_mib is None:
         raise ValueError("kv_cache_mib must be given on CPU: vLLM would take 92 % of the machine's memory")
     if enable_sleep:
@@ -190,8 +209,6 @@ def _cpu_engine_args(
         # A prompt cut in two rolls back the offset of its request's generator, which CPU generators do not have
         # (vllm 0.29.0 v1/worker/gpu_model_runner.py:3785): the engine would die at the first long seeded batch.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, max_model_len),
-        "max_num_seqs": _CPU_SEQUENCES,  # vLLM's 128 leaves a tenth of the speed of a tiny model unused
     }
 
 

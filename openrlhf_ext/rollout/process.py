@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from openrlhf_ext.rollout.identity import own_identity
+
 _TAIL_LINES = 40
+_TAIL_BYTES = 4000
 _guards: list[subprocess.Popen] = []
 """Kept so that their pipes stay open as long as this process lives."""
 
@@ -27,6 +30,19 @@ def log_tail(lines: int = _TAIL_LINES) -> str:
     return "\n".join(line for tail in tails for line in tail)
 
 
+def ray_log_tail(pid: int) -> str:
+    """The end of what Ray's worker process ``pid`` of this node, which has died, wrote to standard error and output."""
+    import ray
+
+    time.sleep(0.2)  # its last lines
+    if not ray.is_initialized():
+        return ""
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    paths = [path for end in ("err", "out") for path in sorted(folder.glob(f"worker-*-{pid}.{end}"))]
+    texts = [path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip() for path in paths]
+    return "\n".join(text for text in texts if text)
+
+
 def take_down_with_me() -> None:
     """Have every present descendant killed when this process ends, however it ends.
 
@@ -41,11 +57,10 @@ def take_down_with_me() -> None:
 
 
 def describe_process() -> dict[str, Any]:
-    """pid, pids of all descendants, host name, and log files."""
+    """``own_identity``, and pids of all descendants (``children``) and log files (``logs``)."""
     children = psutil.Process().children(recursive=True)
     return {
-        "pid": os.getpid(),
+        **own_identity(),
         "children": [child.pid for child in children],
-        "host": socket.gethostname(),
         "logs": [str(path) for path in log_files()],
     }

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from openrlhf_ext.checkpoints import CheckpointError, check_files, write_file
+from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_files, deal_files, write_file
 
 
 def test_the_entry_says_what_sha256sum_says(tmp_path):
@@ -41,3 +41,13 @@ def test_a_full_disk_is_an_error_with_the_file_and_the_reason(tmp_path):
     target.symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"cannot write .*full after .* bytes: .*No space left on device"):
         write_file(tmp_path, "full", [b"x" * (1 << 20)])
+
+
+def test_ranks_share_bytes_and_not_files():
+    """A checkpoint has a large and a small file of every rank, one after the other."""
+    sizes = {"tensors": 1000, "json": 1}
+    files = [FileEntry(f"rank{r}.{kind}", size, "") for r in range(4) for kind, size in sizes.items()]
+    shares = deal_files(files, 4)
+    assert sorted(f.path for share in shares for f in share) == sorted(f.path for f in files)
+    assert [sum(f.size for f in share) for share in shares] == [1001] * 4
+    assert deal_files(files[:1], 3) == [[files[0]], [], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from threading import Timer
 
 import pytest
@@ -92,6 +93,25 @@ def test_a_new_run_finds_no_checkpoints_of_another(tmp_path):
         assert store.set_aside_all() == tmp_path / f"superseded.{number}"
         assert store.checkpoints() == [] and store.best() is None
     assert names(store) == ["metrics.jsonl", "superseded.1", "superseded.2"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_never_half_there(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    folder = store.begin(2)
+    store.commit(Manifest(2, (write_file(folder, "policy/data", [b"x"]),)))
+
+    def busy(path):
+        (path / "manifest.json").unlink()
+        raise OSError("Device or resource busy: .nfs0001")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        store.rotate()
+    assert [p.name for p in store.checkpoints()] == ["global_step2"]
+    assert "global_step1 could not be deleted" in caplog.text and ".nfs0001" in caplog.text
+    store.clean()
+    assert names(store) == ["global_step2"]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from typing import Any
 
 import ray
 
-from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
+from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, InvalidWeights
+from openrlhf_ext.rollout.identity import own_identity
 
 
 class _Process:
@@ -21,7 +21,7 @@ class _Process:
 
     def process_info(self) -> dict[str, Any]:
         """As `RolloutEngine`."""
-        return {"pid": os.getpid(), "children": [], "host": socket.gethostname(), "logs": []}
+        return {**own_identity(), "children": [], "logs": []}
 
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
@@ -70,6 +70,43 @@ class ScoringEngine(_Process):
             "prompt": prompt, "label": label, "observation_tokens": [1, 2, 3, int(prompt)], "action_ranges": [(2, 4)],
             "rollout_log_probs": [0.0, 0.0, -1.0, -2.0], "reward": score, "scores": score, "truncated": False,
         }  # fmt: skip
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=8)
+class SleepyEngine(_Process):
+    """Notes when it is told to sleep and to wake up; in its first life it dies, or stops, when told the one given."""
+
+    def __init__(self, life: int, trouble: str = "", how: int = signal.SIGKILL) -> None:
+        self.trouble, self.how, self.told = trouble if life == 0 else "", how, []
+
+    def _note(self, what: str) -> None:
+        if what == self.trouble:
+            os.kill(os.getpid(), self.how)
+            time.sleep(60)  # this thread may run on for a moment
+        self.told.append(what)
+
+    def sleep(self) -> None:
+        self._note("sleep")
+
+    def wake_up(self) -> None:
+        self._note("wake_up")
+
+    def wake_weights(self) -> None:
+        self._note("wake_weights")
+
+    def what_it_was_told(self) -> list[str]:
+        return self.told
+
+
+@ray.remote(num_cpus=0.1)
+class NotStarting:
+    """An engine that cannot start."""
+
+    def __init__(self) -> None:
+        raise EngineStartError("vLLM did not start: no memory is left")
+
+    def ping(self) -> None:
+        """Never answers."""
 
 
 @ray.remote(num_cpus=0.1)

@@ -15,6 +15,7 @@ from openrlhf_ext.controller.weight_publisher import SyncSettings, WeightPublish
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
 from openrlhf_ext.rollout import weight_sync
 from openrlhf_ext.rollout.weight_sync import EngineFailed, SendReport, WeightSyncError
+from openrlhf_ext.rollout.weight_sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.weight_sync.sender import largest_frame
 from openrlhf_ext.rollout.weight_sync.shared_memory import HostMemory
 from openrlhf_ext.rollout.weight_sync.stream import HEADER_BYTES, send_stream
@@ -27,10 +28,12 @@ class LoopbackSender:
     """A sender whose engines are a dictionary of what arrived; fails at a bucket when told to."""
 
     fail_at: int | None = None
+    sends_shared_memory = False
 
     def __init__(self, plan: Any, engines: list, _tp: int, _timeout_s: float, staging: Any) -> None:
         self.plan, self.engines = plan, engines
         self.staging = staging or tuple(torch.empty(largest_frame(plan), dtype=torch.uint8) for _ in range(2))
+        LoopbackSender.sends_shared_memory = staging is not None
         self.connected = False
         self.frames = 0
 
@@ -79,12 +82,17 @@ def _cannot_open(handle: str) -> HostMemory:
     raise OSError("the ranks are on different hosts, says the test")
 
 
+def _not_waking_up(_engines: list, method: str, _arguments: list, what: str, _timeout_s: float) -> None:
+    assert method == "wake_up"
+    raise EngineFailed(f"rollout engine 1 failed while {what}", [1])
+
+
 def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     engines: list[dict] = [{}, {}]
     publisher = WeightPublisher(policy, SYNC, engines)
     problems = []
-    if publisher.shares_memory != (shared and dist.get_world_size() > 1 and publisher._exporter.takes_part):
-        problems.append(f"shared memory: {publisher.shares_memory}")
+    if LoopbackSender.sends_shared_memory != (shared and dist.get_rank() == 0):
+        problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")
     publisher.connect()
     publisher.publish(1)
     problems += _differences(engines, model, 1.0)
@@ -102,6 +110,13 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     LoopbackSender.fail_at = None
     publisher.replace_engines(engines)
     publisher.publish(2)
+    with patch.object(EngineCalls, "start", _not_waking_up):
+        try:
+            publisher.prove(2, wake=True)
+            problems.append("an engine that does not wake up was not told here")
+        except EngineFailed as error:
+            if error.engines != (1,):
+                problems.append(f"wrong engines do not wake up: {error.engines}")
     return problems + _differences(engines, model, 2.0)
 
 

@@ -126,11 +126,11 @@ def test_a_batch_without_samples_is_passed_over():
 
 
 def test_an_error_of_the_maker_ends_a_training_step_at_once():
-    trainer = Trainer(train_s=30, fails=1)
+    trainer = Trainer(train_s=120, fails=1)
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="the reward function failed"):
         trainer.fit()
-    assert time.monotonic() - started < 10, "it waited for the step"
+    assert time.monotonic() - started < 60, "it waited for the step"
     assert trainer.log[-1] == "gave up"
     assert "rollout-maker" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
 

@@ -20,6 +20,7 @@ class Ranks:
         self.calls: list[str] = []
         self.full_disk = False
         self.done = True
+        self.elsewhere = False  # rank 0's node has a disk of its own
         self.written: list[list] = []
 
     def answer(self, method: str, **arguments) -> list:
@@ -36,8 +37,9 @@ class Ranks:
         return self.written if wait or self.done else [self.written[0], None]
 
     def save_model(self, path: str) -> list:
-        write_file(Path(path), "model.safetensors", [b"weights"])
-        return [None, None]
+        if not self.elsewhere:
+            write_file(Path(path), "model.safetensors", [b"weights"])
+        return [{"model.safetensors": 7}, {}]
 
 
 @pytest.fixture
@@ -85,9 +87,44 @@ def test_the_best_is_saved_when_it_is_found_and_kept(tmp_path, ranks):
     assert checkpointer.best_value == 0.5
 
 
+def test_a_kill_before_the_best_is_noted_does_not_cost_it(tmp_path, ranks, monkeypatch):
+    checkpointer = make(tmp_path, save_steps=1, keep=1, best_metric="eval/accuracy")
+    run(checkpointer, {1: 0.1}, last=1)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpointer.store, "mark_best", killed)
+        checkpointer.after_step(2, {"eval/accuracy": 0.5}, lambda: {})
+    assert checkpointer.store.best()["step"] == 1
+    resumed = make(tmp_path, save_steps=1, keep=1, best_metric="eval/accuracy")
+    resumed.store.recover_best(tmp_path / "global_step2")
+    for step in (3, 4):
+        resumed.after_step(step, None, lambda: {})
+    assert resumed.store.best() == {"step": 2, "metric": "eval/accuracy", "value": 0.5}
+    assert steps(tmp_path) == ["best.json", "global_step2", "global_step4"]
+
+
+def test_going_back_before_the_best_keeps_the_one_before_it(tmp_path, ranks):
+    checkpointer = make(tmp_path, save_steps=1, keep=9, best_metric="eval/accuracy")
+    run(checkpointer, {1: 0.1, 3: 0.5}, last=3)
+    checkpointer.store.recover_best(tmp_path / "global_step2")  # global_step3 turned out to be damaged
+    assert checkpointer.store.best() == {"step": 1, "metric": "eval/accuracy", "value": 0.1}
+
+
 def test_hf_only(tmp_path, ranks):
     run(make(tmp_path, resumable=False, hf=True), {}, last=4)
     assert steps(tmp_path) == ["global_step2_hf", "global_step4_hf"] and "save_state" not in ranks.calls
+
+
+def test_weights_that_the_driver_does_not_see_are_an_error_with_the_remedy(tmp_path, ranks, monkeypatch):
+    monkeypatch.setattr(checkpointing, "VISIBLE_S", 0.1)
+    checkpointing.save_hf(None, "policy", str(tmp_path / "out"), "ckpt.output_dir", 1.0)
+    ranks.elsewhere = True
+    message = r"rank 0 of the policy .*/far, .* model.safetensors .* ckpt.output_dir must be on storage that all nodes"
+    with pytest.raises(CheckpointError, match=message):
+        checkpointing.save_hf(None, "policy", str(tmp_path / "far"), "ckpt.output_dir", 1.0)
 
 
 def test_nothing_is_saved_unasked(tmp_path, ranks):

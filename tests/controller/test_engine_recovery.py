@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,12 +24,13 @@ from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.weight_sync import EngineFailed, WeightStreamMismatch
 from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
-from tests.controller.fake_engines import MisbehavingEngine, outcome
+from tests.controller.fake_engines import MisbehavingEngine, NotStarting, outcome
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    # "local": not a Ray that happens to run on this machine
+    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -117,7 +119,7 @@ def test_samples_from_a_sync_that_was_void_are_drawn_again_after_the_next_one() 
 def test_restarts_end_and_the_last_fault_is_told() -> None:
     with pytest.raises(EngineLost, match="all restarts are used up \\(--vllm.max_restarts 1\\)"):
         answers(GroupRequests(guard(max_restarts=1)), ["die", "die"])
-    with pytest.raises(ray.exceptions.ActorDiedError):
+    with pytest.raises(ray.exceptions.RayActorError):
         answers(GroupRequests(guard(max_restarts=0, engines=1)), ["die"], engines=1)
 
 
@@ -128,12 +130,45 @@ def test_a_new_engine_that_fails_while_it_gets_its_weights_is_replaced_too() -> 
     assert recovering.restarts == 2 and policy.told == [(1, [0]), (1, [0])]
 
 
+def test_a_new_engine_that_does_not_start_costs_another_restart() -> None:
+    policy = FakePolicy()
+    starts: dict[int, int] = {0: 0, 1: 0}
+
+    def start(index: int) -> Any:
+        starts[index] += 1
+        return NotStarting.remote() if (index, starts[index]) == (1, 2) else MisbehavingEngine.remote(index, 0)
+
+    recovering = EngineGuard(EngineFleet(start, 2), policy, RecoveryLimits(3, 30.0, 60.0, 60.0))
+    recovering.replace(dict(enumerate(recovering.engines)), EngineDied("both are gone"))
+    assert starts == {0: 2, 1: 3}, "the engine that did start is kept"
+    assert recovering.restarts == 3 and policy.told == [(2, [0, 1])]
+    starts[1] = 1
+    with pytest.raises(EngineLost, match="--vllm.max_restarts 4(.|\n)*no memory is left"):
+        recovering.limits = replace(recovering.limits, max_restarts=4)
+        recovering.replace({1: recovering.engines[1]}, EngineDied("gone"))
+
+
 def test_questions_are_asked_again_of_the_engine_that_took_the_place() -> None:
     recovering = guard(FakePolicy())
     pids = [process["pid"] for process in recovering.ask("process_info")]
     os.kill(pids[1], signal.SIGKILL)
     again = [process["pid"] for process in recovering.ask("process_info")]
     assert again[0] == pids[0] and again[1] != pids[1] and recovering.restarts == 1
+
+
+def test_the_deadline_of_a_step_stands_still_while_a_question_waits_for_a_new_engine() -> None:
+    stood_still = []
+
+    @contextmanager
+    def suspended() -> Iterator[None]:
+        stood_still.append(recovering.restarts)
+        yield
+        stood_still.append(recovering.restarts)
+
+    recovering = guard(FakePolicy(), engines=1)
+    ray.kill(recovering.engines[0])
+    recovering.ask("process_info", suspended)
+    assert stood_still == [0, 1]
 
 
 def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:

@@ -31,8 +31,8 @@ def store(tmp_path, monkeypatch) -> CheckpointStore:
     for step in (1, 2, 10):
         save(store, step)
 
-    def ask_ranks(group, who, method, timeout_s, *, folder):
-        assert method == "check_checkpoint"
+    def ask_ranks(group, who, method, timeout_s, *, folder, name=None):
+        assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
         return [check_files(Path(folder), read_manifest(Path(folder)).files)]
 
     monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
@@ -69,6 +69,17 @@ def test_foreign_and_missing_manifests_are_damage_too(store):
         find(store, fallback=True)
     for words in ("of format 'x'", "holds no manifest.json", "cannot be read"):
         assert words in str(error.value)
+
+
+def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store):
+    best = {"step": 2, "metric": "eval/accuracy", "value": 0.5}
+    folder = store.begin(11)
+    files = write_file(folder, "policy/data", [b"x"]), write_plain(folder, "controller.json", {"options": {}})
+    store.commit(Manifest(11, files, {"best": best}))
+    store.mark_best(1, "eval/accuracy", 0.1)
+    ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
+    resumed = resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+    assert resumed.step == 11 and store.best() == best
 
 
 # ---- the driver's state
@@ -164,6 +175,32 @@ def test_changed_options_are_named_and_immaterial_ones_not(caplog):
     )
     assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
     assert "logger.wandb.key" not in before and json.dumps(before)
+
+
+# ---- storage
+
+
+def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path, monkeypatch):
+    config = RunConfig()
+    ckpt = {"output_dir": str(tmp_path / "out"), "path": str(tmp_path / "ckpt"), "save_steps": 5}
+    config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update=ckpt)})
+    blind: dict[str, list[bool]] = {}
+
+    def ask_ranks(group, who, method, timeout_s, *, path):
+        assert (method, Path(path).stat().st_size) == ("sees", 0)
+        return blind.get(Path(path).parent.name, [True, True])
+
+    monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
+    resume.check_shared_folders(config, None)
+    blind["out"] = [True, False]  # only rank 0 writes there
+    resume.check_shared_folders(config, None)
+    blind["ckpt"] = [True, False]
+    with pytest.raises(CheckpointError, match=r"ckpt\.path must be on storage that all .* ranks \[1\]"):
+        resume.check_shared_folders(config, None)
+    blind["out"] = [False, True]
+    with pytest.raises(CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"):
+        resume.check_shared_folders(config, None)
+    assert not list(tmp_path.rglob(".seen*"))
 
 
 # ---- restarts

@@ -29,7 +29,8 @@ KWARGS = {"max_len": 16, "max_new_tokens": 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    # "local": not a Ray that happens to run on this machine
+    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     with pytest.MonkeyPatch.context() as patch:  # the fakes need not import vLLM to read their arguments
         patch.setattr(sys.modules[SamplesGenerator.__module__], "SamplingParams", dict)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from ray.exceptions import RayTaskError
 
 from openrlhf_ext.controller.deadline import DeadlineExceeded
 from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.rollout.identity import own_identity
 from tests.megatron.test_phases import monitors
 
 
@@ -31,10 +31,10 @@ def test_a_death_is_named_whoever_reports_it() -> None:
     """A rank that waited for a dead engine raises first: the report still names the engine."""
     session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
     engine = subprocess.Popen([sys.executable, "-c", "pass"])
-    session.remember("rollout engine 0", engine.pid, socket.gethostname())
-    session.remember("policy rank 0", os.getpid(), socket.gethostname())
+    session.remember("rollout engine 0", {**own_identity(), "pid": engine.pid})
+    session.remember("policy rank 0", own_identity())
     engine.wait(30)
     waited = RayTaskError("sync", "Traceback: engine 0 failed while receiving weights", RuntimeError("engine 0 failed"))
     text = session.describe_failure(waited)
     assert "engine 0 failed while receiving weights" in text
-    assert f"dead processes: rollout engine 0 (pid {engine.pid})" in text
+    assert f"dead processes: rollout engine 0 (pid {engine.pid} on {socket.gethostname()})" in text

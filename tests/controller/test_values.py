@@ -23,7 +23,7 @@ def rollout():
     old_BT, values_BT = (torch.randn(batch.mask_BT.shape, generator=generator) for _ in range(2))
     return batch, RolloutBatch(
         tokens=batch.targets_BT, mask=batch.mask_BT, rewards=torch.randn(8, generator=generator),
-        group_ids=torch.arange(8) // 2, old_logprobs=old_BT, values=values_BT, entropies=torch.ones_like(old_BT),
+        group_ids=torch.arange(8) // 2, old_logprobs=-old_BT.abs(), values=values_BT, entropies=torch.ones_like(old_BT),
         group_size=2,
     )  # fmt: skip
 

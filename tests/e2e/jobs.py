@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
 
@@ -57,57 +60,97 @@ class Task:
 
 
 class Job:
-    """A running ``openrlhf_ext.cli.train_ppo_ray``."""
+    """A running ``openrlhf_ext.cli.train_ppo_ray``; the folder's conftest stops those that a failed test leaves."""
 
-    def __init__(self, options: list[str], log: Path) -> None:
+    started: ClassVar[list[Job]] = []
+
+    def __init__(self, options: list[str], log: Path, module: str = "openrlhf_ext.cli.train_ppo_ray") -> None:
         self.log = log
-        command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *options]
+        command = [sys.executable, "-m", module, *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)
             )
         self.seen: dict[int, psutil.Process] = {}
+        Job.started.append(self)
 
     @property
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, timeout_s: float = 200) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 400) -> None:
         """Returns when the job has printed a match."""
-        deadline = time.monotonic() + timeout_s
-        while not re.search(pattern, self.text):
-            assert self.process.poll() is None, f"the job ended ({self.process.returncode}):\n{self.text}"
-            assert time.monotonic() < deadline, f"no {pattern!r} after {timeout_s} s:\n{self.text}"
-            time.sleep(0.2)
+        self.wait_until(lambda: re.search(pattern, self.text), repr(pattern), timeout_s)
         self.look()
+
+    def wait_until(self, happens: Callable[[], Any], what: str, timeout_s: float = 400) -> None:
+        """Returns when ``happens`` is true; fails if the job ends before, or after the time."""
+        deadline = time.monotonic() + timeout_s
+        while not happens():
+            ended = self.process.poll()
+            # what the job did last comes before its end
+            assert ended is None or happens(), f"the job ended ({ended}) before {what}:\n{self.text}"
+            assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s:\n{self.text}"
+            time.sleep(0.01)
 
     def look(self) -> None:
         """Keeps hold of every process of the job."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            self.seen.setdefault(process.pid, process)
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen.setdefault(process.pid, process)
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """The living processes of the job whose title contains ``name``."""
+        self.look()
+        return [process for process in self.living() if name in title(process)]
+
+    def living(self) -> list[psutil.Process]:
+        """The processes seen so far that have not ended."""
+        return [process for process in self.seen.values() if is_alive(process)]
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """A signal to the first worker process whose title contains ``name``."""
-        self.look()
-        victims = [p for p in self.seen.values() if p.is_running() and name in " ".join(p.cmdline())]
-        assert victims, f"no process {name!r} among {[' '.join(p.cmdline())[:60] for p in self.seen.values()]}"
+        victims = self.named(name)
+        assert victims, f"no process {name!r} among {[title(process)[:60] for process in self.living()]}"
         victims[0].send_signal(how)
 
-    def finish(self, timeout_s: float) -> int:
+    def finish(self, timeout_s: float = 500) -> int:
         """The exit code; fails if the job does not end in time or leaves a process."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.stop()
             raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.text}") from None
-        left = [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        names = [" ".join(p.cmdline())[:80] for p in left]
+        deadline = time.monotonic() + 10  # killed processes take a moment
+        while (left := self.living()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        names = [title(process)[:80] for process in left]
         self.stop()
         assert not left, f"processes left behind: {names}"
         return code
 
     def stop(self) -> None:
-        for process in [*self.seen.values()]:
-            if process.is_running():
+        """Kills everything that is left of the job."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGSTOP)  # so that it starts nothing meanwhile
+        self.look()
+        for process in self.living():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.kill()
+        self.process.wait(60)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def title(process: psutil.Process) -> str:
+    """What the process calls itself; '' when it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

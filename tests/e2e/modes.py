@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
+import threading
+import time
 from pathlib import Path
+
+import ray
 
 from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
@@ -13,7 +18,7 @@ from openrlhf_ext.controller.resume import restore
 from openrlhf_ext.controller.session import RaySession
 from tests.e2e.jobs import Task
 
-# long responses: sampling a batch takes longer than training on one, so that weights change in the middle of it
+# long responses, so that weights can change in the middle of one
 COMMON = {
     "train__async_enable": "true", "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8,
 }  # fmt: skip
@@ -29,6 +34,29 @@ def config_of(task: Task, name: str):
     return load_config(task.options(name, **folders, **COMMON, **RUNS[name]))
 
 
+def meet_in_the_middle(trainer) -> None:
+    """Makes the first sync find requests in flight, whichever side is faster: each waits for the other."""
+    about_to_sync, batches = threading.Event(), itertools.count()
+    generate, sync = trainer.rollout_generator.generate_samples, trainer.broadcast_to_vllm
+
+    def generate_second_at_sync(**kwargs):
+        if next(batches) == 1:
+            assert about_to_sync.wait(300), "no sync came"
+        return generate(**kwargs)
+
+    def sync_in_second_batch() -> None:
+        if not about_to_sync.is_set():
+            about_to_sync.set()
+            deadline = time.monotonic() + 300
+            while sum(ray.get([e.get_num_unfinished_requests.remote() for e in trainer.vllm_engines])) < 16:
+                assert time.monotonic() < deadline, "no requests came"
+            time.sleep(0.3)  # so that they have their first tokens; all of them take seconds
+        sync()
+
+    trainer.rollout_generator.generate_samples = generate_second_at_sync
+    trainer.broadcast_to_vllm = sync_in_second_batch
+
+
 def main(folder: Path) -> None:
     task = Task(folder)
     base = config_of(task, "async")
@@ -39,6 +67,8 @@ def main(folder: Path) -> None:
             resumed = restore(config, job.checkpointed_groups(parts.policy, parts.companions))
             strategy = compat.get_strategy(config.upstream_args())
             trainer = job.build_trainer(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
+            if config.train.partial_rollout_enable:
+                meet_in_the_middle(trainer)
             trainer.fit()
             trainer.recorder.close()
 

@@ -13,12 +13,12 @@ from tests.e2e.jobs import Job, Task
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_two_steps_with_learning_rate_zero_change_nothing(tmp_path):
     task = Task.make(tmp_path, prompts=16)
     options = task.options("out", train__batch_size=16, logger__peak_tflops=0.01)
     job = Job([*options, "--train.drift_check"], tmp_path / "log")
-    assert job.finish(350) == 0, job.text
+    assert job.finish() == 0, job.text
     assert "drift check, step 2: weights unchanged" in job.text, job.text
     records = task.metrics("out")
     assert [record["step"] for record in records] == [1, 2]

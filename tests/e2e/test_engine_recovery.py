@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.e2e.jobs import REWARD, Job, Task
@@ -25,24 +23,21 @@ SAME = ("reward/mean", "accuracy/mean", "response/length_mean", "tokens/generate
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_killed_engine_is_replaced_and_the_run_is_the_same(tmp_path):
     reward = WAITING.format(folder=str(tmp_path)) + REWARD.replace("    completion =", "    wait()\n    completion =")
     task = Task.make(tmp_path, reward=reward)
     options = {"vllm__num_engines": 2, "vllm__max_restarts": 1}
     undisturbed = Job([*task.options("whole", **options), "--train.full_determinism_enable"], tmp_path / "whole.log")
-    assert undisturbed.finish(280) == 0, undisturbed.text
+    assert undisturbed.finish(400) == 0, undisturbed.text
 
     (tmp_path / "calls").unlink()
     (tmp_path / "kill").touch()
     job = Job([*task.options("killed", **options), "--train.full_determinism_enable"], tmp_path / "killed.log")
-    deadline = time.monotonic() + 250
-    while not (tmp_path / "waiting").exists():
-        assert job.process.poll() is None and time.monotonic() < deadline, job.text
-        time.sleep(0.05)
+    job.wait_until((tmp_path / "waiting").exists, "the grading of the second step")
     job.kill("ray::RolloutEngine")
     (tmp_path / "kill").unlink()
-    assert job.finish(280) == 0, job.text
+    assert job.finish(400) == 0, job.text
     assert "replacing rollout engines" in job.text, job.text
 
     expected, got = task.metrics("whole"), task.metrics("killed")

@@ -14,7 +14,7 @@ GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"no GSM8K file at {GSM8K}")
 def test_steps_on_gsm8k_with_the_toy_policy(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples/python")
@@ -27,7 +27,7 @@ def test_steps_on_gsm8k_with_the_toy_policy(tmp_path, monkeypatch):
         reward__remote_url=ROOT / "examples/python/reward_gsm8k.py", algo__advantage__estimator="gtpo_entropy",
     )  # fmt: skip
     job = Job(options, tmp_path / "log")
-    assert job.finish(250) == 0, job.text
+    assert job.finish() == 0, job.text
     records = Task(tmp_path).metrics("out")
     assert records[-1]["prompts/skipped_overlong"] > 0, "a byte-level tokenizer makes some questions too long"
     assert records[-1]["prompts/consumed"] == 40 - records[-1]["prompts/skipped_overlong"]

@@ -15,24 +15,27 @@ LAYOUTS = {
     "pp2": {**ONE, "megatron__pipeline_parallel_size": 2},
     "dp2": {**ONE, **BUDGET},  # micro-batches by tokens instead of samples
     "cp2": {**ONE, **BUDGET, "megatron__context_parallel_size": 2},
-    # on shared bundles; the policy's states are in host memory whenever the engines work, also around a checkpoint
+    # on shared bundles; the policy's states are in host memory whenever the engines work, also around a checkpoint;
+    # and although an engine is killed and another one stops while they sleep
     "colocated": {
         "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true",
-        "vllm__num_engines": 2, "ckpt__save_steps": 2,
+        "vllm__num_engines": 2, "vllm__hang_timeout_s": 20, "ckpt__save_steps": 2,
     },
 }  # fmt: skip
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_layout_trains_alike(tmp_path):
     task = Task.make(tmp_path)
     for name, layout in LAYOUTS.items():
         options = task.options(name, ckpt__path=tmp_path / "steps", **layout)
-        job = Job([*options, "--train.full_determinism_enable"], tmp_path / f"{name}.log")
-        assert job.finish(280) == 0, job.text
+        module = {"module": "tests.e2e.sleeping_engines"} if name == "colocated" else {}
+        job = Job([*options, "--train.full_determinism_enable"], tmp_path / f"{name}.log", **module)
+        assert job.finish(340) == 0, job.text
     runs = {name: task.metrics(name) for name in LAYOUTS}
     assert [record["step"] for record in runs["tp2"]] == [1, 2, 3]
+    assert [record["engines/restarts"] for record in runs["colocated"]] == [0, 1, 2]
     for name, records in runs.items():
         for expected, got in zip(runs["tp2"], records, strict=True):
             for metric in ("reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated"):

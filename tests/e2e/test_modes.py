@@ -14,6 +14,7 @@ import pytest
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.jobs import Task
 
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PROMPTS, SAMPLES, STEPS = 32, 4, 4
 ROOT = Path(__file__).resolve().parent.parent.parent
 # writes down every response it grades, and tells the record of a step which questions were trained on
@@ -37,7 +38,7 @@ def task(tmp_path_factory) -> Task:
     held_out = [{"question": f"{i} - 1 = ", "answer": ""} for i in range(100, 104)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held_out))
     command = [sys.executable, "-m", "tests.e2e.modes", str(folder)]
-    run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return task
 
@@ -54,8 +55,6 @@ def steps_of(task: Task, name: str) -> list[dict]:
     return records
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(300)
 def test_without_partial_rollouts_every_batch_is_of_one_version_and_one_update_old(task):
     records = steps_of(task, "async")
     assert all(record["staleness/mixed_fraction"] == 0 for record in records)
@@ -66,14 +65,12 @@ def test_without_partial_rollouts_every_batch_is_of_one_version_and_one_update_o
     assert evaluations == [0, 2, 4]
 
 
-@pytest.mark.e2e
 def test_with_partial_rollouts_weights_change_in_the_middle_of_requests(task):
     records = steps_of(task, "partial")
     assert max(record["staleness/mixed_fraction"] for record in records) > 0, "no sync met a request in flight"
     assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 1 for record in records)
 
 
-@pytest.mark.e2e
 def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
     before, after = steps_of(task, "async"), steps_of(task, "resumed")
     assert [record["prompts/consumed"] for record in after] == [40, 48, 56, 64]
@@ -82,7 +79,6 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
     assert after[0]["kl/rollout_max_abs"] < 1e-3, "the engines have the weights of the checkpoint"
 
 
-@pytest.mark.e2e
 def test_every_sample_is_graded_once_and_trained_on_once(task):
     graded = Counter((task.folder / "graded").read_text().splitlines())
     training = {f"{i} + {i + 1} = ": 3 * SAMPLES for i in range(PROMPTS)}  # three passes over the prompts

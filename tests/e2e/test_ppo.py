@@ -1,4 +1,4 @@
-"""OpenRLHF's PPO with a critic and KL penalties to a reference train through the whole stack."""
+"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the whole stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.jobs import Task
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def task(tmp_path_factory):
     root = Path(__file__).resolve().parent.parent.parent
     run = subprocess.run(
         [sys.executable, "-m", "tests.e2e.ppo", str(folder)],
-        cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=350,
+        cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return task
@@ -69,6 +69,17 @@ def test_grpo_with_the_penalty_in_the_loss(task):
         # on the first update of a batch the loss's estimate is the one of the rollout
         assert record["algorithm/ref_kl"] == pytest.approx(record["kl/reference"], rel=1e-3)
         assert "loss/value" not in record
+
+
+def test_the_agent_s_failures_are_counted_and_its_turns_trained_on(task):
+    records = steps_of(task, "ppo") + steps_of(task, "grpo")
+    # raised, hung, and gave no reward: each leaves a response with the reward of a failure
+    assert [record["reward/failures"] for record in records] == [3, 0, 0, 0, 0, 0]
+    assert records[0]["reward_log/turns"] == pytest.approx(2 * 29 / 32)
+    assert all(record["reward_log/turns"] == 2 for record in records[1:])
+    # at most six tokens in each of two turns: what the environment said is not trained on
+    assert all(6 < record["response/length_mean"] <= 12 for record in records[1:])
+    assert all(record["kl/rollout_max_abs"] < 1e-3 for record in records)
 
 
 def test_the_saved_critic_loads_in_transformers(task):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,66 +11,53 @@ from safetensors.torch import load_file
 
 from openrlhf_ext.checkpoints import CheckpointStore, check_files, read_manifest
 from openrlhf_ext.checkpoints.store import step_of
-from tests.e2e.jobs import REWARD, Job, Task
+from tests.e2e.jobs import REWARD, Job, Task, title
 
-# every graded sample leaves a byte behind, so that the test sees how far a generation is
-COUNTING_REWARD = REWARD.replace(
-    "    completion =",
-    '    with open(__file__ + ".graded", "ab") as file:\n        file.write(b".")\n    completion =',
-)
-SAMPLES, EVALUATED = 32, 20  # per step; per evaluation
+# while the file "hold" names a step that has been recorded, grading waits, and says so
+HOLDING_REWARD = """
+import json, pathlib, time
+FOLDER = pathlib.Path(__file__).parent
+def wait():
+    metrics = FOLDER / "cut" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    step = json.loads(lines[-1])["step"] if lines else 0
+    while (FOLDER / "hold").exists() and step >= (last := int((FOLDER / "hold").read_text())):
+        (FOLDER / f"held{last}").touch()
+        time.sleep(0.02)
+""" + REWARD.replace("    completion =", "    wait()\n    completion =")
 # of an uninterrupted run: they must come back equal; the rest of a record measures time, memory and the machine
-EXACT = ("reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated", "prompts/consumed", "lr")
-CLOSE = ("loss/policy", "grad_norm", "entropy/mean")
+EXACT = (
+    "reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated", "prompts/consumed", "lr", "loss/policy",
+    "grad_norm", "entropy/mean",
+)  # fmt: skip
 EVALUATIONS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
 
 
 def kill(job: Job) -> None:
     """SIGKILL to the driver and to everything it started, as a machine that fails does."""
-    job.process.send_signal(signal.SIGSTOP)  # this is the moment; finding all processes takes longer than a phase
-    job.look()
     job.stop()
-    job.process.wait(10)
-    psutil.wait_procs(job.seen.values(), timeout=20)
+    psutil.wait_procs(job.seen.values(), timeout=60)
 
 
-def wait_until(job: Job, happens: Callable[[], bool], what: str, timeout_s: float = 200) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not happens():
-        assert job.process.poll() is None, f"the job ended ({job.process.returncode}) before {what}:\n{job.text}"
-        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s:\n{job.text}"
-        time.sleep(0.002)
+def hold_after(task: Task, step: int) -> None:
+    """The next job, or the one that is held, goes on until it samples after this step."""
+    (task.folder / "new").write_text(str(step))
+    (task.folder / "new").rename(task.folder / "hold")
 
 
-def title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+def policy_ranks(job: Job) -> list[psutil.Process]:
+    ranks = job.named("ray::PolicyActor")
+    assert len(ranks) == 2, [title(process)[:60] for process in job.living()]
+    return ranks
 
 
-def in_call(job: Job, call: str) -> psutil.Process:
-    """Waits until a policy rank is in the middle of a call, which Ray writes into the process title."""
-    job.look()
-    ranks = [p for p in job.seen.values() if title(p).startswith("ray::PolicyActor")]
-    assert len(ranks) == 2, [title(p)[:60] for p in job.seen.values()]
-    found: list[psutil.Process] = []
-
-    def happens() -> bool:
-        found.extend(p for p in ranks if title(p).startswith(f"ray::PolicyActor.{call}"))
-        return bool(found)
-
-    wait_until(job, happens, f"the call {call} of a policy rank")
-    return found[0]
+def in_call(ranks: list[psutil.Process], call: str) -> bool:
+    """Whether a rank is in the middle of a call, which Ray writes into the process title."""
+    return any(title(rank).startswith(f"ray::PolicyActor.{call}") for rank in ranks)
 
 
 def steps_done(job: Job) -> int:
     return sum(line.strip().partition("/")[0].isdigit() for line in job.text.splitlines())
-
-
-def graded(task: Task) -> int:
-    path = task.folder / "reward.py.graded"
-    return path.stat().st_size if path.exists() else 0
 
 
 def options(task: Task, name: str, *flags: str) -> list[str]:
@@ -81,46 +65,55 @@ def options(task: Task, name: str, *flags: str) -> list[str]:
     more = {
         "ckpt__path": task.folder / f"{name}_ckpt", "ckpt__save_steps": 1, "ckpt__best_metric_key": "eval/reward_mean",
         "train__num_episodes": 2, "eval__dataset": task.folder / "prompts.jsonl", "eval__steps": 2,
-        "eval__n_samples_per_prompt": 1,
+        "eval__n_samples_per_prompt": 1, "reward__timeout_s": 600,
     }  # fmt: skip
     return [*task.options(name, **more), "--train.full_determinism_enable", *flags]
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
-    task = Task.make(tmp_path, prompts=20, reward=COUNTING_REWARD)
+    task = Task.make(tmp_path, prompts=20, reward=HOLDING_REWARD)
     job = Job(options(task, "whole"), tmp_path / "whole.log")
-    assert job.finish(280) == 0, job.text
+    assert job.finish() == 0, job.text
 
-    before = graded(task)
+    hold_after(task, 1)
     job = Job(options(task, "cut"), tmp_path / "cut1.log")
-    wait_until(job, lambda: graded(task) - before > EVALUATED + SAMPLES + 2, "the second generation")
+    job.wait_until((tmp_path / "held1").exists, "the second generation")
     kill(job)
     assert newest(task) == 1 and steps_done(job) == 1
 
     resume = ("--ckpt.load_enable", "--train.max_restarts", "1")
+    hold_after(task, 3)
     job = Job(options(task, "cut", *resume), tmp_path / "cut2.log")
     job.wait_for(r"resumed from .*global_step1\n")
-    in_call(job, "fit").kill()  # of step 2
-    job.wait_for(r"restart 1 of 1[\s\S]*resumed from .*global_step1\n")
-    job.wait_for(r"(?m)^ *3/6 ")
-    in_call(job, "broadcast_to_vllm")  # of step 4
+    ranks = policy_ranks(job)
+    job.wait_until(lambda: in_call(ranks, "fit"), "an update")
+    ranks[0].kill()
+    job.wait_for(r"restart 1 of 1[\s\S]*resumed from .*global_step[12]\n")
+    job.wait_until((tmp_path / "held3").exists, "the fourth generation")
+    ranks = policy_ranks(job)
+    hold_after(task, 4)
+    job.wait_until(lambda: in_call(ranks, "broadcast_to_vllm") or (tmp_path / "held4").exists(), "the sync of step 4")
     kill(job)
-    assert newest(task) == 3
+    assert newest(task) in (3, 4), "4 if the sync was too short to be seen"
 
+    hold_after(task, 5)
     job = Job(options(task, "cut", *resume), tmp_path / "cut3.log")
-    job.wait_for(r"resumed from .*global_step3\n")
-    wait_until(job, (tmp_path / "cut_ckpt/global_step5.incomplete/policy").exists, "saving step 5")
+    job.wait_for(rf"resumed from .*global_step{newest(task)}\n")
+    saving = tmp_path / "cut_ckpt/global_step5.incomplete/policy"
+    job.wait_until(lambda: saving.exists() or (tmp_path / "held5").exists(), "saving step 5")
     kill(job)
-    assert newest(task) == 4
+    last = newest(task)
+    assert last in (4, 5), "5 if saving was too short to be seen"
 
-    damage(tmp_path / "cut_ckpt/global_step4/policy/rank00001.safetensors")
+    (tmp_path / "hold").unlink()
+    damage(tmp_path / f"cut_ckpt/global_step{last}/policy/rank00001.safetensors")
     resume = ("--ckpt.load_enable", "--ckpt.fallback_enable", "--ckpt.async_enable")
     job = Job(options(task, "cut", *resume), tmp_path / "cut4.log")
-    assert job.finish(280) == 0, job.text
+    assert job.finish() == 0, job.text
     assert "rank00001.safetensors is corrupted" in job.text and "going back to the checkpoint before it" in job.text
-    assert re.search(r"resumed from .*global_step3\n", job.text), job.text
+    assert re.search(rf"resumed from .*global_step{last - 1}\n", job.text), job.text
 
     assert_same_run(task)
 
@@ -143,11 +136,9 @@ def assert_same_run(task: Task) -> None:
     for expected, got in zip(whole, cut, strict=True):
         for name in EVALUATIONS if "eval/accuracy" in expected else EXACT:
             assert got[name] == expected[name], (got["step"], name)
-        for name in CLOSE if "lr" in expected else ():
-            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (got["step"], name)
     weights, resumed = (load_file(task.folder / name / "model.safetensors") for name in ("whole", "cut"))
     for name, tensor in weights.items():
-        assert resumed[name].allclose(tensor, atol=1e-5), name
+        assert resumed[name].equal(tensor), name
     stores = [CheckpointStore(task.folder / f"{name}_ckpt", keep=1) for name in ("whole", "cut")]
     assert stores[0].best() == stores[1].best() and stores[0].best()["step"] in (2, 4, 6)
     for path in stores[1].checkpoints():

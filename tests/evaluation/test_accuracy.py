@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.evaluation import (
-    binomial_standard_error,
     clustered_standard_error,
     difference_in_errors,
     majority_at_k,
     mean,
     pass_at_k,
-    wilson_interval,
 )
 
 SCORES = st.sampled_from([0.0, 0.5, 1.0])
@@ -29,7 +27,7 @@ def test_clustered_error_by_hand() -> None:
 def test_identical_samples_of_a_prompt_add_no_certainty() -> None:
     once = clustered_standard_error([[1], [0], [1], [1]])
     assert clustered_standard_error([[1] * 50, [0] * 50, [1] * 50, [1] * 50]) == pytest.approx(once)
-    assert once > binomial_standard_error(0.75, 200)
+    assert once > math.sqrt(0.75 * 0.25 / 200), "the error over 200 independent samples"
 
 
 @given(st.integers(2, 6).flatmap(lambda n: st.lists(st.lists(SCORES, min_size=n, max_size=n), min_size=2, max_size=8)))
@@ -54,22 +52,6 @@ def test_the_error_needs_two_prompts_with_samples(scores: list[list[float]]) -> 
 def test_mean_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no values"):
         mean([])
-
-
-def test_binomial_error_by_hand() -> None:
-    assert binomial_standard_error(0.2, 100) == pytest.approx(0.04)
-
-
-def test_wilson_interval_by_hand() -> None:
-    # p = 0.8, n = 10, z = 1.959964: centre 0.716740..., half width 0.226577...
-    assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-5)
-    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-5)
-
-
-@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_interval_contains_the_share_and_stays_in_range(counts: tuple[int, int]) -> None:
-    low, high = wilson_interval(*counts)
-    assert 0 <= low <= counts[0] / counts[1] + 1e-12 and counts[0] / counts[1] - 1e-12 <= high <= 1
 
 
 def test_difference_in_errors() -> None:

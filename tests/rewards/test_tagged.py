@@ -90,10 +90,10 @@ def test_the_searches_are_those_of_the_regular_expressions(pieces: list[str], go
 
 @pytest.mark.parametrize("mode", ["paper", "official"])
 def test_repeated_tags_take_linear_time(mode: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     for tag in ("<answer>", "<reasoning>", "<answer> \n", "</answer>"):
         tagged_reward(tag * 200_000, "72", mode)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 4
 
 
 def test_mistakes_are_named() -> None:

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from vllm import SamplingParams
 
 from openrlhf_ext.compat import AgentExecutorBase
 from openrlhf_ext.rollout.engine import RolloutEngine
@@ -77,6 +78,35 @@ class SabotagedEngine(RolloutEngine):
     """An engine whose failures can be switched on."""
 
     forget_to_reset = False
+    events: list[Any] | None = None
+
+    async def note_events(self) -> list[Any] | None:
+        """What happened since the last call: versions of updates, lengths of finished requests, answered probes."""
+        self.events, noted = [], self.events
+        return noted
+
+    async def receive_weights(self, version: int) -> float:
+        load_s = await super().receive_weights(version)
+        if self.events is not None:
+            self.events.append(f"update {version}")
+            self.answer = asyncio.create_task(self.probe_logprobs(self._probe_tokens))
+            self.answer.add_done_callback(lambda _: self.events.append("probe"))
+        return load_s
+
+    async def generate(self, *args: Any) -> Any:
+        output = await super().generate(*args)
+        if self.events is not None:
+            self.events.append(len(output.outputs[0].token_ids))
+        return output
+
+    async def generate_all(self, token_ids: list[int], lengths: list[int]) -> None:
+        """One request for each length, in this order: calls from outside may be begun in another one."""
+        params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+        await asyncio.gather(*(self.generate(token_ids, each) for each in params))
+
+    async def batch_limits(self) -> tuple[int, int]:
+        scheduler = self.llm._engine.vllm_config.scheduler_config
+        return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
 
     async def sabotage(self, *, forget_to_reset: bool = False, request_timeout_s: float = 60.0) -> None:
         self.forget_to_reset = forget_to_reset

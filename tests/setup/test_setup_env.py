@@ -26,7 +26,8 @@ NEEDED_FILES = (
 PHASES = ["venv", "tools", "packages", "dev", "triton", "torch", "deepspeed", "project", "check"]
 
 # Answers as the script expects of an interpreter: its version; `-m venv DIR` puts a copy of itself there; every call of
-# pip and of the doctor is written down. Calls that match $STUB_FAIL fail, those that match $STUB_SLOW take two seconds.
+# pip and of the doctor is written down. Calls that match $STUB_FAIL fail, those that match $STUB_SLOW wait for the file
+# $STUB_GATE.
 STUB = r"""#!/usr/bin/env bash
 if [[ $1 == -c ]]; then echo "${STUB_VERSION:-3.11.9}"; exit; fi
 if [[ $* == "-m pip --version" ]]; then exit; fi
@@ -36,7 +37,10 @@ if [[ -n ${STUB_FAIL:-} && $* == $STUB_FAIL ]]; then
     echo "stub error: no matching distribution" >&2
     exit 3
 fi
-if [[ -n ${STUB_SLOW:-} && $* == $STUB_SLOW ]]; then sleep 2; fi
+if [[ -n ${STUB_SLOW:-} && $* == $STUB_SLOW ]]; then
+    touch "$STUB_GATE.reached"
+    for _ in $(seq 1200); do [[ -e $STUB_GATE ]] && break; sleep 0.05; done
+fi
 if [[ $2 == venv ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
 """
 
@@ -71,7 +75,13 @@ def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., sub
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OPENRLHF_EXT_", "PIP_")) and k != "PYTHON"}
         return subprocess.Popen(
             ["bash", str(root / "examples/scripts/setup_env.sh"), *arguments],
-            env={**clean, "PATH": f"{bin_folder}:{clean['PATH']}", "STUB_CALLS": str(tmp_path / "calls"), **env},
+            env={
+                **clean,
+                "PATH": f"{bin_folder}:{clean['PATH']}",
+                "STUB_CALLS": str(tmp_path / "calls"),
+                "STUB_GATE": str(tmp_path / "gate"),
+                **env,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -85,7 +95,7 @@ def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., sub
 def setup(start: Callable[..., subprocess.Popen[str]], checkout: Path) -> Setup:
     def run(*arguments: str, root: Path = checkout, **env: str) -> subprocess.CompletedProcess[str]:
         process = start(*arguments, root=root, **env)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=200)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     return run
@@ -136,12 +146,10 @@ def test_users_without_tests_get_no_test_tools(setup: Setup, calls) -> None:
     assert not any("dev.lock" in call or "triton.lock" in call for call in calls())
 
 
-def test_a_second_run_does_nothing_in_less_than_two_seconds(setup: Setup, calls) -> None:
+def test_a_second_run_does_nothing(setup: Setup, calls) -> None:
     setup("dev")
     calls()
-    started = time.perf_counter()
     result = setup("dev")
-    assert time.perf_counter() - started < 2
     assert (result.returncode, result.stdout, calls()) == (0, "", [])
 
 
@@ -171,30 +179,32 @@ def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, ch
     assert phases_of(setup("dev").stdout) == PHASES[5:]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not met"
         time.sleep(0.02)
 
 
-def test_an_interrupted_set_up_goes_on_where_it_stopped(start, setup: Setup, checkout: Path) -> None:
+def test_an_interrupted_set_up_goes_on_where_it_stopped(start, setup: Setup, tmp_path: Path) -> None:
     process = start("dev", STUB_SLOW="*cpu.lock")
-    wait_until((checkout / ".venv/.setup/tools").exists)
+    wait_until((tmp_path / "gate.reached").exists)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode != 0
     assert phases_of(setup("dev").stdout) == PHASES[2:]
 
 
-def test_two_at_once_install_only_once(start, setup: Setup, checkout: Path) -> None:
+def test_two_at_once_install_only_once(start, tmp_path: Path) -> None:
     first = start(STUB_SLOW="*cpu.lock")
-    wait_until((checkout / ".venv/.setup/tools").exists)
-    second = setup()
-    first_output, _ = first.communicate(timeout=30)
+    wait_until((tmp_path / "gate.reached").exists)
+    second = start()
+    assert "waiting for another set-up" in second.stdout.readline()
+    (tmp_path / "gate").touch()
+    first_output, _ = first.communicate(timeout=120)
+    second_output, _ = second.communicate(timeout=120)
     assert first.returncode == second.returncode == 0
-    assert "waiting for another set-up" in second.stdout
-    assert phases_of(first_output) and not phases_of(second.stdout)
+    assert phases_of(first_output) and not phases_of(second_output)
 
 
 @pytest.mark.parametrize(

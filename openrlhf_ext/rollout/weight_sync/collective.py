@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -20,7 +20,7 @@ from openrlhf_ext.rollout.weight_sync.base import Link, WeightTransferFailed
 from openrlhf_ext.rollout.weight_sync.frames import FramePool
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 from openrlhf_ext.rollout.weight_sync.sender import EngineSender, Staging, join
-from openrlhf_ext.rollout.weight_sync.stream import WeightStream
+from openrlhf_ext.rollout.weight_sync.stream import StreamReceiver, WeightStream
 
 SENDER_RANK = 0
 _LOOK_AT_ENGINES_S = 0.1
@@ -175,7 +175,7 @@ class CollectiveSender(EngineSender):
         return tuple(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(StreamReceiver):
     """One engine worker's end of a broadcast transport."""
 
     collective: ClassVar[Collective]
@@ -186,15 +186,6 @@ class CollectiveReceiver:
         store = join(link, rank)
         self._channel = ReceivingEnd(self.collective, store, link.address, rank, link.world_size, link.timeout_s)
         self._stream = WeightStream(self._channel, plan)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the last `receive` waited for weights."""
-        return self._stream.waited_s
-
-    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield every `(name, tensor)` of the plan, on the transport's device."""
-        return self._stream.receive(version)
 
     def close(self) -> None:
         """Leave the group; a sender in the middle of a stream fails at once instead of waiting."""

@@ -9,7 +9,7 @@ which takes a thousandth of a second for a bucket, and counts itself in. When al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor
 from openrlhf_ext.rollout.weight_sync.base import Link, WeightSyncError, WeightTransferFailed
 from openrlhf_ext.rollout.weight_sync.plan import Bucket, BucketPlan
 from openrlhf_ext.rollout.weight_sync.sender import EngineSender, Staging, join, largest_frame
-from openrlhf_ext.rollout.weight_sync.stream import WeightStream, frame_bytes
+from openrlhf_ext.rollout.weight_sync.stream import StreamReceiver, WeightStream, frame_bytes
 
 _POLL_S = 0.0002
 _LOOK_AT_ENGINES_S = 0.1
@@ -234,7 +234,7 @@ class IpcWeightSender(EngineSender):
         return self._relay.buffers
 
 
-class IpcWeightReceiver:
+class IpcWeightReceiver(StreamReceiver):
     """An engine worker's end."""
 
     def __init__(self, plan: BucketPlan, link: Link, worker: int, memory: DeviceMemory | None = None) -> None:
@@ -257,15 +257,6 @@ class IpcWeightReceiver:
         store = join(link, link.first_rank + worker)
         self._buffers = [memory.open(handle) for handle in link.buffers[memory.key()]]
         self._stream = WeightStream(IpcReceivingEnd(store, self._buffers, memory, link.timeout_s), plan)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the last `receive` waited for weights."""
-        return self._stream.waited_s
-
-    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield every `(name, tensor)` of the plan, on this worker's device."""
-        return self._stream.receive(version)
 
     def close(self) -> None:
         """Close the sender's buffers. A sender in the middle of a stream learns it from the engine's error."""

@@ -135,7 +135,7 @@ class BucketPlan:
 
     @property
     def largest_bucket_bytes(self) -> int:
-        """Size of the largest bucket: what one staging buffer must hold."""
+        """Size of the largest bucket, without the header that its frame has besides (`sender.largest_frame`)."""
         return max(bucket.nbytes for bucket in self.buckets)
 
     @cached_property

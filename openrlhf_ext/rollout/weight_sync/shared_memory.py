@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 
 import torch
 from torch import Tensor
+
+from openrlhf_ext.rollout.identity import machine_id
 
 
 class HostMemory:
@@ -28,7 +29,7 @@ class HostMemory:
         """New memory, zero-filled; a page takes memory when it is first written to."""
         descriptor = os.memfd_create("weight-sync")
         os.ftruncate(descriptor, nbytes)
-        handle = f"{socket.gethostname()}:{os.getpid()}:{descriptor}"
+        handle = f"{machine_id()}:{os.getpid()}:{descriptor}"
         return cls(_mapped(descriptor, nbytes), handle, descriptor)
 
     @classmethod
@@ -38,9 +39,9 @@ class HostMemory:
         Raises:
             OSError: it runs on another host or in another container, or under another user.
         """
-        host, pid, number = handle.rsplit(":", 2)
-        if host != socket.gethostname():
-            raise OSError(f"the shared memory {handle} is on another host than {socket.gethostname()}")
+        machine, pid, number = handle.rsplit(":", 2)
+        if machine != machine_id():
+            raise OSError(f"the shared memory {handle} is on another machine, or in another container")
         descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         try:
             return cls(_mapped(descriptor, os.fstat(descriptor).st_size), handle, None)

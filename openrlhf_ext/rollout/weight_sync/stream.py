@@ -143,6 +143,21 @@ class WeightStream:
         return frame
 
 
+class StreamReceiver:
+    """What is the same for an engine worker's end of every transport, see `WeightReceiver`."""
+
+    _stream: WeightStream
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the last `receive` waited for weights."""
+        return self._stream.waited_s
+
+    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield every `(name, tensor)` of the plan, on the transport's device."""
+        return self._stream.receive(version)
+
+
 class TensorSource:
     """Buckets packed from an iterable of tensors, whose producers on other ranks take part in collectives.
 

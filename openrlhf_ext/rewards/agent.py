@@ -1,0 +1,221 @@
+"""A user's agent under the failure policy of reward functions.
+
+The agent's file is imported into the rollout engine, as OpenRLHF does it: its code waits with ``await`` and is not
+killable. Code that blocks (``time.sleep``, a long computation) stops the engine's event loop, and the deadline with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.compat import AgentExecutorBase
+from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit, RewardInvalid, RewardRaised, RewardTimeout
+from openrlhf_ext.rewards.executor import GradedExecutor
+from openrlhf_ext.rewards.failures import FailurePolicy
+from openrlhf_ext.rewards.result import InvalidAnswer, RewardResult, parse_answer
+
+_NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
+
+
+class GradedAgentExecutor(GradedExecutor, AgentExecutorBase):
+    """Runs an agent, with a deadline for its own code, and lets no response leave without a finite reward.
+
+    A response whose reward is not a finite number, and an agent that raises or passes the deadline, are failures. A
+    failed response gets ``failures.failure_value``; where the agent gave none, the last turn that it generated takes
+    the place of the response. An agent that fails before it has generated anything ends the run.
+
+    Args:
+        agent: the user's executor.
+        timeout_s: longest time that the agent may spend outside of ``llm_engine.generate`` at a stretch.
+        failures: what happens to responses that have no reward.
+    """
+
+    def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
+        GradedExecutor.__init__(self, failures)
+        self._agent = agent
+        self._timeout_s = timeout_s
+        self.needs_text = getattr(agent, "needs_text", True)
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """One response; arguments and result as OpenRLHF's ``execute``.
+
+        Raises:
+            RewardFailureLimit: more responses failed than the run tolerates, or one without anything generated.
+        """
+        turns = _Turns(llm_engine)
+        response: dict[str, Any] = {}
+
+        def completion() -> str:
+            return hf_tokenizer.decode(turns.generated, skip_special_tokens=False)
+
+        async def graded() -> RewardResult:
+            try:
+                with self._clock.generating():
+                    answer = await self._run(
+                        turns, prompt=prompt, label=label, sampling_params=sampling_params, max_length=max_length,
+                        hf_tokenizer=hf_tokenizer, llm_engine=turns, images=images,
+                    )  # fmt: skip
+                response.update(_checked(answer))
+                return _reward_of(response)
+            except _Failure as failure:
+                turns.raise_engine_error()
+                error = failure.kind(str(failure), prompt, completion(), label)
+                if not response and not turns.generated:
+                    raise RewardFailureLimit(f"the agent failed before it had generated anything: {error}") from failure
+                raise error from failure.__cause__
+
+        result = await self._settle(graded(), prompt, completion, label)
+        response = response or turns.last_response()
+        asked = {"prompt": prompt, "label": label, "images": images, "mm_train_inputs": None}
+        return {**asked, **response, "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs}
+
+    async def _run(self, turns: _Turns, **arguments: Any) -> Any:
+        task = asyncio.ensure_future(self._agent.execute(**arguments))
+        try:
+            while not task.done():
+                left = self._timeout_s - turns.idle_seconds
+                if left <= 0:
+                    raise _Failure(
+                        RewardTimeout,
+                        f"the agent did nothing with the engine for {self._timeout_s:g} s (--reward.timeout_s); it was "
+                        f"here: {_place(task)}",
+                    )
+                await asyncio.wait([task], timeout=left)
+            return task.result()
+        except _Failure:
+            raise
+        except Exception as error:
+            raise _Failure(RewardRaised, f"the agent raised:\n{traceback.format_exc().rstrip()}") from error
+        finally:
+            task.cancel()
+
+
+class _Failure(Exception):
+    """What becomes a ``RewardError`` of that kind when prompt and completion are known."""
+
+    def __init__(self, kind: type[RewardError], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class _Turns:
+    """Stands in for the engine while one response is made: whose turn it is, and what was generated last."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._waiting = 0
+        self._idle_since = time.monotonic()
+        self._error: Exception | None = None
+        self._prompt: list[int] = []
+        self._logprobs: list[float] | None = None
+        self._truncated = False
+        self.generated: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long the agent has been at it since its last request ended; 0 while one is under way."""
+        return 0.0 if self._waiting else time.monotonic() - self._idle_since
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        """The engine's ``generate``."""
+        self._waiting += 1
+        try:
+            output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._waiting -= 1
+            self._idle_since = time.monotonic()
+        completion = output.outputs[0]
+        self._prompt, self.generated = list(prompt_token_ids), list(completion.token_ids)
+        self._truncated = completion.finish_reason == "length"
+        if completion.logprobs is not None:
+            pairs = zip(self.generated, completion.logprobs, strict=True)
+            self._logprobs = [logprobs[token].logprob for token, logprobs in pairs]
+        return output
+
+    def raise_engine_error(self) -> None:
+        """An engine that fails is no failure of the agent, whatever the agent made of it."""
+        if self._error is not None:
+            raise self._error
+
+    def last_response(self) -> dict[str, Any]:
+        """The last turn as a response of its own, in OpenRLHF's form, without a reward."""
+        tokens = self._prompt + self.generated
+        return {
+            "observation_tokens": tokens, "action_ranges": [(len(self._prompt), len(tokens))],
+            "truncated": self._truncated,
+            "rollout_log_probs": None if self._logprobs is None else [0.0] * len(self._prompt) + self._logprobs,
+        }  # fmt: skip
+
+
+def make_agent_executor(
+    path: str, timeout_s: float, max_failures: int, failure_value: float
+) -> Callable[[], GradedAgentExecutor]:
+    """A picklable factory that loads the agent's file inside the rollout engine's process."""
+    return partial(_build, path, timeout_s, max_failures, failure_value)
+
+
+def _build(path: str, timeout_s: float, max_failures: int, failure_value: float) -> GradedAgentExecutor:
+    return GradedAgentExecutor(load_agent(Path(path)), timeout_s, FailurePolicy(max_failures, failure_value))
+
+
+def load_agent(path: Path) -> AgentExecutorBase:
+    """OpenRLHF's convention: a Python file with a class ``AgentExecutor``.
+
+    Raises:
+        ValueError: there is no such file, or no such class in it.
+    """
+    spec = importlib.util.spec_from_file_location("agent_module", path)
+    if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    executor_class = getattr(module, "AgentExecutor", None)
+    if not (isinstance(executor_class, type) and issubclass(executor_class, AgentExecutorBase)):
+        raise ValueError(f"{path} must define a class AgentExecutor, a subclass of AgentExecutorBase")
+    return executor_class()
+
+
+def _checked(answer: Any) -> dict[str, Any]:
+    missing = sorted(_NEEDED_KEYS - answer.keys()) if isinstance(answer, dict) else sorted(_NEEDED_KEYS)
+    if missing:
+        raise _Failure(RewardInvalid, f"the agent returned {type(answer).__name__} without {missing}")
+    return answer
+
+
+def _reward_of(response: dict[str, Any]) -> RewardResult:
+    logs = response.get("extra_logs") or None
+    try:
+        return parse_answer({"rewards": response["reward"], "scores": response.get("scores"), "extra_logs": logs})
+    except InvalidAnswer as error:
+        raise _Failure(RewardInvalid, f"the agent {error}") from None
+
+
+def _place(task: asyncio.Future) -> str:
+    """The coroutines that the task waits in, from the outermost to the innermost."""
+    coroutine, places = task.get_coro(), []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        coroutine = coroutine.cr_await
+    return " -> ".join(places) or "an unknown place"

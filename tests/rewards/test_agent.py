@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_ext.compat import AgentExecutorBase
+from openrlhf_ext.rewards import (
+    FailurePolicy,
+    GradedAgentExecutor,
+    RewardFailureLimit,
+    load_agent,
+    make_agent_executor,
+)
+from tests.rewards.test_executor import CharTokenizer, FakeEngine, Sampling
+
+AGENT_FILE = """
+from openrlhf_ext.compat import AgentExecutorBase
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, *_, **__): ...
+"""
+
+
+class TwoTurns(AgentExecutorBase):
+    """Generates twice, with an ``=`` from the environment between; the label says what goes wrong before or after."""
+
+    async def execute(
+        self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any,
+        images: Any = None,
+    ) -> Any:  # fmt: skip
+        if label == "raise at once":
+            raise KeyError("no environment")
+        tokens = [ord(letter) for letter in prompt]
+        ranges, logprobs = [], [0.0] * len(tokens)
+        for turn in range(2):
+            output = await llm_engine.generate(tokens, deepcopy(sampling_params))
+            action = output.outputs[0].token_ids
+            ranges.append((len(tokens), len(tokens) + len(action)))
+            logprobs += [-0.25] * len(action)
+            tokens = tokens + action
+            if turn == 0:
+                if label == "raise":
+                    raise ZeroDivisionError("the environment broke")
+                if label == "hang":
+                    await asyncio.sleep(600)
+                tokens, logprobs = [*tokens, ord("=")], [*logprobs, 0.0]
+        reward = {"none": None, "nan": float("nan"), "text": "good"}.get(label, 1.5)
+        answer = {"observation_tokens": tokens, "action_ranges": ranges, "rollout_log_probs": logprobs,
+                  "reward": reward, "scores": 1.0, "truncated": False, "extra_logs": {"turns": 2}}  # fmt: skip
+        return {key: value for key, value in answer.items() if (label, key) != ("incomplete", "action_ranges")}
+
+
+def run(
+    *labels: str, tolerated: int = 10, timeout_s: float = 60.0, engine: Any = None
+) -> tuple[GradedAgentExecutor, list]:
+    executor = GradedAgentExecutor(TwoTurns(), timeout_s, FailurePolicy(tolerated, failure_value=-1.0))
+    engine = engine or FakeEngine(["ab", "cd$"] * len(labels))
+
+    async def everything() -> list:
+        return [await executor.execute("2+", label, Sampling(), 64, CharTokenizer(), engine) for label in labels]
+
+    return executor, asyncio.run(everything())
+
+
+def test_a_response_leaves_as_the_agent_made_it() -> None:
+    executor, (response,) = run("good")
+    assert (response["reward"], response["scores"]) == (1.5, 1.0)
+    assert (response["prompt"], response["label"], response["images"]) == ("2+", "good", None)
+    assert response["extra_logs"] == {"turns": 2.0, "reward_failed": 0.0}
+    assert response["action_ranges"] == [(2, 4), (5, 8)]
+    assert executor.take_failures() == [] and executor.needs_text
+
+
+@pytest.mark.parametrize("label", ["none", "nan", "text"])
+def test_a_response_without_a_finite_reward_gets_the_value_of_a_failure(label: str) -> None:
+    executor, (_, response) = run("good", label)
+    assert (response["reward"], response["scores"]) == (-1.0, 0.0)
+    assert response["extra_logs"] == {"turns": 0.0, "reward_failed": 1.0}
+    assert response["action_ranges"] == [(2, 4), (5, 8)], "the response itself is whole"
+    (message,) = executor.take_failures()
+    assert "RewardInvalid: the agent returned rewards" in message and "prompt: '2+'" in message, message
+
+
+@pytest.mark.parametrize(
+    ("label", "says"),
+    [
+        ("raise", r"RewardRaised: the agent raised:(.|\n)*ZeroDivisionError: the environment broke"),
+        ("incomplete", r"RewardInvalid: the agent returned dict without \['action_ranges'\]"),
+    ],
+)
+def test_an_agent_that_gives_no_response_leaves_its_last_turn(label: str, says: str) -> None:
+    executor, (_, response) = run("good", label)
+    (message,) = executor.take_failures()
+    assert re.search(says, message) and "prompt: '2+'" in message, message
+    assert response["reward"] == -1.0 and response["extra_logs"]["reward_failed"] == 1.0
+    text = "".join(map(chr, response["observation_tokens"]))
+    start, end = response["action_ranges"][0]
+    assert (text, text[start:end]) == {"raise": ("2+ab", "ab"), "incomplete": ("2+ab=cd$", "cd$")}[label]
+    assert response["rollout_log_probs"] == [0.0] * start + [-0.25] * (end - start)
+    assert repr(text[start:end]) in message, "the completion"
+
+
+def test_an_agent_that_hangs_passes_its_deadline_and_generation_does_not_count() -> None:
+    slow = FakeEngine(["ab", "cd$"] * 2, delay_s=1.6)
+    executor, (good, hung) = run("good", "hang", timeout_s=1.5, engine=slow)
+    assert good["reward"] == 1.5 and hung["reward"] == -1.0
+    (message,) = executor.take_failures()
+    assert "for 1.5 s (--reward.timeout_s); it was here: " in message and "test_agent.py" in message, message
+
+
+def test_one_failure_too_many_ends_the_run() -> None:
+    with pytest.raises(RewardFailureLimit, match=r"2 samples could not be graded(.|\n)*--reward.max_failures"):
+        run("none", "none", tolerated=1)
+
+
+def test_an_agent_that_fails_before_it_generates_leaves_nothing_to_train_on() -> None:
+    with pytest.raises(RewardFailureLimit, match=r"before it had generated anything(.|\n)*no environment(.|\n)*'2\+'"):
+        run("raise at once")
+
+
+def test_a_failing_engine_is_no_failure_of_the_agent() -> None:
+    class Dead(FakeEngine):
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            raise ConnectionError("the engine died")
+
+    with pytest.raises(ConnectionError, match="the engine died"):
+        run("good", engine=Dead([]))
+
+
+def test_an_agent_file_must_define_an_executor(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text("class AgentExecutor: pass\n")
+    with pytest.raises(ValueError, match="must define a class AgentExecutor"):
+        load_agent(path)
+    path.write_text(AGENT_FILE)
+    factory = pickle.loads(pickle.dumps(make_agent_executor(str(path), 1.0, 0, 0.0)))
+    assert isinstance(factory(), GradedAgentExecutor)
+    with pytest.raises(ValueError, match="existing Python file"):
+        load_agent(tmp_path / "absent.py")
