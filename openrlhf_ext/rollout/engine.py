@@ -237,14 +237,17 @@ class RolloutEngine(compat.RolloutRayActor):
 
         (An engine in another process has by now answered two calls, behind the tokens it sampled before.)
         """
-        if isinstance(self.llm, InProcessEngine):
-            tokens = await self.llm.count_tokens()
-        else:
-            tokens = count_tokens(self.llm.output_processor)
+        tokens = await self.sampled_tokens()
         self._weight_version = version
         if self._generating.count == 0:
             self._versions.forget_all()
         self._versions.change(version, tokens)
+
+    async def sampled_tokens(self) -> dict[str, int]:
+        """How many tokens every unfinished request has so far, by request id."""
+        if isinstance(self.llm, InProcessEngine):
+            return await self.llm.count_tokens()
+        return count_tokens(self.llm.output_processor)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached keys and values, those of unfinished requests included (they are computed again)."""

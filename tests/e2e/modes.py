@@ -48,13 +48,18 @@ def meet_in_the_middle(trainer) -> None:
         if not about_to_sync.is_set():
             about_to_sync.set()
             deadline = time.monotonic() + 300
-            while sum(ray.get([e.get_num_unfinished_requests.remote() for e in trainer.vllm_engines])) < 16:
+            while tokens_in_flight(trainer) == 0:
                 assert time.monotonic() < deadline, "no requests came"
-            time.sleep(0.3)  # so that they have their first tokens; all of them take seconds
         sync()
 
     trainer.rollout_generator.generate_samples = generate_second_at_sync
     trainer.broadcast_to_vllm = sync_in_second_batch
+
+
+def tokens_in_flight(trainer) -> int:
+    """Of requests that have begun and not ended."""
+    counts = ray.get([engine.sampled_tokens.remote() for engine in trainer.vllm_engines])
+    return sum(sum(tokens.values()) for tokens in counts)
 
 
 def main(folder: Path) -> None:

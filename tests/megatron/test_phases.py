@@ -99,8 +99,8 @@ def test_only_the_first_ranks_are_listed_and_the_suspects_always() -> None:
 
 def test_two_ranks_that_give_up_together_do_not_accuse_each_other() -> None:
     def fail(monitor: PhaseMonitor, messages: list[str], other: threading.Barrier) -> None:
-        other.wait(timeout=60)
         with pytest.raises(phases.RanksMissingError) as caught, monitor.phase("training step"):
+            other.wait(timeout=60)
             raise dist.DistBackendError("Timed out waiting 1000ms for recv operation to complete")
         messages.append(str(caught.value))
 
