@@ -59,7 +59,7 @@ def make_checkpoint(folder: Path, **changes: Any) -> Path:
     from safetensors.torch import save_file
 
     from openrlhf_ext.megatron.hf_config import read_model_shape
-    from openrlhf_ext.megatron.weights import hf_tensors
+    from openrlhf_ext.megatron.weight_map import hf_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
@@ -143,12 +143,16 @@ class PolicyRank:
         return {"seconds": time.perf_counter() - start}
 
     def publish_each(self) -> dict[str, float] | None:
-        """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our export and group."""
+        """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our gathering and group."""
+        publisher = self.publisher
         start = time.perf_counter()
-        for name, tensor in self.policy.export():
-            references = [engine.receive_one.remote(name, tuple(tensor.shape)) for engine in self.engines]
-            self._broadcast(tensor.contiguous().view(torch.uint8).flatten())
-            ray.get(references)
+        for spec in publisher.plan.specs:
+            views = {spec.name: torch.empty(spec.shape, dtype=spec.dtype)} if self.rank == 0 else None
+            publisher._exporter.gather([spec.name], views, publisher._group)
+            if self.rank == 0:
+                references = [engine.receive_one.remote(spec.name, spec.shape) for engine in self.engines]
+                self._broadcast(views[spec.name].view(torch.uint8).flatten())
+                ray.get(references)
         return {"seconds": time.perf_counter() - start} if self.rank == 0 else None
 
     def _broadcast(self, data: torch.Tensor) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -14,6 +16,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from openrlhf_ext.megatron.hf_files import HFRows, save_hf
+from openrlhf_ext.megatron.weight_map import HFTensor
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -71,3 +76,18 @@ def make_tiny_policy(path: Path, *, seed: int = 0) -> None:
     )  # fmt: skip
     Qwen2ForCausalLM(config).float().save_pretrained(path)
     fast.save_pretrained(path)
+
+
+def rows_of(tensors: Mapping[str, Tensor]) -> Iterator[HFRows]:
+    """Whole tensors as an export yields them, in about three pieces each."""
+    for name, tensor in tensors.items():
+        step = max(1, len(tensor) // 3)
+        for start in range(0, len(tensor), step):
+            yield HFRows(name, start, tensor[start : start + step])
+
+
+def save_tensors(tensors: Mapping[str, Tensor], source: Path, target: Path, *more, **named) -> dict[str, int]:
+    """``save_hf`` of whole tensors of one dtype."""
+    specs = [HFTensor(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    (dtype,) = {tensor.dtype for tensor in tensors.values()}
+    return save_hf(rows_of(tensors), specs, dtype, source, target, *more, **named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +40,20 @@ def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) ->
     Raises:
         CheckpointError: the operating system refused, for instance because the disk is full.
     """
-    target = folder / path
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = write_durably(folder / path, chunks, digest.update)
+    return FileEntry(path, size, digest.hexdigest())
+
+
+def write_durably(
+    target: Path, chunks: Iterable[bytes | memoryview], seen: Callable[[memoryview], None] = lambda part: None
+) -> int:
+    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes.
+
+    Raises:
+        CheckpointError: the operating system refused, for instance because the disk is full.
+    """
+    size = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("wb") as file:
@@ -50,14 +62,14 @@ def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) ->
                 for start in range(0, len(view), _CHUNK_BYTES):
                     part = view[start : start + _CHUNK_BYTES]
                     file.write(part)
-                    digest.update(part)
+                    seen(part)
                 size += len(view)
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {target} after {size} bytes: {error}") from error
-    return FileEntry(path, size, digest.hexdigest())
+    return size
 
 
 def fsync_folder(folder: Path) -> None:

@@ -87,23 +87,30 @@ def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[Piece, Tensor]]
     Args:
         pieces: with their elements, of any shape and device.
     """
+    entries = [(piece.name, tensor.dtype, piece.stored_shape) for piece, tensor in pieces]
+    return write_file(folder, path, safetensors_chunks(entries, (tensor for _, tensor in pieces)))
+
+
+def safetensors_chunks(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file; host memory holds one of ``values`` at a time (GPU), none (CPU).
+
+    Args:
+        entries: name, type and shape of the tensors.
+        values: their elements in the same order, row-major, in tensors of any shape, size and device.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for piece, tensor in pieces:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[piece.name] = {
-            "dtype": TYPE_NAMES[tensor.dtype], "shape": list(piece.stored_shape), "data_offsets": [start, end],
-        }  # fmt: skip
+    for name, dtype, shape in entries:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return write_file(folder, path, _file_parts(text, pieces))
-
-
-def _file_parts(header: bytes, pieces: Sequence[tuple[Piece, Tensor]]) -> Iterator[bytes | memoryview]:
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for _, tensor in pieces:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for value in values:
+        flat = value.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             yield memoryview(flat.view(torch.uint8).numpy())
 

@@ -13,11 +13,12 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,20 +33,23 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.batch import SequenceBatch, micro_batches, sequence_costs
 from openrlhf_ext.megatron.context_parallel import sum_ranks
+from openrlhf_ext.megatron.export import export_hf, whole_tensors
 from openrlhf_ext.megatron.groups import build_groups
 from openrlhf_ext.megatron.hf_config import ModelShape, read_model_shape
+from openrlhf_ext.megatron.hf_files import HFRows, save_hf
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import (
     HiddenStateGPTModel,
-    Recompute,
     build_model,
     packed_sequences,
     transformer_config,
 )
-from openrlhf_ext.megatron.optimizer import OptimizerSettings, build_optimizer, build_scheduler
+from openrlhf_ext.megatron.optimizer import build_optimizer, build_scheduler
 from openrlhf_ext.megatron.packing import PackedBatch, PackShape, pack
 from openrlhf_ext.megatron.phases import progress
 from openrlhf_ext.megatron.pipeline import pipeline_arguments
+from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.weight_map import hf_tensors
 from openrlhf_ext.megatron.weights import load_hf
 
 logger = logging.getLogger(__name__)
@@ -56,28 +60,6 @@ JOIN_TIMEOUT_S = 600.0
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
 LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a rank needs to know; plain values, so that it travels to Ray workers."""
-
-    model_path: str
-    layout: ParallelLayout
-    param_dtype: str = "bf16"
-    temperature: float = 1.0  # of the rollout distribution: log-probs and entropies are taken under it
-    micro_batch_size: int = 1  # training
-    forward_micro_batch_size: int = 1  # old-log-prob pass
-    max_tokens_per_gpu: int | None = None  # training: tokens of a micro-batch on one rank, instead of sequences
-    forward_max_tokens_per_gpu: int | None = None  # the same for the old-log-prob pass
-    head: str = "fused"  # see --megatron.head
-    head_kernels: str = "auto"  # see --megatron.head_kernels
-    head_workspace_bytes: int = 256 << 20
-    recompute: Recompute = Recompute()
-    seed: int = 42
-    collective_timeout_s: float = 600.0
-    optimizer: OptimizerSettings | None = None  # None: a model that is never trained
-    keep_reference: bool = False  # keep the starting weights in host memory, as the reference of a KL penalty
 
 
 class NonFiniteUpdateError(FloatingPointError):
@@ -310,6 +292,30 @@ class MegatronModel:
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
             tensor.copy_(on_device)
+
+    # ---- weights out ------------------------------------------------------------------------------------------------
+
+    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole HF tensors on global rank 0 (``export.whole_tensors``); all ranks must exhaust the iterator."""
+        return whole_tensors(self.export_rows(value), self.shape)
+
+    def export_rows(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[HFRows]:
+        """The same some rows at a time (``export.export_hf``)."""
+        return export_hf(self.chunks, self.shape, value)
+
+    def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:
+        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk.
+
+        Returns:
+            On rank 0 size in bytes of every file by its name; on the others, which may return long before, nothing.
+        """
+        rows = self.export_rows()
+        if dist.get_rank() == 0:
+            source, tensors = self.settings.model_path, hf_tensors(self.shape)
+            return save_hf(rows, tensors, self.dtype, source, target, config_changes=config_changes)
+        for _ in rows:
+            pass
+        return {}
 
     # ---- training ---------------------------------------------------------------------------------------------------
 

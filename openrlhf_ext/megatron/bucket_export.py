@@ -1,7 +1,7 @@
 """The policy's weights as Hugging Face tensors, written into buffers that somebody else provides, many at a time.
 
-``weights.export_hf`` makes one whole tensor after the other: a TP gather and a pipeline send for each. Here a whole
-bucket of tensors is made at once, and every rank knows from the weight map alone which rows of which tensor it holds:
+``export.export_hf`` makes one tensor after the other: a TP gather and a pipeline send for each. Here a whole bucket of
+tensors is made at once, and every rank knows from the weight map alone which rows of which tensor it holds:
 
 - where all ranks of the replica see the buffer (one host), each copies its own rows to their place: nothing is sent;
 - elsewhere each rank sends what it holds of the bucket to rank 0 as one message, which puts the rows in their place.
@@ -10,8 +10,6 @@ bucket of tensors is made at once, and every rank knows from the weight map alon
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -20,49 +18,8 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.megatron.model import HiddenStateGPTModel
-from openrlhf_ext.megatron.weight_map import Rule, hf_shapes, shard_runs
+from openrlhf_ext.megatron.weight_map import Piece, Rule, hf_shapes, placement
 from openrlhf_ext.megatron.weights import model_rules
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of rows (``dim`` 0) or columns (``dim`` 1) of a Megatron shard and its place in a Hugging Face tensor.
-
-    Attributes:
-        tensor: which of the rule's Hugging Face tensors.
-        target, source: first index in that tensor, and in the shard.
-        length: number of rows or columns.
-    """
-
-    tensor: int
-    dim: int
-    target: int
-    source: int
-    length: int
-
-    def of_shard(self, shard: Tensor) -> Tensor:
-        """The run, as a view of the shard."""
-        return shard.narrow(self.dim, self.source, self.length)
-
-    def of_tensor(self, tensor: Tensor) -> Tensor:
-        """Its place, as a view of the Hugging Face tensor."""
-        return tensor.narrow(self.dim, self.target, self.length)
-
-
-@cache
-def placement(rule: Rule, shape: ModelShape, rank: int, size: int) -> tuple[Piece, ...]:
-    """What tensor-parallel rank ``rank`` of ``size`` gives of the rule's Hugging Face tensors.
-
-    A tensor that every rank holds whole is given by the first.
-    """
-    if rule.split == "replicated" and rank != 0:
-        return ()
-    pieces, position = [], 0
-    for run in shard_runs(rule, shape, rank, size):
-        if run.tensor is not None:
-            pieces.append(Piece(run.tensor, rule.axis, run.start, position, len(run)))
-        position += len(run)
-    return tuple(pieces)
 
 
 class BucketExporter:

@@ -7,11 +7,8 @@ sequences, T = response tokens, N = response tokens of a micro-batch, H = hidden
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.base import MegatronModel, NonFiniteUpdateError, PolicySettings, one
-from openrlhf_ext.megatron.batch import SequenceBatch
+from openrlhf_ext.megatron.base import MegatronModel, NonFiniteUpdateError, one
+from openrlhf_ext.megatron.batch import SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.hf_config import ModelShape, read_value_shape
-from openrlhf_ext.megatron.hf_files import HFCheckpoint, save_hf
+from openrlhf_ext.megatron.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.packing import PackedBatch
-from openrlhf_ext.megatron.weights import export_hf, new_value_head
+from openrlhf_ext.megatron.settings import CriticSettings
+from openrlhf_ext.megatron.weights import new_value_head
 
 logger = logging.getLogger(__name__)
 
@@ -35,45 +33,6 @@ _CLASSIFIERS = {
     "qwen3": "Qwen3ForSequenceClassification",
     "llama": "LlamaForSequenceClassification",
 }
-
-
-@dataclass(frozen=True)
-class CriticSettings:
-    """What a critic rank needs to know; plain values, so that it travels to Ray workers.
-
-    Attributes:
-        model: checkpoint, layout, micro-batches, optimizer.
-        value_clip: half-width of the interval around the old value in the value loss; None for no clipping.
-        value_head: HF name of the value head; an entry ``value_head_prefix`` of the checkpoint's config.json wins.
-    """
-
-    model: PolicySettings
-    value_clip: float | None = 0.5
-    value_head: str = "score"
-
-
-@dataclass(frozen=True)
-class ValueTargets:
-    """What the values of a mini-batch are trained towards.
-
-    Attributes:
-        old_values_BT: fp32 values of the rollout, around which new values are clipped.
-        returns_BT: fp32 advantages plus old values.
-        tokens: response tokens of the whole mini-batch, of which these rows may be a share.
-    """
-
-    old_values_BT: Tensor
-    returns_BT: Tensor
-    tokens: Tensor
-
-    def select(self, rows: Tensor | Sequence[int]) -> ValueTargets:
-        """These rows, with the denominator of the whole mini-batch."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.old_values_BT.device)
-        return dataclasses.replace(self, old_values_BT=self.old_values_BT[index], returns_BT=self.returns_BT[index])
-
-    def to(self, device: torch.device) -> ValueTargets:
-        """A copy on ``device``."""
-        return ValueTargets(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 class MegatronCritic(MegatronModel):
@@ -160,20 +119,12 @@ class MegatronCritic(MegatronModel):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors on global rank 0 (see ``weights.export_hf``); all ranks must exhaust the iterator."""
-        return export_hf(self.chunks, self.shape, value)
-
     def save_hf(self, target: str | Path) -> dict[str, int]:
         """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier.
 
-        transformers finds the value head under the name ``score`` only. Returns what ``MegatronPolicy.save_hf`` does.
+        transformers finds the value head under the name ``score`` only. Returns what ``write_hf`` does.
         """
-        if dist.get_rank() == 0:
-            return save_hf(self.export(), self.settings.model_path, target, config_changes=self._hf_config_changes())
-        for _ in self.export():
-            pass
-        return {}
+        return self.write_hf(target, self._hf_config_changes())
 
     def _hf_config_changes(self) -> dict[str, Any]:
         return {

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from openrlhf_ext.checkpoints.files import fsync_folder, write_file
+from openrlhf_ext.checkpoints.files import fsync_folder, write_durably, write_file
+from openrlhf_ext.checkpoints.tensors import safetensors_chunks
+from openrlhf_ext.megatron.weight_map import HFTensor
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +114,25 @@ _SIDE_FILES = (
 _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 
+@dataclass(frozen=True)
+class HFRows:
+    """Consecutive rows of a Hugging Face tensor.
+
+    Attributes:
+        name: of the tensor.
+        start: first row.
+        values: the rows; entries of a vector count as rows. Who yields them may use the memory again for the next ones.
+    """
+
+    name: str
+    start: int
+    values: Tensor
+
+
 def save_hf(
-    tensors: Iterable[tuple[str, Tensor]],
+    rows: Iterable[HFRows],
+    tensors: Sequence[HFTensor],
+    dtype: torch.dtype,
     source: str | Path,
     target: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
@@ -119,23 +140,34 @@ def save_hf(
 ) -> dict[str, int]:
     """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
 
+    The rows go to the files as they come: none is held.
+
     A new ``target`` appears when everything in it is on disk. In a folder that exists, whose other files stay, the new
     files are first written beside the old checkpoint; while they take its place there is no ``config.json``, so that a
     loader finds a whole checkpoint or none. :func:`finish_interrupted` sees to what a kill leaves.
 
     Args:
+        rows: all rows of all tensors, in order.
+        tensors: what ``rows`` make, in the same order.
+        dtype: of all of them.
+        source: folder of the checkpoint that the model began as.
+        target: folder to write.
+        max_shard_bytes: size of a file, unless a tensor alone is larger.
         config_changes: overrides entries of ``config.json``.
 
     Returns:
         Size in bytes of every file by its name.
+
+    Raises:
+        CheckpointError: a file cannot be written, for instance because the disk is full.
+        ValueError: ``rows`` are not those of ``tensors``.
     """
     source, target = Path(source), Path(target)
     finish_interrupted(target)
     exists = target.exists()
     temporary = _inside(target) if exists else _beside(target)
     temporary.mkdir(parents=True)
-    files = list(_write_shards(tensors, temporary, max_shard_bytes))
-    _finish_names(files, temporary)
+    _write_shards(rows, tensors, dtype, temporary, max_shard_bytes)
     for name in _SIDE_FILES:
         if (source / name).exists():
             shutil.copy2(source / name, temporary / name)
@@ -143,8 +175,8 @@ def save_hf(
         config = temporary / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | dict(config_changes), indent=2, sort_keys=True))
     sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    for path in temporary.iterdir():
-        _fsync(path)
+    for name in sizes.keys() & {*_SIDE_FILES, _INDEX}:
+        _fsync(temporary / name)
     if exists:
         write_file(temporary, _FILES, [json.dumps(sizes).encode()])
         temporary.rename(_complete(target))
@@ -204,37 +236,55 @@ def _replace(target: Path) -> None:
 
 
 def _write_shards(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, limit: int
-) -> Iterator[tuple[Path, list[str], int]]:
-    shard: dict[str, Tensor] = {}
-    size = number = 0
-    for name, tensor in tensors:
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if shard and size + tensor_bytes > limit:
-            yield _write_shard(shard, folder, number), list(shard), size
-            shard, size, number = {}, 0, number + 1
-        shard[name] = tensor.to("cpu", copy=True).contiguous()
-        size += tensor_bytes
-    yield _write_shard(shard, folder, number), list(shard), size
-
-
-def _write_shard(shard: dict[str, Tensor], folder: Path, number: int) -> Path:
-    path = folder / f"shard-{number:05d}.safetensors"
-    save_file(shard, path, metadata={"format": "pt"})
-    return path
-
-
-def _finish_names(files: list[tuple[Path, list[str], int]], folder: Path) -> None:
-    if len(files) == 1:
-        files[0][0].rename(folder / "model.safetensors")
-        return
+    rows: Iterable[HFRows], tensors: Sequence[HFTensor], dtype: torch.dtype, folder: Path, limit: int
+) -> None:
+    remaining = iter(rows)
+    files = list(_split(tensors, dtype, limit))
     weight_map = {}
-    for i, (path, names, _) in enumerate(files):
-        final = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        path.rename(folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": sum(size for *_, size in files)}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    for number, held in enumerate(files, start=1):
+        name = _SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        weight_map |= {tensor.name: name for tensor in held}
+        entries = [(tensor.name, dtype, tensor.shape) for tensor in held]
+        values = (part for tensor in held for part in _rows_of(tensor, dtype, remaining))
+        write_durably(folder / name, safetensors_chunks(entries, values))
+    if (extra := next(remaining, None)) is not None:
+        raise ValueError(f"{folder}: rows of {extra.name} come after the last tensor")
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(_bytes(t, dtype) for t in tensors)}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _split(tensors: Sequence[HFTensor], dtype: torch.dtype, limit: int) -> Iterator[list[HFTensor]]:
+    held: list[HFTensor] = []
+    for tensor in tensors:
+        if held and sum(_bytes(t, dtype) for t in [*held, tensor]) > limit:
+            yield held
+            held = []
+        held.append(tensor)
+    yield held
+
+
+def _bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> Iterator[Tensor]:
+    """The next rows, which have to be all rows of ``tensor`` in order."""
+    expected = 0
+    while expected < tensor.shape[0]:
+        part = next(rows, None)
+        if part is None:
+            raise ValueError(f"no rows come after row {expected} of {tensor.name}, which has {tensor.shape[0]}")
+        values = part.values
+        if (part.name, part.start, *values.shape[1:]) != (tensor.name, expected, *tensor.shape[1:]):
+            raise ValueError(
+                f"row {expected} of {tensor.name} {tensor.shape} was expected, row {part.start} of {part.name} came, "
+                f"of shape {tuple(values.shape)}"
+            )
+        if values.dtype != dtype or expected + len(values) > tensor.shape[0]:
+            raise ValueError(f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came")
+        expected += len(values)
+        yield values
 
 
 def _fsync(path: Path) -> None:

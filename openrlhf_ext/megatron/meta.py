@@ -17,7 +17,8 @@ from megatron.core import parallel_state, tensor_parallel
 from openrlhf_ext.megatron.groups import build_groups
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model import HiddenStateGPTModel, Recompute, build_model, transformer_config
+from openrlhf_ext.megatron.model import HiddenStateGPTModel, build_model, transformer_config
+from openrlhf_ext.megatron.settings import Recompute
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -18,6 +17,7 @@ from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.megatron.layer_spec import PackedSequences, block_spec
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.packing import PackedBatch
+from openrlhf_ext.megatron.settings import Recompute
 
 logger = logging.getLogger(__name__)
 
@@ -51,32 +51,6 @@ class ValueModel(HiddenStateGPTModel):
         super().__init__(config, *args, **kwargs)
         if self.post_process:
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Activations that are computed again in the backward pass instead of kept.
-
-    Attributes:
-        granularity: 'none', 'selective' (the ``modules`` of every layer) or 'full' (whole layers).
-        modules: for 'selective': 'core_attn', 'mlp'.
-        method: for 'full': 'uniform' keeps the input of every ``num_layers`` layers, 'block' recomputes the first
-            ``num_layers`` layers of each model chunk, one by one, and keeps all of the others.
-        num_layers: see ``method``; 'uniform' wants a divisor of a chunk's layers.
-    """
-
-    granularity: str = "none"
-    modules: tuple[str, ...] = ("core_attn",)
-    method: str = "uniform"
-    num_layers: int = 1
-
-    def arguments(self) -> dict[str, object]:
-        """Megatron's names for it."""
-        if self.granularity == "full":
-            chosen = {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
-        else:
-            chosen = {"recompute_modules": list(self.modules)}
-        return {"recompute_granularity": None if self.granularity == "none" else self.granularity, **chosen}
 
 
 def transformer_config(

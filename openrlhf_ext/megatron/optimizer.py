@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-# OpenRLHF's (transformers') schedule names -> Megatron's decay style
-LR_DECAY_STYLES = {
-    "cosine_with_min_lr": "cosine",
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Adam and its schedule. ``max_steps`` counts optimizer steps of the whole run."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 1.0  # 0 turns gradient clipping off
-    lr_scheduler: str = "cosine_with_min_lr"
-    lr_warmup_ratio: float = 0.03
-    min_lr_ratio: float = 0.1
-    max_steps: int = 1
-    distributed: bool = True
-
-    @property
-    def min_lr(self) -> float:
-        """Final rate of the schedule; only cosine_with_min_lr does not end at zero."""
-        return self.lr * self.min_lr_ratio if self.lr_scheduler == "cosine_with_min_lr" else 0.0
-
-    def __post_init__(self) -> None:
-        if self.lr_scheduler not in LR_DECAY_STYLES:
-            raise ValueError(f"lr_scheduler must be one of {sorted(LR_DECAY_STYLES)}, got {self.lr_scheduler!r}")
+from openrlhf_ext.megatron.settings import LR_DECAY_STYLES, OptimizerSettings
 
 
 def build_optimizer(

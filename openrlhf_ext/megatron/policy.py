@@ -7,12 +7,10 @@ Every public method is a collective over all ranks of the policy unless it says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -20,26 +18,19 @@ from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_l
 from openrlhf_ext.megatron.base import (
     MegatronModel,
     NonFiniteUpdateError,
-    PolicySettings,
     initialize_distributed,
     one,
 )
-from openrlhf_ext.megatron.batch import SequenceBatch
+from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.grad_norms import gradient_norms
 from openrlhf_ext.megatron.packing import PackedBatch
-from openrlhf_ext.megatron.weights import export_hf, hf_tensors, save_hf
+from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.weight_map import hf_tensors
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Algorithm, Loss, ShapedBatch
 
 __all__ = ["LogprobEntropy", "MegatronPolicy", "NonFiniteUpdateError", "PolicySettings", "initialize_distributed"]
-
-
-class LogprobEntropy(NamedTuple):
-    """fp32 (B, T) log-probabilities and entropies of the response tokens, 0 elsewhere."""
-
-    logprobs_BT: Tensor
-    entropies_BT: Tensor
 
 
 class MegatronPolicy(MegatronModel):
@@ -161,18 +152,6 @@ class MegatronPolicy(MegatronModel):
         """(name, shape, dtype) of every tensor that ``export`` yields, in order."""
         return [(t.name, t.shape, self.dtype) for t in hf_tensors(self.shape)]
 
-    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors on global rank 0 (see ``weights.export_hf``); all ranks must exhaust the iterator."""
-        return export_hf(self.chunks, self.shape, value)
-
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint that transformers loads; rank 0 writes, all ranks take part, none waits for the disk.
-
-        Returns:
-            On rank 0 size in bytes of every file by its name; on the others, which may return long before, nothing.
-        """
-        if dist.get_rank() == 0:
-            return save_hf(self.export(), self.settings.model_path, target)
-        for _ in self.export():
-            pass
-        return {}
+        """Writes an HF checkpoint that transformers loads; see ``write_hf``."""
+        return self.write_hf(target)

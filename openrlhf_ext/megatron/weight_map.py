@@ -7,8 +7,9 @@ every element has exactly one place (``planning``) all read the same runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from torch import Tensor
@@ -162,6 +163,11 @@ class Run:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def split(self, most: int) -> list[Run]:
+        """The same entries in runs of at most ``most``."""
+        starts = range(self.start, self.stop, most)
+        return [Run(self.tensor, start, min(start + most, self.stop)) for start in starts]
+
 
 def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the rule's axis."""
@@ -210,7 +216,7 @@ def shard_shape(rule: Rule, shape: ModelShape, size: int) -> tuple[int, ...]:
 # ---- one tensor, both directions ----------------------------------------------------------------------------------
 
 
-def fill_shard(shard: Tensor, rule: Rule, runs: list[Run], read: Callable[[int, Run], Tensor]) -> None:
+def fill_shard(shard: Tensor, rule: Rule, runs: Iterable[Run], read: Callable[[int, Run], Tensor]) -> None:
     """Writes a shard run by run, so that only one run of an HF tensor is in memory beside it.
 
     Args:
@@ -226,11 +232,48 @@ def fill_shard(shard: Tensor, rule: Rule, runs: list[Run], read: Callable[[int, 
         position += len(run)
 
 
-def place_shard(shard: Tensor, rule: Rule, runs: list[Run], tensors: list[Tensor]) -> None:
-    """Writes one rank's shard into the HF tensors (inverse of ``fill_shard``)."""
-    position = 0
-    for run in runs:
+@dataclass(frozen=True)
+class Piece:
+    """A run of rows (``dim`` 0) or columns (``dim`` 1) of a Megatron shard and its place in a Hugging Face tensor.
+
+    Attributes:
+        tensor: which of the rule's Hugging Face tensors.
+        target, source: first index in that tensor, and in the shard.
+        length: number of rows or columns.
+    """
+
+    tensor: int
+    dim: int
+    target: int
+    source: int
+    length: int
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        """The run, as a view of the shard."""
+        return shard.narrow(self.dim, self.source, self.length)
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """Its place, as a view of the Hugging Face tensor."""
+        return tensor.narrow(self.dim, self.target, self.length)
+
+    def between(self, start: int, stop: int) -> Piece:
+        """What of a run of rows lies in rows [start, stop) of the tensor, of which its place is then counted."""
+        first, end = max(self.target, start), min(self.target + self.length, stop)
+        source = self.source + first - self.target
+        return replace(self, target=first - start, source=source, length=max(0, end - first))
+
+
+@cache
+def placement(rule: Rule, shape: ModelShape, rank: int, size: int) -> tuple[Piece, ...]:
+    """What tensor-parallel rank ``rank`` of ``size`` gives of the rule's Hugging Face tensors.
+
+    A tensor that every rank holds whole is given by the first.
+    """
+    if rule.split == "replicated" and rank != 0:
+        return ()
+    pieces, position = [], 0
+    for run in shard_runs(rule, shape, rank, size):
         if run.tensor is not None:
-            source = shard.narrow(rule.axis, position, len(run))
-            tensors[run.tensor].narrow(rule.axis, run.start, len(run)).copy_(source)
+            pieces.append(Piece(run.tensor, rule.axis, run.start, position, len(run)))
         position += len(run)
+    return tuple(pieces)

@@ -10,6 +10,8 @@ import os
 import pickle
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.megatron.hf_files import HFCheckpoint
+from openrlhf_ext.megatron.hf_files import HFCheckpoint, HFRows
 from openrlhf_ext.megatron.layout import ParallelLayout
 
 LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.2}  # nats; largest difference of one token
@@ -110,7 +112,7 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
     policy = MegatronPolicy(PolicySettings(settings.path, settings.layout, param_dtype=settings.dtype))
     loaded = time.perf_counter()
-    different, missing, counts = compare_export(policy.export(), HFCheckpoint(settings.path), rank)
+    different, missing, counts = compare_export(policy.export_rows(), HFCheckpoint(settings.path), rank)
     exported = time.perf_counter()
     sequences = random_sequences(policy.shape.vocab_size, settings.sequences, settings.tokens)
     ours = _policy_logprobs(policy, sequences)
@@ -127,24 +129,32 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
 
 
 def compare_export(
-    exported: Any, checkpoint: HFCheckpoint, rank: int = 0
+    exported: Iterable[HFRows], checkpoint: HFCheckpoint, rank: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int]]:
     """Names that differ, names that did not come, and (tensors, parameters) that came; nothing but waits off rank 0.
 
     Bits are compared, not values: NaNs and the two zeros count.
     """
-    different, seen, parameters = [], set(), 0
-    for name, tensor in exported:
-        seen.add(name)
-        parameters += tensor.numel()
-        expected = checkpoint.read(name).to(tensor.dtype) if name in checkpoint.names else None
-        if expected is None or not same_bits(expected, tensor.cpu()):
-            different.append(name)
+    different, rows, parameters = set(), Counter(), 0
+    for part in exported:
+        rows[part.name] += len(part.values)
+        parameters += part.values.numel()
+        if part.name not in checkpoint.names or not _same_rows(part, checkpoint):
+            different.add(part.name)
+    different |= {name for name in rows.keys() & checkpoint.names if rows[name] != checkpoint.header(name)[0][0]}
     unread = {name for name in checkpoint.names if name.endswith("rotary_emb.inv_freq")}
-    if "lm_head.weight" not in seen:  # tied: the files may carry a copy of the embedding
+    if "lm_head.weight" not in rows:  # tied: the files may carry a copy of the embedding
         unread.add("lm_head.weight")
-    missing = checkpoint.names - seen - unread if rank == 0 else set()
-    return tuple(sorted(different)), tuple(sorted(missing)), (len(seen), parameters)
+    missing = checkpoint.names - rows.keys() - unread if rank == 0 else set()
+    return tuple(sorted(different)), tuple(sorted(missing)), (len(rows), parameters)
+
+
+def _same_rows(part: HFRows, checkpoint: HFCheckpoint) -> bool:
+    stop = part.start + len(part.values)
+    if stop > checkpoint.header(part.name)[0][0]:
+        return False
+    expected = checkpoint.read(part.name, 0, part.start, stop)
+    return same_bits(expected.to(part.values.dtype), part.values.cpu())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -9,6 +9,7 @@ from threading import Timer
 import pytest
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
+from tests.patience import PATIENCE_S
 
 
 def save(store: CheckpointStore, step: int, size: int = 10) -> None:
@@ -140,7 +141,7 @@ def test_the_manifest_is_json(tmp_path):
 
 
 def test_a_file_may_appear_late(tmp_path):
-    store = CheckpointStore(tmp_path, keep=3, visible_s=20)
+    store = CheckpointStore(tmp_path, keep=3, visible_s=PATIENCE_S)
     folder = store.begin(1)
     entry = write_file(folder, "policy/data", [b"x"])
     (folder / "policy").rename(tmp_path / "on its way")

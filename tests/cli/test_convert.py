@@ -11,22 +11,23 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf_ext.cli import convert
-from openrlhf_ext.megatron.hf_files import HFCheckpoint, save_hf
+from openrlhf_ext.megatron.hf_files import HFCheckpoint
 from openrlhf_ext.planning import conversion_check
 from openrlhf_ext.planning.conversion_check import CheckReport, compare_export, same_bits
-from tests.models import make_tiny_model
+from tests.models import make_tiny_model, rows_of, save_tensors
+from tests.patience import PATIENCE_S
 
 
 def run(*words: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openrlhf_ext.cli.convert", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path):
     """Rounded to bf16, in several files, read as fp32: nothing may be lost on the way."""
     make_tiny_model(tmp_path / "m", "qwen3")
     tensors = {name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()}
-    save_hf(tensors.items(), tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
+    save_tensors(tensors, tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
     done = run("--check", tmp_path / "sharded", "--tp", 2, "--sp")
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "bit for bit those of the files" in done.stdout and "goes in and out unchanged" in done.stdout
@@ -42,12 +43,12 @@ def checkpoint(tmp_path_factory):
 def test_different_and_missing_tensors_are_named(checkpoint):
     files = HFCheckpoint(checkpoint)
     exported = {name: files.read(name).clone() for name in files.names}
-    assert compare_export(exported.items(), files)[:2] == ((), ())
+    assert compare_export(rows_of(exported), files)[:2] == ((), ())
     exported["model.norm.weight"][3] *= 1 + 2**-23
     exported["lm_head.weight"] = exported["lm_head.weight"].T
     del exported["model.layers.2.mlp.up_proj.weight"]
     exported["surprise.weight"] = torch.ones(1)
-    different, missing, _ = compare_export(exported.items(), files)
+    different, missing, _ = compare_export(rows_of(exported), files)
     assert different == ("lm_head.weight", "model.norm.weight", "surprise.weight")
     assert missing == ("model.layers.2.mlp.up_proj.weight",)
     assert compare_export([], files, rank=1) == ((), (), (0, 0)), "only rank 0 receives tensors"
@@ -105,7 +106,7 @@ def test_a_killed_rank_is_reported(checkpoint, monkeypatch, capsys):
 def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint, tmp_path, capsys):
     tensors = load_file(checkpoint / "model.safetensors")
     tensors.pop("model.norm.weight")
-    save_hf(tensors.items(), checkpoint, tmp_path / "m")
+    save_tensors(tensors, checkpoint, tmp_path / "m")
     assert convert.main(["--check", str(tmp_path / "m")]) == 2
     assert "missing from the checkpoint: ['model.norm.weight']" in capsys.readouterr().err
     (tmp_path / "m/model.safetensors").write_bytes(b"nothing of the kind")

@@ -21,6 +21,7 @@ from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.slow_disk import let_others_wait, monitors
+from tests.patience import PATIENCE_S
 
 
 def build(case: dict) -> MegatronPolicy | MegatronCritic:
@@ -36,7 +37,7 @@ def build(case: dict) -> MegatronPolicy | MegatronCritic:
             distributed=case.get("distributed", True),
         ),
     )  # fmt: skip
-    initialize_distributed(layout, 60, 1234)
+    initialize_distributed(layout, PATIENCE_S, 1234)
     return MegatronCritic(CriticSettings(settings)) if case.get("critic") else MegatronPolicy(settings)
 
 

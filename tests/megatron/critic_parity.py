@@ -13,6 +13,7 @@ from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from tests.patience import PATIENCE_S
 
 LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3  # a large eps: Adam would amplify the rounding of tiny gradients
 
@@ -39,7 +40,7 @@ def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) ->
     results = []
     for case in cases:
         settings = critic_settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
-        initialize_distributed(settings.model.layout, 60, 1234)
+        initialize_distributed(settings.model.layout, PATIENCE_S, 1234)
         results.append(run_case(MegatronCritic(settings), batch, targets, case))
         parallel_state.destroy_model_parallel()
     return results

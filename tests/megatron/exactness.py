@@ -20,6 +20,7 @@ from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
 from tests.algorithms.test_invariants import NAMES, build
 from tests.megatron.parity import deal, settings
+from tests.patience import PATIENCE_S
 
 GROUP, TEMPERATURE = 4, 0.8
 # (prompt, response) tokens of each completion: one-token responses among them
@@ -115,7 +116,7 @@ def run_layouts(cases: list[dict], world_size: int, batch: SequenceBatch, proble
     results = []
     for case in cases:
         policy_settings = settings(case, world_size)
-        initialize_distributed(policy_settings.layout, 60, 1234)
+        initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         policy = MegatronPolicy(policy_settings)
         mine = deal(case, batch, policy.shape.attention_length)
         results.append(

@@ -13,6 +13,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from tests.megatron.parity import WeightedLogprob
+from tests.patience import PATIENCE_S
 
 
 def rows(replica: int, replicas: int):
@@ -31,7 +32,7 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
     for case in cases:
         optimizer = OptimizerSettings(lr=1e-3, lr_scheduler="constant", distributed=case["distributed"])
         layout = ParallelLayout(ranks, **case["layout"])
-        initialize_distributed(layout, 60, 1234)
+        initialize_distributed(layout, PATIENCE_S, 1234)
         policy = MegatronPolicy(PolicySettings(case["model"], layout, param_dtype="fp32", optimizer=optimizer))
         batch, shaped = rows(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
         policy.accumulate_gradients(batch, shaped, shaped)

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from openrlhf_ext.megatron.layer_spec import block_spec
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
 from tests.megatron.parity import settings
+from tests.patience import PATIENCE_S
 
 
 def mbridge_parameters(path: str) -> dict[str, torch.Tensor]:
@@ -37,7 +38,7 @@ def compare(models: list[str], ranks: int, tp: int, pp: int) -> list[list[str]]:
     differences = []
     for path in models:
         policy_settings = replace(settings({"model": path, "tp": tp, "pp": pp}, ranks), optimizer=None)
-        initialize_distributed(policy_settings.layout, 60, 1234)
+        initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         ours = dict(MegatronPolicy(policy_settings).chunks[0].named_parameters())
         theirs = mbridge_parameters(path)
         assert set(ours) == set(theirs), set(ours) ^ set(theirs)

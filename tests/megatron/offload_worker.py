@@ -10,6 +10,7 @@ from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.offload import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
 from tests.megatron.parity import WeightedLogprob, settings
+from tests.patience import PATIENCE_S
 
 
 def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor) -> list[dict]:
@@ -17,7 +18,7 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor)
     results = []
     for case in cases:
         policy_settings = settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
-        initialize_distributed(policy_settings.layout, 60, 1234)
+        initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         plain = train(MegatronPolicy(policy_settings), batch, weights_BT, swaps=False)
         swapped = train(MegatronPolicy(policy_settings), batch, weights_BT, swaps=True)
         results.append({"plain": plain, "swapped": swapped})

@@ -13,6 +13,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import Recompute
 from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from tests.patience import PATIENCE_S
 
 
 @dataclass
@@ -67,7 +68,7 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor)
     for case in cases:
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
         policy_settings = settings(case, world_size)
-        initialize_distributed(policy_settings.layout, 60, 1234)
+        initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         results.append(run_case(MegatronPolicy(policy_settings), batch, weights_BT, case))
         parallel_state.destroy_model_parallel()
     return results

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_ext.megatron import phases
+from tests.patience import PATIENCE_S
 
-TIMEOUT_S = 3.0
-PATIENCE = timedelta(seconds=60)  # for whatever is not the subject
+TIMEOUT_S = 5.0
+PATIENCE = timedelta(seconds=PATIENCE_S)  # for whatever is not the subject
 
 
 def all_cases() -> dict[str, str]:

@@ -15,6 +15,7 @@ from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.reference import HostReference
 from tests.megatron.parity import WeightedLogprob
+from tests.patience import PATIENCE_S
 
 
 def run_cases(cases: list[dict], batch, weights_BT) -> list[dict]:
@@ -23,7 +24,7 @@ def run_cases(cases: list[dict], batch, weights_BT) -> list[dict]:
         layout = ParallelLayout(case["world_size"], case.get("tp", 1), case.get("pp", 1))
         optimizer = OptimizerSettings(1e-2, max_steps=8, lr_scheduler="constant", distributed=case["distributed"])
         settings = PolicySettings(case["model"], layout, param_dtype=case["dtype"], optimizer=optimizer)
-        initialize_distributed(layout, 60, 1234)
+        initialize_distributed(layout, PATIENCE_S, 1234)
         plain = MegatronPolicy(settings)
         result = {"plain": train(plain, batch, weights_BT, 4)}
         policy = MegatronPolicy(settings)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch.distributed as dist
 
 from openrlhf_ext.megatron import phases
+from tests.patience import PATIENCE_S, until
 
 
 def monitors() -> list[phases.Address]:
     """Starts the monitor of every rank and returns where they answer. A collective."""
     addresses: list = [None] * dist.get_world_size()
-    dist.all_gather_object(addresses, phases.start_monitor(60))
+    dist.all_gather_object(addresses, phases.start_monitor(PATIENCE_S))
     return addresses
 
 
@@ -25,11 +23,3 @@ def let_others_wait(addresses: list[phases.Address]) -> None:
         return all((s.phase is None or "turns.py" in s.place) and not s.in_collective for s in states)
 
     until(patiently, "the other ranks do not wait in a collective")
-
-
-def until(happens: Callable[[], bool], what: str) -> None:
-    """Returns when ``happens`` is true."""
-    deadline = time.monotonic() + 60
-    while not happens():
-        assert time.monotonic() < deadline, f"not after 60 s: {what}"
-        time.sleep(0.01)

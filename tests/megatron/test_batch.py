@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ def test_select_drops_padding_that_only_longer_rows_needed():
     part = ragged([(3, 2), (4, 9), (2, 2)]).select([2, 0])
     assert part.tokens_BS.shape == (2, 5) and part.lengths_B.tolist() == [4, 5]
     assert part.mask_BT.sum(1).tolist() == [2, 2]
+
+
+def test_a_batch_pickles_without_its_padding():
+    batch = ragged([(3, 2), (4, 5000), (2, 2)])
+    for part in (batch, batch.select([2]), batch.select([]), SequenceBatch.padding_row(5)):
+        copy = pickle.loads(pickle.dumps(part))
+        for name, tensor in vars(part).items():
+            other = getattr(copy, name)
+            assert other.dtype == tensor.dtype and torch.equal(other, tensor), name
+    assert len(pickle.dumps(batch)) < 5004 * 8 + 5000
 
 
 def test_padding_row_has_no_response():
@@ -89,6 +100,13 @@ def test_micro_batches_of_a_token_budget(lengths, budget):
         assert sum(lengths[row] for row in rows) <= budget or len(rows) == 1, "only a row above the budget stands alone"
     if max(lengths) <= budget:
         assert len(plan) <= 2 * (sum(lengths) / budget) + 1
+
+
+def test_a_plan_has_no_more_micro_batches_than_rows_and_is_found_without_trying_every_number():
+    rows, capacity = 3000, 1000
+    assert len(micro_batches([1.0] * rows, [1500] * rows, capacity)) == rows, "rows that do not fit are alone"
+    assert len(micro_batches([1.0] * rows, [501] * rows, capacity)) == rows, "no two fit together"
+    assert len(micro_batches([1.0] * rows, [334] * rows, capacity)) == rows // 2, "no three fit together"
 
 
 def test_a_rank_without_rows_gets_empty_micro_batches():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf_ext.megatron.hf_files import HFCheckpoint, finish_interrupted, save_hf
+from openrlhf_ext.megatron.hf_files import HFCheckpoint, finish_interrupted
+from tests.models import save_tensors
 
 OLD = {f"layer{i}": torch.full((100,), float(i)) for i in range(4)}
 NEW = {name: tensor + 0.5 for name, tensor in OLD.items()}
@@ -67,9 +68,9 @@ def test_a_kill_while_files_are_replaced_costs_neither_checkpoint(source, tmp_pa
     seen = set()
     for changes in itertools.count():
         target = tmp_path / f"out{changes}"
-        save_hf(OLD.items(), source, target, SHARDS[before])
+        save_tensors(OLD, source, target, SHARDS[before])
         (target / "metrics.jsonl").write_text("{}")
-        killed = killed_after(changes, monkeypatch, save_hf, NEW.items(), source, target, SHARDS[after])
+        killed = killed_after(changes, monkeypatch, save_tensors, NEW, source, target, SHARDS[after])
         found = weights(target)
         assert found is None or same(found, OLD) or same(found, NEW), f"a mixed checkpoint after {changes} changes"
         # the next start may be killed as well
@@ -87,7 +88,7 @@ def test_a_kill_while_files_are_replaced_costs_neither_checkpoint(source, tmp_pa
 def test_a_new_folder_appears_whole(source, tmp_path, monkeypatch):
     target = tmp_path / "out"
     for changes in itertools.count():
-        if not killed_after(changes, monkeypatch, save_hf, OLD.items(), source, target):
+        if not killed_after(changes, monkeypatch, save_tensors, OLD, source, target):
             break
         assert not target.exists()
         finish_interrupted(target)
@@ -97,6 +98,6 @@ def test_a_new_folder_appears_whole(source, tmp_path, monkeypatch):
 
 def test_the_sizes_of_all_files_are_returned(source, tmp_path):
     for _ in range(2):  # a new folder, and one that exists
-        sizes = save_hf(OLD.items(), source, tmp_path / "out", SHARDS[4])
+        sizes = save_tensors(OLD, source, tmp_path / "out", SHARDS[4])
         assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
         assert "model-00004-of-00004.safetensors" in sizes and "config.json" in sizes

@@ -17,13 +17,14 @@ from openrlhf_ext.megatron import phases
 from openrlhf_ext.megatron.phases import PhaseMonitor, RankState, describe_ranks, find_suspects
 from tests.launch import launch
 from tests.megatron.phases_worker import TIMEOUT_S
+from tests.patience import PATIENCE_S, SOONER_S
 
 WORLD = 4
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, str]]:
-    return launch("tests.megatron.phases_worker", "all_cases", WORLD, 200)
+    return launch("tests.megatron.phases_worker", "all_cases", WORLD)
 
 
 def test_phases_without_trouble_change_nothing(seen) -> None:
@@ -51,8 +52,7 @@ def test_the_waiting_ranks_name_the_one_they_wait_for(seen, case, phase, culprit
         assert re.search(doing, message), message
         assert f"--megatron.collective_timeout_s (now {TIMEOUT_S:g})" in message
         assert f"rank {rank}: in '{phase}' for" in message and "waits in a collective at" in message
-        # gloo's own timeout, and as long as it takes to ask everyone
-        assert float(seen[rank][f"seconds of {case}"]) < TIMEOUT_S + 30
+        assert float(seen[rank][f"seconds of {case}"]) < SOONER_S, "it waited for more than its collective"
     assert "RanksMissingError" not in seen[culprit][case]
 
 
@@ -100,7 +100,7 @@ def test_only_the_first_ranks_are_listed_and_the_suspects_always() -> None:
 def test_two_ranks_that_give_up_together_do_not_accuse_each_other() -> None:
     def fail(monitor: PhaseMonitor, messages: list[str], other: threading.Barrier) -> None:
         with pytest.raises(phases.RanksMissingError) as caught, monitor.phase("training step"):
-            other.wait(timeout=60)
+            other.wait(timeout=PATIENCE_S)
             raise dist.DistBackendError("Timed out waiting 1000ms for recv operation to complete")
         messages.append(str(caught.value))
 
@@ -111,7 +111,7 @@ def test_two_ranks_that_give_up_together_do_not_accuse_each_other() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=PATIENCE_S)
     assert len(messages) == 2 and all("\nNot arrived: rank 2.\n" in message for message in messages), messages
 
 
@@ -175,7 +175,7 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
         "    print('not stuck', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == phases.EXIT_CODE and "not stuck" in run.stdout, run.stderr
     assert "rank 0 has stood still for" in run.stderr and "in 'training step', so it ends" in run.stderr
     assert "(--megatron.collective_timeout_s is 9)" in run.stderr and "is at <module>" in run.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -14,21 +15,23 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.accounting import describe, unaccounted_parameters
 from openrlhf_ext.megatron.hf_config import ModelShape, UnsupportedModelError, read_model_shape
+from openrlhf_ext.megatron.hf_files import HFCheckpoint, HFCheckpointError, HFRows, save_hf
 from openrlhf_ext.megatron.weight_map import (
+    HFTensor,
     Rule,
     chunk_layers,
     fill_shard,
     hf_shapes,
     hf_tensors,
     owned_rules,
-    place_shard,
+    placement,
     shard_runs,
     shard_shape,
     stage_rules,
 )
-from openrlhf_ext.megatron.weights import HFCheckpoint, HFCheckpointError, save_hf
+from openrlhf_ext.megatron.weights import BUCKET_BYTES
 from tests.launch import launch
-from tests.models import make_tiny_model
+from tests.models import make_tiny_model, rows_of, save_tensors
 
 FAMILIES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
 LLAMA3_ROPE = {
@@ -85,11 +88,10 @@ def to_shard(rule: Rule, tensors: list[Tensor], shape: ModelShape, rank: int, si
 
 def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
     """The HF tensors of a rule from the pieces of all tensor-parallel ranks (inverse of ``to_shard``)."""
-    if rule.split == "replicated":
-        return [shards[0]]
     tensors = [shards[0].new_empty(s) for s in hf_shapes(rule, shape)]
     for rank, shard in enumerate(shards):
-        place_shard(shard, rule, shard_runs(rule, shape, rank, len(shards)), tensors)
+        for piece in placement(rule, shape, rank, len(shards)):
+            piece.of_tensor(tensors[piece.tensor]).copy_(piece.of_shard(shard))
     return tensors
 
 
@@ -208,7 +210,7 @@ def test_what_does_not_fit_is_listed_by_name(models, tmp_path):
 
 def test_an_index_that_does_not_match_its_files_is_refused(models, tmp_path):
     source, target = models["qwen2", False], tmp_path / "out"
-    save_hf(load_file(source / "model.safetensors").items(), source, target, max_shard_bytes=20_000)
+    save_tensors(load_file(source / "model.safetensors"), source, target, max_shard_bytes=20_000)
     index_path = target / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
     file = index["weight_map"].pop("model.norm.weight")
@@ -233,7 +235,7 @@ def test_very_many_names_are_counted():
 def test_sharded_files_are_written_and_read(models, tmp_path):
     source = models["qwen2", False]
     tensors = load_file(source / "model.safetensors")
-    save_hf(tensors.items(), source, tmp_path / "out", max_shard_bytes=20_000)
+    save_tensors(tensors, source, tmp_path / "out", max_shard_bytes=20_000)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors) and len(set(index["weight_map"].values())) > 3
     checkpoint = HFCheckpoint(tmp_path / "out")
@@ -248,31 +250,56 @@ def test_sharded_files_are_written_and_read(models, tmp_path):
 def test_an_interrupted_save_leaves_the_previous_checkpoint(models, tmp_path):
     source, target = models["qwen2", False], tmp_path / "out"
     tensors = load_file(source / "model.safetensors")
-    save_hf(tensors.items(), source, target)
+    save_tensors(tensors, source, target)
+
+    specs = [HFTensor(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
     def breaks():
-        yield from list(tensors.items())[:3]
+        yield from itertools.islice(rows_of(tensors), 5)
         raise RuntimeError("killed in the middle")
 
     (target / "metrics.jsonl").write_text("{}")
     with pytest.raises(RuntimeError, match="killed"):
-        save_hf(breaks(), source, target)
+        save_hf(breaks(), specs, torch.float32, source, target)
     assert set(load_file(target / "model.safetensors")) == set(tensors)
-    save_hf(tensors.items(), source, target, max_shard_bytes=20_000)
+    save_tensors(tensors, source, target, max_shard_bytes=20_000)
     assert not (target / "model.safetensors").exists() and (target / "config.json").exists()
     assert (target / "metrics.jsonl").read_text() == "{}", "other files in the folder are kept"
 
 
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([("a", 0, (2, 3))], r"no rows come after row 2 of a, which has 4"),
+        ([("a", 0, (4, 3))], r"no rows come after row 0 of b"),
+        ([("a", 0, (2, 3)), ("a", 3, (1, 3))], r"row 2 of a \(4, 3\) was expected, row 3 of a came, of shape \(1, 3\)"),
+        ([("b", 0, (5,))], r"row 0 of a .* was expected, row 0 of b"),
+        ([("a", 0, (4, 2))], r"row 0 of a .* was expected, row 0 of a came, of shape \(4, 2\)"),
+        ([("a", 0, (5, 3))], r"a \(4, 3\) torch.float32: 5 rows of torch.float32 came"),
+        ([("a", 0, (4, 3)), ("b", 0, (5,)), ("b", 5, (1,))], r"rows of b come after the last tensor"),
+    ],
+    ids=["cut", "one tensor", "a gap", "another tensor", "columns", "too many", "extra"],
+)
+def test_rows_that_do_not_make_the_tensors_are_refused(tmp_path, rows, problem):
+    (tmp_path / "config.json").write_text("{}")
+    parts = [HFRows(name, start, torch.zeros(size)) for name, start, size in rows]
+    with pytest.raises(ValueError, match=problem):
+        save_hf(parts, [HFTensor("a", (4, 3)), HFTensor("b", (5,))], torch.float32, tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_never_more_than_one_bucket_above_the_own_shard(tmp_path):
-    """Loading reads part of a tensor at a time, exporting holds the tensors of one rule and one foreign shard."""
-    make_tiny_model(tmp_path / "m", "llama", vocab=40_000, layers=2, heads=16)  # 2 x 41 MB of embeddings
+    """Of a tensor that is larger than a bucket some rows at a time are loaded, exported and written."""
+    make_tiny_model(tmp_path / "m", "llama", vocab=100_000, layers=2, heads=16)  # 2 x 102 MB of embeddings
     slack = 12 << 20  # of the allocator and the measurement
-    for rank in launch(
-        "tests.megatron.weights_worker", "measure", 2, model=str(tmp_path / "m"), layout=layout(tp=2), ranks=2
-    ):
-        assert rank["shard"] > 39 << 20
-        assert rank["load"] < slack, rank
-        assert rank["export"] < 1.5 * rank["largest_rule"] + slack, rank
+    bucket = 4 << 20
+    layouts = [layout(tp=2), layout(pp=2)]
+    arguments = {"model": str(tmp_path / "m"), "ranks": 2, "bucket": bucket, "target": str(tmp_path / "out")}
+    for rank in launch("tests.megatron.weights_worker", "measure", 2, layouts=layouts, **arguments):
+        for found in rank:
+            assert found["shard"] > 90 << 20
+            assert max(found["load"], found["export"], found["save"]) < bucket + slack, rank
+    assert BUCKET_BYTES <= 512 << 20
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------

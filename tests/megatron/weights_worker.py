@@ -12,29 +12,37 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from openrlhf_ext.megatron import weights
+from openrlhf_ext.megatron.export import export_hf
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
-from openrlhf_ext.megatron.weight_map import hf_shapes
-from openrlhf_ext.megatron.weights import export_hf, load_hf, model_rules
+from openrlhf_ext.megatron.weights import load_hf
 from tests.megatron.slow_disk import let_others_wait, monitors, until
+from tests.patience import PATIENCE_S
+
+_SMALL_BUCKET_BYTES = 6000  # 11 rows of 64 entries in a piece
 
 
 def policy_of(model: str, layout: dict, ranks: int, dtype: str = "fp32") -> MegatronPolicy:
     policy_settings = PolicySettings(model, ParallelLayout(ranks, **layout), param_dtype=dtype)
-    initialize_distributed(policy_settings.layout, 60, 1234)
+    initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
     return MegatronPolicy(policy_settings)
 
 
 def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str) -> list[str]:
-    """Loads and saves every model in every layout, on a disk that is slower than any timeout; returns the folders."""
+    """Loads and saves every model in every layout, on a disk that is slower than any timeout; returns the folders.
+
+    Most tensors are larger than the bucket, so that they travel in several pieces.
+    """
     folders, addresses = [], None
     for model in models:
         for layout in layouts:
             folder = Path(target) / f"{Path(model).name}-{json.dumps(layout, sort_keys=True)}"
             policy = policy_of(model, layout, ranks)
             addresses = addresses or monitors()
+            policy.export_rows = partial(export_hf, policy.chunks, policy.shape, bucket_bytes=_SMALL_BUCKET_BYTES)
             if dist.get_rank() == 0:
-                policy.export = partial(_slowly, policy.export, addresses)
+                policy.export_rows = partial(_slowly, policy.export_rows, addresses)
             policy.save_hf(folder)
             until((folder / "config.json").exists, f"{folder} is complete")
             folders.append(str(folder))
@@ -94,25 +102,30 @@ def peak_growth():
         result.append(max(peak, _anonymous_bytes()) - start)
 
 
-def measure(model: str, layout: dict, ranks: int) -> dict[str, int]:
-    """Bytes above the rank's own shard while loading and while exporting, and what they are to be compared with."""
+def measure(model: str, layouts: list[dict], ranks: int, bucket: int, target: str) -> list[dict[str, int]]:
+    """For each layout bytes above the rank's own shard while loading, exporting and saving, and the shard's."""
+    weights.BUCKET_BYTES = bucket
+    return [_measure(model, layout, ranks, bucket, target) for layout in layouts]
+
+
+def _measure(model: str, layout: dict, ranks: int, bucket: int, target: str) -> dict[str, int]:
     policy = policy_of(model, layout, ranks)
-    for _ in export_hf(policy.chunks, policy.shape):  # warms allocators and connections up
-        pass
-    with peak_growth() as load:
-        load_hf(policy.chunks, policy.shape, model)
-    dist.barrier()
-    with peak_growth() as export:
-        for _ in export_hf(policy.chunks, policy.shape):
+    policy.export_rows = partial(export_hf, policy.chunks, policy.shape, bucket_bytes=bucket)
+
+    def export() -> None:
+        for _ in policy.export_rows():
             pass
-    rules = {rule for chunk in policy.chunks for rule in model_rules(chunk, policy.shape)}
-    sizes = [4 * sum(_volume(s) for s in hf_shapes(rule, policy.shape)) for rule in rules]
-    shard = sum(p.numel() * 4 for chunk in policy.chunks for p in chunk.parameters())
-    return {"load": load[0], "export": export[0], "largest_rule": max(sizes), "shard": shard}
 
-
-def _volume(shape: tuple[int, ...]) -> int:
-    volume = 1
-    for size in shape:
-        volume *= size
-    return volume
+    export()  # warms allocators and connections up
+    growth = {}
+    for name, work in {
+        "load": partial(load_hf, policy.chunks, policy.shape, model),
+        "export": export,
+        "save": partial(policy.save_hf, target),
+    }.items():
+        with peak_growth() as grown:
+            work()
+        growth[name] = grown[0]
+        dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return growth | {"shard": sum(p.numel() * 4 for chunk in policy.chunks for p in chunk.parameters())}
