@@ -20,9 +20,10 @@ RULES = {
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
     "planning": ({"megatron", "patches"}, HEAVY - {"transformers"}),
-    "rollout": ({"compat", "patches"}, {"megatron", "openrlhf", "pydantic"}),
+    "rollout": ({"compat", "imports", "patches"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": ({"compat"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": (set(), HEAVY),
+    "explain": ({"algorithms"}, HEAVY),
     "evaluation": ({"rewards"}, HEAVY - {"transformers"}),
     "controller": (
         {
@@ -36,6 +37,7 @@ RULES = {
             "evaluation",
             "config",
             "compat",
+            "imports",
             "patches",
         },
         {"openrlhf", "vllm"},

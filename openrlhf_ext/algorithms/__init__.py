@@ -5,20 +5,25 @@
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
-This package imports torch and nothing else of the stack.
+This package imports torch and nothing else of the stack. To read it: a method's own file (`baselines`, `gtpo_entropy`,
+`grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`, `gae`) holds its
+formulas; `group_advantage`, `entropy_shares`, `class_pools`, `conflict_mask` and `length_penalty` what methods share;
+`base`, `token_level`, `sequence_level` and `losses` the frame around them.
 """
 
 from openrlhf_ext.algorithms import (  # noqa: F401
     baselines,
     covariance,
+    entropy_advantage,
     gae,
     grpo_s,
     gtpo_conflict,
     gtpo_entropy,
+    high_entropy_tokens,
     mixed_policy,
 )
-from openrlhf_ext.algorithms.base import Algorithm, Inputs, SequenceAlgorithm, TokenAlgorithm
-from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms.base import Algorithm, Inputs
+from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
 from openrlhf_ext.algorithms.option_parsing import OptionInfo, option
 from openrlhf_ext.algorithms.registry import (
@@ -28,6 +33,9 @@ from openrlhf_ext.algorithms.registry import (
     register_algorithm,
     with_published_values,
 )
+from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
+from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
+from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 __all__ = [
     "Algorithm",

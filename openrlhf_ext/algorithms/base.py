@@ -1,36 +1,34 @@
-"""The common frame of all algorithms: validate, shape whole groups, weigh tokens, compute a loss that splits exactly.
+"""`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits exactly.
 
-An algorithm is a small class. `TokenAlgorithm` (one ratio per token) and `SequenceAlgorithm` (one per completion) do
-everything but the advantages:
+A method is a small class. `TokenAlgorithm` (`token_level`, one ratio per token) and `SequenceAlgorithm`
+(`sequence_level`, one per completion) do everything but the advantages:
 
     @register_algorithm("my_method", MyOptions)
     class MyMethod(TokenAlgorithm):
         def advantages(self, inputs: Inputs) -> dict[str, Any]:
             return {"advantages": ...}          # fields of ShapedBatch, (B, T)
 
-Shape suffixes: B = completions, T = positions, Q = groups.
+Shape suffixes: B = completions, T = positions, N = single tokens.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.batch import Loss, RolloutBatch, ShapedBatch, check_rewards, check_values
-from openrlhf_ext.algorithms.groups import Groups, Partition, partition, sequence_moments
+from openrlhf_ext.algorithms.batch import RolloutBatch, check_rewards, check_values
+from openrlhf_ext.algorithms.groups import Groups, Partition, partition
 from openrlhf_ext.algorithms.importance import Correction, correction_weights
-from openrlhf_ext.algorithms.kl import KLPenalty, reward_kl
-from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
 from openrlhf_ext.algorithms.option_parsing import Options
+from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
 
 LEAST_ENTROPY = -1e-4
 MOST_LOGPROB = 1e-3
@@ -154,9 +152,13 @@ class Algorithm:
 
     # ---- what an algorithm defines ----
 
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        """Fields of ShapedBatch: at least `advantages` (B, T), or `seq_advantages` (B,) float64 at sequence level."""
+        raise NotImplementedError
+
     def rollout_level(self, inputs: Inputs) -> ShapedBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
-        raise NotImplementedError
+        return self.shaped(inputs, **self.advantages(inputs))
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
         """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
@@ -213,9 +215,10 @@ class Algorithm:
         """(B,) completions that the importance correction applies to."""
         return torch.ones_like(inputs.part.kept_B)
 
-    def shaped(self, inputs: Inputs, **fields: Any) -> ShapedBatch:
+    def shaped(self, inputs: Inputs, *, metrics: dict[str, Tensor] | None = None, **fields: Any) -> ShapedBatch:
         """A ShapedBatch with the fields every algorithm shares filled in."""
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
+        weights_BT, correction_metrics = self._correction(inputs)
         common: dict[str, Any] = {
             "algorithm": self,
             "rows": torch.arange(len(batch.rewards), device=batch.rewards.device),
@@ -228,61 +231,26 @@ class Algorithm:
             "mask": batch.mask,
             "old_logprobs": batch.old_logprobs,
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
+            "correction": weights_BT,
         }
-        if self.correction is not None:
-            weights_BT, filtered_BT = correction_weights(
-                self.correction, batch.old_logprobs, batch.rollout_logprobs, batch.mask
-            )
-            weights_BT = torch.where(self.corrected_rows(inputs)[:, None], weights_BT, 1.0)
-            check_values("importance correction exp(old - rollout)", weights_BT, batch.mask)
-            common["correction"] = weights_BT
-            tokens = groups.lengths_B.sum().clamp(min=1)
-            gap_BT = torch.where(batch.mask, batch.rollout_logprobs - batch.old_logprobs, 0.0)
-            fields["metrics"] = {
-                "correction_filtered": filtered_BT.sum(dtype=torch.float64) / tokens,
-                "rollout_kl": gap_BT.sum(dtype=torch.float64) / tokens,
-                **fields.get("metrics", {}),
-            }
-        return ShapedBatch(**{**common, **fields})
+        return ShapedBatch(**{**common, **fields}, metrics={**correction_metrics, **(metrics or {})})
 
-
-def group_advantages(inputs: Inputs, rewards_B: Tensor, options: Any) -> Tensor:
-    """Group-relative sequence advantage (specification 2.5), float64, 0 in dropped and zeroed groups.
-
-    Args:
-        rewards_B: (B,) float64 penalised rewards.
-        options: reads `baseline`, `normalize_std`, `ddof_seq`, `adv_eps`.
-    """
-    groups, part = inputs.groups, inputs.part
-    everyone_B = torch.ones_like(part.kept_B)
-    moments = sequence_moments(rewards_B, everyone_B, groups.index_B, len(groups))
-    centre_Q = moments.mean
-    if getattr(options, "baseline", "seq") == "token":
-        lengths_B = groups.lengths_B.to(torch.float64)
-        # Relative to the mean, so that equal rewards give exactly the mean.
-        shift_Q = groups.sum(lengths_B * (rewards_B - centre_Q[groups.index_B])) / groups.sum(lengths_B)
-        centre_Q = centre_Q + shift_Q
-    live_B = part.kept_B & ~part.zeroed_B
-    centred_B = rewards_B - centre_Q[groups.index_B]
-    if options.normalize_std:
-        std_B = moments.std(options.ddof_seq)[groups.index_B]
-        centred_B = divide_by_std(centred_B, std_B, options.adv_eps, live_B, inputs.batch.group_ids)
-    return torch.where(live_B, centred_B, 0.0)
-
-
-def divide_by_std(centred_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """`centred / (std + adv_eps)`; ValueError naming the group where that would be 0/0."""
-    if adv_eps == 0.0:
-        require_positive_std(std_B, live_B, group_ids_B)
-    return centred_B / torch.where(live_B, std_B + adv_eps, 1.0)
-
-
-def require_positive_std(std_B: Tensor, live_B: Tensor, group_ids_B: Tensor) -> None:
-    """`adv_eps: 0` is legal only when no standard deviation that divides is 0 (specification 2.4)."""
-    flat = (live_B & (std_B == 0)).nonzero().flatten()
-    if len(flat):
-        group = int(group_ids_B[flat[0]])
-        raise ValueError(f"adv_eps = 0 needs positive standard deviations, that of group {group} is 0; set adv_eps > 0")
+    def _correction(self, inputs: Inputs) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """(B, T) importance-correction factors, None for 1, and their metrics."""
+        if self.correction is None:
+            return None, {}
+        batch = inputs.batch
+        weights_BT, filtered_B, gap_B = correction_weights(
+            self.correction, batch.old_logprobs, batch.rollout_logprobs, batch.mask
+        )
+        corrected_B = self.corrected_rows(inputs)
+        weights_BT[~corrected_B] = 1.0
+        check_values("importance correction exp(old - rollout)", weights_BT, batch.mask)
+        tokens = inputs.groups.lengths_B.sum().clamp(min=1)
+        return weights_BT, {
+            "correction_filtered": filtered_B[corrected_B].sum(dtype=torch.float64) / tokens,
+            "rollout_kl": gap_B.sum() / tokens,
+        }
 
 
 def broadcast(values_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
@@ -293,282 +261,3 @@ def broadcast(values_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
 def tokens_of(mask_BT: Tensor, rows_B: Tensor) -> Tensor:
     """(B, T) tokens of the flagged completions; the mask itself, not a copy, when all are flagged."""
     return mask_BT if bool(rows_B.all()) else mask_BT & rows_B[:, None]
-
-
-class TokenAlgorithm(Algorithm):
-    """One ratio and one advantage per token; clipped surrogate, optional KL, token-level aggregation.
-
-    Class attributes:
-        fixed_agg: aggregation of algorithms without the option `agg`.
-        tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A class that defines
-            `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say so again by
-            `tokenwise = True`: its hooks then must treat every token alone. The loss is right either way; without it
-            the fused output layer is not used.
-    """
-
-    fixed_agg: ClassVar[str] = "token-mean"
-    kl_places: ClassVar[tuple[str, ...]] = ("loss",)
-    tokenwise: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        hooks = ("loss", "objective", "surrogate", "factor", "extra_objective", "extra_terms")
-        if "tokenwise" not in vars(cls) and any(name in vars(cls) for name in hooks):
-            cls.tokenwise = False
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Fields of ShapedBatch that this algorithm fills; at least `advantages` (B, T)."""
-        raise NotImplementedError
-
-    def rollout_level(self, inputs: Inputs) -> ShapedBatch:
-        return self.shaped(inputs, **self.advantages(inputs))
-
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        loss_mask_BT = self.loss_mask(shaped)
-        counted_B = self.counted_tokens(shaped, loss_mask_BT)
-        _, index_B = shaped.group_ids.unique(return_inverse=True)
-        weights_B = losses.token_weights(
-            getattr(self.options, "agg", self.fixed_agg),
-            getattr(self.options, "agg_scope", "batch"),
-            getattr(self.options, "l_norm", None),
-            counted_B=counted_B,
-            kept_B=shaped.kept,
-            active_B=shaped.active,
-            index_B=index_B,
-            sizes_B=shaped.group_sizes,
-        )
-        tokens = self.loss_tokens(shaped, loss_mask_BT).sum().to(torch.float64)
-        return dataclasses.replace(
-            shaped, loss_mask=loss_mask_BT, weights=weights_B, denominators={"tokens": tokens}, complete=True
-        )
-
-    def loss_mask(self, shaped: ShapedBatch) -> Tensor:
-        """(B, T) tokens that carry loss."""
-        return tokens_of(shaped.mask, shaped.active)
-
-    def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
-        """(B,) tokens of each completion that carry loss."""
-        return torch.where(shaped.active, shaped.lengths, 0)
-
-    def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
-        """(B,) counted tokens c_i of specification 2.9."""
-        return self.loss_tokens(shaped, loss_mask_BT)
-
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
-        shaped = self.prepared(new_logprobs, shaped)
-        log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-        objective_BT, clipped_BT, kl_BT = self.objective(promote(new_logprobs), log_ratio_BT, shaped)
-        value = -weighted_sum(objective_BT, shaped)
-        metrics = {"policy_loss": value.detach(), **ratio_metrics(log_ratio_BT, clipped_BT, shaped)}
-        if kl_BT is not None:
-            metrics["ref_kl"] = share(kl_BT, shaped)
-        extra = self.extra_terms(promote(new_logprobs), shaped)
-        for name, terms_BT in extra.items():
-            total = terms_BT.sum()
-            value = value + total
-            metrics[name] = total.detach()
-        loss = Loss(value, metrics, {"clipped": clipped_BT})
-        return checked(loss, (objective_BT, *extra.values()), new_logprobs, log_ratio_BT, shaped)
-
-    def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
-        if not self.tokenwise:
-            return None
-        if self.needs_prepare and shaped.selection is None:
-            raise ValueError(
-                f"{self.name} chooses tokens over the whole mini-batch: call "
-                "`shaped = algorithm.prepare(new_logprobs, shaped)` before `token_loss`"
-            )
-        return functools.partial(self._terms_of_tokens, shaped.lean())
-
-    def _terms_of_tokens(self, shaped: ShapedBatch, new_logprobs_N: Tensor, index_N: Tensor) -> Tensor:
-        """(N,) loss terms: the loss of N rows of one position each."""
-        part = shaped.tokens_at(index_N)
-        new_N1 = promote(new_logprobs_N)[:, None]
-        log_ratio_N1 = torch.where(part.loss_mask, new_N1 - part.old_logprobs, 0.0)
-        objective_N1, _, _ = self.objective(new_N1, log_ratio_N1, part)
-        loss_N1 = -objective_N1 * part.weights.to(objective_N1.dtype)[:, None]
-        for terms_N1 in self.extra_terms(new_N1, part).values():
-            loss_N1 = loss_N1 + terms_N1
-        return loss_N1[:, 0]
-
-    def prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
-        """The batch with everything that `loss` reads; where `needs_prepare`, refuses a share nobody prepared."""
-        return shaped
-
-    def objective(
-        self, new_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Objective to maximise per token, before aggregation weights; which tokens were clipped; reference KL."""
-        objective_BT, clipped_BT = self.surrogate(log_ratio_BT, shaped)
-        kl_BT = None
-        if shaped.ref_logprobs is not None:
-            kl_BT = self.kl.in_loss(new_BT, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
-            objective_BT = objective_BT - self.kl.coef * kl_BT
-        return self.extra_objective(objective_BT, log_ratio_BT, shaped), clipped_BT, kl_BT
-
-    def surrogate(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
-        """Objective per token times `factor`, 0 outside the loss mask, and which tokens were clipped."""
-        options = self.options
-        value_BT, clipped_BT = losses.clipped_surrogate(
-            log_ratio_BT,
-            shaped.advantages,
-            options.clip_low,
-            options.clip_high,
-            getattr(options, "dual_clip", None),
-            factor=self.factor(shaped),
-        )
-        return torch.where(shaped.loss_mask, value_BT, 0.0), clipped_BT & shaped.loss_mask
-
-    def factor(self, shaped: ShapedBatch) -> Tensor | None:
-        """(B, T) constant factor on each token's surrogate, None for 1."""
-        factors = [f for f in (shaped.token_weights, shaped.correction) if f is not None]
-        return functools.reduce(torch.mul, factors) if factors else None
-
-    def extra_objective(self, objective_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
-        """Hook for terms beyond the surrogate and the reference KL."""
-        return objective_BT
-
-    def extra_terms(self, new_BT: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
-        """Hook for loss terms (B, T) with a normalisation of their own; each is a metric by its name."""
-        return {}
-
-
-class SequenceAlgorithm(Algorithm):
-    """One ratio and one advantage per completion (specification 2.10)."""
-
-    ratio_kind: ClassVar[str] = "geometric"
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Fields of ShapedBatch that this algorithm fills; at least `seq_advantages` (B,) float64."""
-        raise NotImplementedError
-
-    def rollout_level(self, inputs: Inputs) -> ShapedBatch:
-        fields = self.advantages(inputs)
-        token_BT = broadcast(fields["seq_advantages"], inputs.batch.mask, inputs.batch.float_dtype)
-        return self.shaped(inputs, advantages=token_BT, **fields)
-
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        _, index_B = shaped.group_ids.unique(return_inverse=True)
-        weights_B = losses.sequence_weights(
-            kept_B=shaped.kept, active_B=shaped.active, index_B=index_B, sizes_B=shaped.group_sizes
-        )
-        # Truncated-masked completions have a ratio to look at, but weight 0.
-        loss_mask_BT = tokens_of(shaped.mask, shaped.kept)
-        denominators = {
-            "tokens": torch.where(shaped.active, shaped.lengths, 0).sum().to(torch.float64),
-            "sequences": shaped.active.sum().to(torch.float64),
-        }
-        return dataclasses.replace(
-            shaped, loss_mask=loss_mask_BT, weights=weights_B, denominators=denominators, complete=True
-        )
-
-    def sequence_log_ratio(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
-        """(B,) log of the ratio: of the mean of the token ratios, or of their geometric mean; 0 in dropped groups."""
-        lengths_B = shaped.lengths.to(log_ratio_BT.dtype)
-        if self.ratio_kind == "geometric" or len(shaped) == 0:
-            return log_ratio_BT.sum(dim=1) / lengths_B
-        # Relative to the largest token ratio, so that nothing overflows.
-        largest_B = torch.where(shaped.loss_mask, log_ratio_BT.detach(), -torch.inf).amax(dim=1)
-        largest_B = torch.where(shaped.kept, largest_B, 0.0)
-        below_BT = torch.where(shaped.loss_mask, log_ratio_BT - largest_B[:, None], -torch.inf)
-        mean_B = below_BT.exp().sum(dim=1) / lengths_B
-        return largest_B + torch.where(shaped.kept, mean_B, 1.0).log()
-
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
-        options = self.options
-        log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-        log_ratio_B = self.sequence_log_ratio(log_ratio_BT, shaped)
-        factor_B = shaped.weights if shaped.correction is None else shaped.weights * sequence_correction(shaped)
-        objective_B, clipped_B = losses.clipped_surrogate(
-            log_ratio_B,
-            shaped.seq_advantages.to(log_ratio_B.dtype),
-            options.clip_low,
-            options.clip_high,
-            options.dual_clip,
-            factor=factor_B.to(log_ratio_B.dtype),
-        )
-        value = -objective_B.sum()
-        clipped_B = clipped_B & shaped.active
-        metrics = ratio_metrics(torch.where(shaped.active[:, None], log_ratio_BT.detach(), 0.0), None, shaped)
-        metrics["clip_fraction"] = clipped_B.sum(dtype=torch.float64) / at_least_one(shaped.denominators["sequences"])
-        details = {"clipped": clipped_B, "ratios": log_ratio_B.detach().exp()}
-        loss = Loss(value, {"policy_loss": value.detach(), **metrics}, details)
-        return checked(loss, (objective_B,), new_logprobs, log_ratio_BT, shaped)
-
-
-def sequence_correction(shaped: ShapedBatch) -> Tensor:
-    """(B,) factor of a sequence objective: mean of the completion's token factors."""
-    total_B = torch.where(shaped.mask, shaped.correction, 0.0).sum(dim=1)
-    return total_B / shaped.lengths.to(total_B.dtype)
-
-
-def promote(logprobs: Tensor) -> Tensor:
-    """Log-probs in at least float32, differentiably."""
-    return logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
-
-
-def masked_log_ratio(new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
-    """(B, T) `new - old` on loss tokens, 0 elsewhere."""
-    if new_logprobs.shape != shaped.old_logprobs.shape:
-        raise ValueError(
-            f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(shaped.old_logprobs.shape)}"
-        )
-    return torch.where(shaped.loss_mask, promote(new_logprobs) - shaped.old_logprobs, 0.0)
-
-
-def checked(
-    loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
-) -> Loss:
-    """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
-
-    Args:
-        terms: (B, T) or (B,) what the loss is the sum of.
-    """
-    if loss.value.device.type != "cpu" or bool(torch.isfinite(loss.value.detach() + log_ratio_BT.detach().sum())):
-        return loss
-    check_values("new_logprobs", new_logprobs, shaped.mask)
-    worst = max((term.detach().abs().nan_to_num(nan=torch.inf) for term in terms), key=lambda term: float(term.max()))
-    row, *position = (int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
-    column = position[0] if position else int(log_ratio_BT.detach()[row].abs().argmax())
-    raise ValueError(
-        f"the loss is {float(loss.value.detach())}: at row {row}, position {column} (new log-prob "
-        f"{float(new_logprobs.detach()[row, column])}, old {float(shaped.old_logprobs[row, column])}) a ratio or KL "
-        f"term overflows {log_ratio_BT.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
-        "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenisation"
-    )
-
-
-def weighted_sum(objective_BT: Tensor, shaped: ShapedBatch) -> Tensor:
-    """Scalar sum over tokens with the aggregation weight of their completion."""
-    return (objective_BT.sum(dim=1) * shaped.weights.to(objective_BT.dtype)).sum()
-
-
-def share(values_BT: Tensor, shaped: ShapedBatch) -> Tensor:
-    """This share's part of the mean over the loss tokens of the whole mini-batch."""
-    return values_BT.detach().sum(dtype=torch.float64) / at_least_one(shaped.denominators["tokens"])
-
-
-def at_least_one(count: Tensor) -> Tensor:
-    """A count made safe to divide by."""
-    return count.clamp(min=1.0)
-
-
-def ratio_metrics(log_ratio_BT: Tensor, clipped_BT: Tensor | None, shaped: ShapedBatch) -> dict[str, Tensor]:
-    """Mean of `old - new`, and clip fractions by sign of the advantage."""
-    metrics = {"policy_kl": -share(log_ratio_BT, shaped)}
-    if clipped_BT is not None:
-        up_BT = clipped_BT & (shaped.advantages > 0)
-        metrics["clip_fraction"] = share(clipped_BT, shaped)
-        metrics["clip_fraction_high"] = share(up_BT, shaped)
-        metrics["clip_fraction_low"] = metrics["clip_fraction"] - metrics["clip_fraction_high"]
-    return metrics
-
-
-def penalised_rewards(algorithm: Algorithm, inputs: Inputs) -> Tensor:
-    """(B,) float64 raw rewards plus length penalty (specification 2.5), minus a KL placed in the reward."""
-    rewards_B = inputs.batch.rewards + length_penalty(inputs.groups, inputs.part, algorithm.options)
-    kl, batch = algorithm.kl, inputs.batch
-    if kl is not None and kl.place == "reward":
-        kl_BT = reward_kl(kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
-        rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
-    return rewards_B

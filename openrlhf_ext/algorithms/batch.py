@@ -1,4 +1,4 @@
-"""What goes into an algorithm and what comes out: `RolloutBatch`, `ShapedBatch`, `Loss`.
+"""What goes into an algorithm, `RolloutBatch`, and the checks of its values.
 
 Shape suffixes: B = completions, T = token positions (right-padded), Q = groups (prompts).
 """
@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.blocks import row_blocks
 
-if TYPE_CHECKING:
-    from openrlhf_ext.algorithms.base import Algorithm
-
 TOKEN_FLOATS = ("old_logprobs", "entropies", "ref_logprobs", "guide_logprobs", "rollout_logprobs", "values")
-Rows = Tensor | Sequence[int] | slice
+_ROW_FIELDS = ("rewards", "group_ids", "truncated", "from_guide")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +85,6 @@ class RolloutBatch:
         return dataclasses.replace(self, rewards=self.rewards.detach().to(torch.float64), **cast)
 
 
-_ROW_FIELDS = ("rewards", "group_ids", "truncated", "from_guide")
-
-
 def _check_dtype(name: str, tensor: Tensor) -> None:
     if name in ("mask", "truncated", "from_guide"):
         legal, wanted = tensor.dtype == torch.bool, "bool"
@@ -103,11 +96,6 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
         legal, wanted = tensor.is_floating_point(), "floating point"
     if not legal:
         raise ValueError(f"{name} must be {wanted}, got {tensor.dtype}")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Validation of values
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def check_values(
@@ -173,217 +161,3 @@ def check_group_sizes(ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[in
                 f"group {group_id} has {size} completions, declared group size is {wanted}: shaping needs whole "
                 "groups; shape on the controller before the batch is split"
             )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Results
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _per_row(**kwargs: Any) -> Any:
-    return field(metadata={"rows": True}, **kwargs)
-
-
-@dataclass(kw_only=True)
-class ShapedBatch:
-    """What the loss needs, plus what a user wants to look at. Plain tensors: it pickles.
-
-    Reward-level quantities (advantages, shaped rewards, masks) are those of the rollout batch. Loss-level quantities
-    (`loss_mask`, `weights`, `denominators`) are those of the mini-batch, which is the rollout batch after `shape` and
-    the given rows after `mini_batch`. `select` keeps them, so that the losses of disjoint selections add up.
-
-    Names of method-specific quantities (`Rpos`, `rho_neg`, `delta`, `tau`, ...) are read as attributes or, for
-    `lambda`, as `shaped["lambda"]`; `names()` lists them.
-
-    Attributes:
-        algorithm: the algorithm that made it (its options travel along).
-        rows: (B,) row of the rollout batch each row came from.
-        group_ids, lengths: (B,) prompt id and completion tokens.
-        group_sizes: (B,) completions of the row's group in the rollout batch.
-        kept: (B,) bool, the row's group was not dropped.
-        active: (B,) bool, the row carries loss (kept and not masked as truncated).
-        rewards: (B,) float64, rewards after length penalties (and KL in the reward).
-        seq_advantages: (B,) float64, or None where advantages are per token only.
-        mask: (B, T) completion tokens.
-        loss_mask: (B, T) tokens that carry loss.
-        advantages: (B, T), 0 in padding.
-        old_logprobs: (B, T) denominator of the ratio (the guide's on its completions for `mixed_policy_dapo`).
-        token_weights: (B, T) factor on each token's surrogate (lambda), or None for 1.
-        correction: (B, T) importance-correction factor, or None for 1.
-        weights: (B,) float64 aggregation weight of each token (or completion) of a row.
-        denominators: float64 scalars of the mini-batch, e.g. `tokens`.
-        selection: (B, T) bool, tokens chosen by `prepare` (covariance methods), or None.
-        exposed: method-specific tensors whose first dimension is B.
-        pools: method-specific tensors that belong to no row.
-        metrics: 0-d float64 tensors describing the rollout batch.
-        complete: False for a share made by `select`.
-        slim: True after `lean`.
-    """
-
-    algorithm: Algorithm
-    rows: Tensor = _per_row()
-    group_ids: Tensor = _per_row()
-    group_sizes: Tensor = _per_row()
-    lengths: Tensor = _per_row()
-    kept: Tensor = _per_row()
-    active: Tensor = _per_row()
-    rewards: Tensor = _per_row()
-    mask: Tensor = _per_row()
-    advantages: Tensor = _per_row()
-    old_logprobs: Tensor = _per_row()
-    seq_advantages: Tensor | None = _per_row(default=None)
-    ref_logprobs: Tensor | None = _per_row(default=None)
-    guide_logprobs: Tensor | None = _per_row(default=None)
-    token_weights: Tensor | None = _per_row(default=None)
-    correction: Tensor | None = _per_row(default=None)
-    loss_mask: Tensor | None = _per_row(default=None)
-    weights: Tensor | None = _per_row(default=None)
-    selection: Tensor | None = _per_row(default=None)
-    exposed: dict[str, Tensor] = field(default_factory=dict)
-    denominators: dict[str, Tensor] = field(default_factory=dict)
-    pools: dict[str, Tensor] = field(default_factory=dict)
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    complete: bool = True
-    slim: bool = False
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getattr__(self, name: str) -> Tensor:
-        # Reached only for names that are no dataclass field. Guard: pickle asks before `exposed` exists.
-        if name.startswith("__") or "exposed" not in self.__dict__:
-            raise AttributeError(name)
-        for source in (self.exposed, self.pools):
-            if name in source:
-                return source[name]
-        derived = self.algorithm.derived()
-        if name in derived:
-            return derived[name](self)
-        raise AttributeError(f"{self.algorithm.name} exposes no {name!r}; it has: {', '.join(self.names())}")
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The quantity of that name: a field, or a method-specific one."""
-        return getattr(self, name)
-
-    def names(self) -> list[str]:
-        """Names of the method-specific quantities of this batch."""
-        return sorted({*self.exposed, *self.pools, *self.algorithm.derived()})
-
-    @property
-    def kept_groups(self) -> Tensor:
-        """Ids of the groups that were not dropped, ascending."""
-        return self.group_ids[self.kept].unique()
-
-    def select(self, rows: Rows) -> ShapedBatch:
-        """A share of this mini-batch: these rows with the denominators of the whole.
-
-        The losses and gradients of disjoint selections that cover all rows add up exactly to those of the whole.
-
-        Args:
-            rows: indices, a slice or a (B,) bool mask, in any order.
-        Raises:
-            ValueError: a row is selected twice.
-        """
-        part = self._take(rows)
-        part.complete = False
-        return part
-
-    def mini_batch(self, rows: Rows) -> ShapedBatch:
-        """A mini-batch of its own: rows of whole groups, loss-level quantities recomputed for them.
-
-        Raises:
-            ValueError: naming the first group of which some completions are missing, or a repeated row; after `lean`.
-        """
-        if self.slim:
-            raise ValueError("a lean batch has lost what its mini-batches need: call mini_batch before lean")
-        part = self._take(rows)
-        _require_whole_groups(part)
-        part.selection = None
-        return part.algorithm.loss_level(part)
-
-    def tokens_at(self, index_N: Tensor) -> ShapedBatch:
-        """N rows of one position each: the tokens at flat positions `index_N` of (B, T), with what their rows carry."""
-        width = self.mask.shape[1]
-
-        def pick(tensor: Tensor) -> Tensor:
-            if tensor.shape == self.mask.shape:
-                return tensor.reshape(-1)[index_N][:, None]
-            return tensor[index_N // width]
-
-        exposed = {name: pick(tensor) for name, tensor in self.exposed.items()}
-        return dataclasses.replace(self, exposed=exposed, complete=False, **self._per_row_fields(pick))
-
-    def lean(self) -> ShapedBatch:
-        """A copy with what the loss and `prepare` read; what to ship to the workers.
-
-        The last step before `select`: without what people look at and what only `mini_batch` reads, it cannot be cut
-        into mini-batches any more.
-        """
-        needed = self.algorithm.loss_inputs
-        exposed = {name: tensor for name, tensor in self.exposed.items() if name in needed}
-        return dataclasses.replace(self, exposed=exposed, pools={}, metrics={}, slim=True)
-
-    def to(self, device: torch.device | str) -> ShapedBatch:
-        """A copy with all tensors on `device`."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: move(item) for key, item in value.items()}
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        return dataclasses.replace(self, **{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
-
-    def _take(self, rows: Rows) -> ShapedBatch:
-        index = row_index(rows, len(self), self.rows.device)
-        exposed = {name: tensor[index] for name, tensor in self.exposed.items()}
-        return dataclasses.replace(self, exposed=exposed, **self._per_row_fields(lambda tensor: tensor[index]))
-
-    def _per_row_fields(self, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """`take` of every per-row field that is set."""
-        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata.get("rows"))
-        return {name: take(tensor) for name, tensor in fields if tensor is not None}
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss to minimise.
-
-    Attributes:
-        value: scalar, differentiable in the new log-probs.
-        metrics: 0-d detached tensors, additive shares: the metrics of all micro-batches sum to those of the whole.
-        details: detached tensors for inspection: `clipped` (B, T) or (B,), and `ratios` for sequence objectives.
-    """
-
-    value: Tensor
-    metrics: dict[str, Tensor]
-    details: dict[str, Tensor] = field(default_factory=dict)
-
-
-def row_index(rows: Rows, count: int, device: torch.device) -> Tensor:
-    """Row selection of any form as a (n,) int64 index tensor.
-
-    Raises:
-        ValueError: naming a row that is selected twice; not for indices on a device, which the test would wait for.
-    """
-    if isinstance(rows, slice):
-        return torch.arange(count, device=device)[rows]
-    index = torch.as_tensor(rows)
-    everything = torch.arange(count, device=index.device)
-    index = everything[index if index.dtype == torch.bool else index.long()]
-    if index.device.type == "cpu":
-        unique, times = index.unique(return_counts=True)
-        if len(unique) < len(index):
-            raise ValueError(f"row {int(unique[times > 1][0])} is selected more than once: rows must be distinct")
-    return index.to(device)
-
-
-def _require_whole_groups(part: ShapedBatch) -> None:
-    ids_Q, index_B, counts_Q = part.group_ids.unique(return_inverse=True, return_counts=True)
-    wrong = (counts_Q[index_B] != part.group_sizes).nonzero().flatten()
-    if len(wrong):
-        row = int(wrong[0])
-        raise ValueError(
-            f"group {int(part.group_ids[row])} has {int(counts_Q[index_B][row])} of its "
-            f"{int(part.group_sizes[row])} completions in this mini-batch: mini-batches consist of whole groups "
-            "(use `select` for micro-batches)"
-        )

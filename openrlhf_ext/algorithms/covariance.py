@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import masked_log_ratio, promote
 from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.batch import ShapedBatch, check_values
+from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.losses import masked_log_ratio, promote
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     KLOptions,
@@ -33,6 +33,7 @@ from openrlhf_ext.algorithms.option_blocks import (
 from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, not_negative, option
 from openrlhf_ext.algorithms.quantiles import order_statistic
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +69,10 @@ class CovarianceControl(GroupRelative):
             cov_BT = self.covariances(promote(new_logprobs), shaped)
             return self.choose(cov_BT, log_ratio_BT, shaped, seed)
 
-    def prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
-        if shaped.selection is not None:
-            return shaped
-        if not shaped.complete:
-            raise ValueError(
-                f"{self.name} chooses tokens over the whole mini-batch: call "
-                "`shaped = algorithm.prepare(new_logprobs, shaped)` before `shaped.select(rows)`"
-            )
-        return self.prepare(new_logprobs, shaped)
-
     def covariances(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
         """(B, T) covariance per token, 0 outside kept groups; means in float64."""
         new_BT = torch.where(shaped.loss_mask, new_logprobs, 0.0)
-        tokens = shaped.loss_mask.sum().clamp(min=1).to(torch.float64)
+        tokens = shaped.denominators["tokens"].clamp(min=1.0)
         weight_B = torch.where(shaped.active, shaped.lengths, 0).to(torch.float64)
         centred_B1 = (shaped.seq_advantages - (shaped.seq_advantages * weight_B).sum() / tokens)[:, None]
         mean_new = new_BT.sum(dim=1, dtype=torch.float64).sum() / tokens
@@ -94,26 +85,18 @@ class CovarianceControl(GroupRelative):
 
     def number_chosen(self, shaped: ShapedBatch) -> int:
         """k = max(1, int(cov_ratio * N_tok)); 0 without tokens."""
-        tokens = int(shaped.loss_mask.sum())
+        tokens = int(shaped.denominators["tokens"])
         return max(1, int(self.options.cov_ratio * tokens)) if tokens else 0
-
-
-def natural_rows(shaped: ShapedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows in natural order (group, completion), and the group and completion number of each row of the batch."""
-    _, index_B, counts_Q = shaped.group_ids.unique(return_inverse=True, return_counts=True)
-    order_B = index_B.argsort(stable=True)
-    number_B = torch.empty_like(order_B)
-    first_Q = counts_Q.cumsum(0) - counts_Q
-    number_B[order_B] = torch.arange(len(order_B), device=order_B.device) - first_Q[index_B[order_B]]
-    return order_B, index_B, number_B
 
 
 def natural_tokens(flags_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """True entries in natural order: row, position, and their (n, 3) places (group, completion, position)."""
-    order_B, index_B, number_B = natural_rows(shaped)
+    _, index_B, counts_Q = shaped.group_ids.unique(return_inverse=True, return_counts=True)
+    order_B = index_B.argsort(stable=True)
+    first_Q = counts_Q.cumsum(0) - counts_Q
     ordered, position = flags_BT[order_B].nonzero(as_tuple=True)
     row = order_B[ordered]
-    return row, position, torch.stack([index_B[row], number_B[row], position], dim=1)
+    return row, position, torch.stack([index_B[row], ordered - first_Q[index_B[row]], position], dim=1)
 
 
 def with_selection(
@@ -154,9 +137,9 @@ class ClipCovOptions(CovarianceOptions):
 class ClipCov(CovarianceControl):
     """Clip-Cov: a few tokens with a high covariance lose their loss term.
 
-    Of the N tokens, k = max(1, int(cov_ratio N)) unclipped ones with cov_lb < cov_it < cov_ub are chosen at random.
+        J = 1/N sum over all but the chosen tokens of f(w_it, A_i)
 
-        J = 1/N sum over the other tokens of f(w_it, A_i)
+    Of the N tokens, k = max(1, int(cov_ratio N)) unclipped ones with cov_lb < cov_it < cov_ub are chosen at random.
     """
 
     kl_places: ClassVar[tuple[str, ...]] = ("reward",)
@@ -213,9 +196,11 @@ class KLCovOptions(CovarianceOptions, KLOptions):
 
 @register_algorithm("kl_cov", KLCovOptions)
 class KLCov(CovarianceControl):
-    """KL-Cov: the k = max(1, int(cov_ratio N)) tokens with the highest covariance are held back; nothing is clipped.
+    """KL-Cov: the tokens with the highest covariance are held back; nothing is clipped.
 
-    J = 1/N (sum over all tokens of w_it A_i - ppo_kl_coef sum over the chosen ones of |new_it - old_it|)
+        J = 1/N (sum over all tokens of w_it A_i - ppo_kl_coef sum over the chosen ones of |new_it - old_it|)
+
+    Of the N tokens, k = max(1, int(cov_ratio N)) are chosen.
     """
 
     tokenwise: ClassVar[bool] = True
@@ -225,7 +210,7 @@ class KLCov(CovarianceControl):
         if count == 0:
             empty = torch.zeros(0, dtype=torch.long, device=cov_BT.device)
             return with_selection(shaped, empty, empty, cov_BT, {"chosen": empty.new_zeros(0, 3)})
-        tokens = int(shaped.loss_mask.sum())
+        tokens = int(shaped.denominators["tokens"])
         least, _ = order_statistic(cov_BT, shaped.loss_mask, tokens - count)
         row, position, places = natural_tokens((cov_BT >= least) & shaped.loss_mask, shaped)
         best = cov_BT[row, position].argsort(descending=True, stable=True)[:count]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm
+from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
@@ -22,16 +22,16 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
 from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, option, positive
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
 
 
-def token_rewards(rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None = None) -> Tensor:
-    """(B, T) terminal reward on each completion's last token, minus a per-token penalty."""
+def token_rewards(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B, T) terminal reward on each completion's last token, 0 elsewhere."""
     last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     rewards_BT = torch.zeros(mask_BT.shape, dtype=rewards_B.dtype, device=mask_BT.device)
-    rewards_BT.scatter_(1, last_B1, rewards_B[:, None])
-    return rewards_BT if penalty_BT is None else rewards_BT - torch.where(mask_BT, penalty_BT, 0.0)
+    return rewards_BT.scatter_(1, last_B1, rewards_B[:, None])
 
 
 def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
@@ -102,9 +102,11 @@ class GaeOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
 class Gae(TokenAlgorithm):
     """PPO with a critic: needs `RolloutBatch.values`; exposes `returns` and `values` for the critic's loss.
 
-    delta_t = r_t + gamma V_{t+1} - V_t
-    A_t = sum_l (gamma lambd)^l delta_{t+l}                         GAE, eq. 16
-    J = mean over all tokens of f(w_t, A_t)                         the clipped surrogate of PPO
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = sum_l (gamma lambd)^l delta_{t+l}                         GAE, eq. 16
+        J = mean over all tokens of f(w_t, A_t)                         PPO, eq. 7
+
+    V is 0 after the last token.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("values",)
@@ -125,11 +127,12 @@ class Gae(TokenAlgorithm):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, options = inputs.batch, self.options
-        penalty_BT = None
-        if self.kl is not None and self.kl.place == "reward":
-            penalty_BT = reward_kl(self.kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
         rewards_B = batch.rewards + length_penalty(inputs.groups, inputs.part, options)
-        rewards_BT = token_rewards(rewards_B.to(batch.float_dtype), batch.mask, penalty_BT)
+        rewards_BT = token_rewards(rewards_B.to(batch.float_dtype), batch.mask)
+        if self.kl is not None and self.kl.place == "reward":
+            kl_BT = reward_kl(self.kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
+            rewards_BT -= kl_BT
+            rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
         advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd)
         if options.whiten:
             advantages_BT = self._whiten(advantages_BT, batch.mask)

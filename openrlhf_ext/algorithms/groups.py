@@ -92,6 +92,11 @@ class Moments:
     mean: Tensor
     m2: Tensor
 
+    @classmethod
+    def of_values(cls, values: Tensor) -> Moments:
+        """Those of pools that hold one value each."""
+        return cls(torch.ones_like(values), values, torch.zeros_like(values))
+
     def std(self, ddof: int) -> Tensor:
         """sqrt(m2 / (count - ddof)), 0 where that count is not positive."""
         degrees = self.count - ddof
@@ -109,12 +114,6 @@ def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
     mean = pivot + shift
     between = rows.count * (rows.mean - pivot[index_B] - shift[index_B]) ** 2
     return Moments(count, mean, segment_sum(rows.m2 + between, index_B, pools))
-
-
-def sequence_moments(values_B: Tensor, member_B: Tensor, index_B: Tensor, pools: int) -> Moments:
-    """Moments of one value per completion over the member rows of each pool."""
-    values = torch.where(member_B, values_B, 0.0)
-    return pool_moments(Moments(member_B.to(torch.float64), values, torch.zeros_like(values)), index_B, pools)
 
 
 @dataclass(frozen=True)
@@ -135,6 +134,11 @@ class Partition:
     kept_B: Tensor
     zeroed_B: Tensor
     active_B: Tensor
+
+    @property
+    def live_B(self) -> Tensor:
+        """The row's group carries a signal: neither dropped nor zeroed."""
+        return self.kept_B & ~self.zeroed_B
 
 
 def partition(

@@ -3,7 +3,7 @@
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
 T1 is the first text, T6 the version v6.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, T = positions, b = rows of one block.
 """
 
 from __future__ import annotations
@@ -15,17 +15,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs, SequenceAlgorithm, divide_by_std
-from openrlhf_ext.algorithms.entropy_shares import (
-    Classes,
-    PreparedEntropy,
-    base_rewards,
-    class_pools,
-    no_share_error,
-    sequence_entropies,
-    sequence_shares,
-)
-from openrlhf_ext.algorithms.groups import Moments
+from openrlhf_ext.algorithms.base import Inputs
+from openrlhf_ext.algorithms.blocks import row_blocks
+from openrlhf_ext.algorithms.class_pools import Classes, base_rewards, class_pools
+from openrlhf_ext.algorithms.entropy_shares import PreparedEntropy, no_share_error
+from openrlhf_ext.algorithms.group_advantage import divide_by_std
+from openrlhf_ext.algorithms.groups import Moments, segment_sum
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
@@ -39,6 +34,7 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +98,9 @@ class GrpoS(SequenceAlgorithm):
         prepared = PreparedEntropy.of(options)
         h_hat_B = sequence_entropies(inputs.batch.entropies, inputs.batch.mask, prepared, options.h_hat)
         share_B = self.shares(inputs, h_hat_B, classes, prepared.denominator_eps)
-        reward_B = self.rewards(inputs, share_B, classes)
-        moments = Moments(torch.ones_like(reward_B), reward_B, torch.zeros_like(reward_B))
+        penalty_B = length_penalty(groups, inputs.part, options)
+        reward_B = self.rewards(inputs, share_B, classes, penalty_B)
+        moments = Moments.of_values(reward_B)
         mean_B, std_B = class_pools(moments, groups.index_B, len(groups), classes, options, options.ddof_seq)
         live_B = classes.live_B
         if options.version == "v1" and options.adv_pool == "own":
@@ -118,23 +115,33 @@ class GrpoS(SequenceAlgorithm):
             "pool_mean": mean_B,
             "pool_std": std_B,
         }
-        return {"seq_advantages": advantages_B, "exposed": exposed}
+        return {"seq_advantages": advantages_B, "rewards": inputs.batch.rewards + penalty_B, "exposed": exposed}
 
     def shares(self, inputs: Inputs, h_hat_B: Tensor, classes: Classes, denominator_eps: float) -> Tensor:
         """(B,) share of Hhat among successes, of 1/Hhat among failures, 0 elsewhere."""
         options, member_B = self.options, classes.member_B
+        geometric = options.normaliser == "geomean"
         x_B = torch.where(classes.inverted_B, 1.0 / (h_hat_B + denominator_eps), h_hat_B)
-        illegal_B = member_B & (~torch.isfinite(x_B) | ((x_B <= 0) & (options.normaliser == "geomean")))
+        illegal_B = member_B & (~torch.isfinite(x_B) | ((x_B <= 0) & geometric))
         if bool(illegal_B.any()):
             row = int(illegal_B.nonzero()[0])
             raise no_share_error(f"mean entropy {float(h_hat_B[row])} of row {row}", options)
         set_B = classes.inverted_B.long()
         if options.entropy_scope == "group":
             set_B = 2 * inputs.groups.index_B + set_B
-        sets = 2 * max(1, len(inputs.groups))
-        return sequence_shares(x_B, member_B, set_B, sets, options.normaliser, denominator_eps)
 
-    def rewards(self, inputs: Inputs, share_B: Tensor, classes: Classes) -> Tensor:
+        def total(values_B: Tensor) -> Tensor:
+            sums = segment_sum(torch.where(member_B, values_B, 0.0), set_B, 2 * max(1, len(inputs.groups)))
+            return sums[set_B]
+
+        count_B = total(torch.ones_like(x_B))
+        if geometric:
+            centre_B = (total(torch.where(member_B, x_B, 1.0).log()) / count_B.clamp(min=1.0)).exp()
+            return torch.where(member_B, x_B / centre_B, 0.0)
+        total_B = total(x_B) + denominator_eps
+        return torch.where(member_B & (total_B > 0), x_B / total_B * count_B, 0.0)
+
+    def rewards(self, inputs: Inputs, share_B: Tensor, classes: Classes, penalty_B: Tensor) -> Tensor:
         """(B,) the version's R+ on successes and R- on failures, with the length penalty."""
         options = self.options
         r_B = base_rewards(inputs, options.base_reward, classes.success_B)
@@ -144,7 +151,6 @@ class GrpoS(SequenceAlgorithm):
         else:
             positive_B = r_B + options.beta * share_B
             negative_B = -share_B if options.version == "v2" else torch.zeros_like(share_B)
-        penalty_B = length_penalty(inputs.groups, inputs.part, options)
         return classes.select(positive_B + penalty_B, negative_B + penalty_B)
 
     def _pool_has_success(self, inputs: Inputs, success_B: Tensor) -> Tensor:
@@ -152,3 +158,15 @@ class GrpoS(SequenceAlgorithm):
         if self.options.norm_scope == "batch":
             return success_B.any().expand_as(success_B)
         return inputs.groups.any(success_B)[inputs.groups.index_B]
+
+
+def sequence_entropies(entropies_BT: Tensor, mask_BT: Tensor, prepared: PreparedEntropy, kind: str) -> Tensor:
+    """(B,) float64 mean of each completion's H', arithmetic or geometric (0 if some H' is not positive)."""
+    mean_B = torch.zeros(len(mask_BT), dtype=torch.float64, device=mask_BT.device)
+    for rows in row_blocks(*mask_BT.shape):
+        h_bT = prepared.prepare(entropies_BT[rows])
+        if kind == "geometric":
+            # The log of 0 is -inf and its exponential 0, as specified; a negative entropy counts as 0 too.
+            h_bT = h_bT.clamp_(min=0.0).log_()
+        mean_B[rows] = torch.where(mask_BT[rows], h_bT, 0.0).sum(dim=1) / mask_BT[rows].sum(dim=1)
+    return mean_B.exp() if kind == "geometric" else mean_B

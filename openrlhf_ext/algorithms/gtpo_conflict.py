@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, broadcast, divide_by_std
-from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms.base import Inputs, broadcast
+from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
-from openrlhf_ext.algorithms.groups import Groups, Partition, sequence_moments, usable_rows
+from openrlhf_ext.algorithms.group_advantage import group_advantages
+from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
     EpsOptions,
@@ -33,6 +34,8 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.shaped import ShapedBatch
+from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +152,8 @@ class GtpoConflict(TokenAlgorithm):
     def _advantages(self, batch: RolloutBatch, groups: Groups) -> Tensor:
         """(B,) float64 A_i; values within `sign_tol` of 0 are 0."""
         everyone_B = torch.ones_like(groups.index_B, dtype=torch.bool)
-        moments = sequence_moments(batch.rewards, everyone_B, groups.index_B, len(groups))
-        centred_B = batch.rewards - moments.mean[groups.index_B]
-        if self.options.normalize_std:
-            std_B = moments.std(self.options.ddof_seq)[groups.index_B]
-            centred_B = divide_by_std(centred_B, std_B, self.options.adv_eps, everyone_B, batch.group_ids)
-        return torch.where(centred_B.abs() <= self.options.sign_tol, 0.0, centred_B)
+        a_B = group_advantages(batch.rewards, groups, self.options, everyone_B)
+        return torch.where(a_B.abs() <= self.options.sign_tol, 0.0, a_B)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, groups, options = inputs.batch, inputs.groups, self.options
@@ -206,10 +205,9 @@ class GtpoConflict(TokenAlgorithm):
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
         loss_mask_BT = self.loss_mask(shaped)
-        _, index_B = shaped.group_ids.unique(return_inverse=True)
         denominator_B = shaped.lengths * shaped.exposed["divisor"]
         if self.options.group_reduce == "mean":
-            denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped.kept, index_B)
+            denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped)
         return dataclasses.replace(
             shaped,
             loss_mask=loss_mask_BT,

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs, TokenAlgorithm, require_positive_std
-from openrlhf_ext.algorithms.batch import ShapedBatch
-from openrlhf_ext.algorithms.entropy_shares import Classes, TokenShares, base_rewards, class_pools, make_runs
+from openrlhf_ext.algorithms.base import Inputs
+from openrlhf_ext.algorithms.class_pools import Classes, base_rewards, class_pools
+from openrlhf_ext.algorithms.entropy_shares import TokenShares, make_runs
+from openrlhf_ext.algorithms.group_advantage import require_positive_std
 from openrlhf_ext.algorithms.groups import Moments
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.option_blocks import (
@@ -36,6 +37,8 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.shaped import ShapedBatch
+from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -113,23 +116,23 @@ class GtpoEntropyOptions(
 
 @dataclass(frozen=True)
 class TokenReward:
-    """Shaped rewards R = offset + weight x of each completion's tokens: R+ on P, R- on N.
+    """Shaped rewards R = offset + weight x of each completion's tokens: R+ on P, R- on N, 0 elsewhere.
 
-    x is the share rho; on P, where `clip` = (alpha1, alpha2, low, high) is set, it is
-    `clip(alpha1 + alpha2 rho, low, high)`. The (B,) float64 offset holds the base and the length penalty.
+    x is the share rho, or its clipped form on P. The (B,) float64 offset holds the base and the length penalty.
     """
 
+    options: GtpoEntropyOptions
     offset_B: Tensor
     weight_B: Tensor
     success_B: Tensor
-    clip: tuple[float, float, float, float] | None
 
     def x(self, rho_bT: Tensor, rows: slice | Tensor) -> Tensor:
-        """(b, T) what the reward is affine in; `rho_bT` itself without a clip."""
-        if self.clip is None:
+        """(b, T) `rho_bT` itself, or clip(alpha1 + alpha2 rho, 1, alpha1 + alpha1/kappa) on P (T1 eq. 11)."""
+        if not self.options.clipped_positive:
             return rho_bT
-        alpha1, alpha2, low, high = self.clip
-        return torch.where(self.success_B[rows, None], (alpha1 + alpha2 * rho_bT).clamp_(low, high), rho_bT)
+        alpha1, alpha2, kappa = self.options.alpha1, self.options.alpha2, self.options.kappa
+        clipped_bT = (alpha1 + alpha2 * rho_bT).clamp_(1.0, alpha1 + alpha1 / kappa)
+        return torch.where(self.success_B[rows, None], clipped_bT, rho_bT)
 
     def rewards(self, rho_bT: Tensor, rows: slice | Tensor) -> Tensor:
         """(b, T) R, also in the padding."""
@@ -140,7 +143,9 @@ class TokenReward:
         lengths_n = lengths_B[shares.run.rows].to(torch.float64)
         mean_n, m2_n = torch.zeros_like(lengths_n), torch.zeros_like(lengths_n)
         for local, rows, rho_bT in shares:
-            x_bT = torch.where(mask_BT[rows], self.x(rho_bT, rows), 0.0) if self.clip else rho_bT
+            x_bT = self.x(rho_bT, rows)
+            if self.options.clipped_positive:
+                x_bT = torch.where(mask_BT[rows], x_bT, 0.0)
             mean_n[local] = x_bT.sum(dim=1) / lengths_n[local]
             centred_bT = torch.where(mask_BT[rows], x_bT - mean_n[local, None], 0.0)
             m2_n[local] = torch.linalg.vector_norm(centred_bT, dim=1) ** 2
@@ -179,7 +184,8 @@ class GtpoEntropy(TokenAlgorithm):
         """Share -> reward -> pools -> advantage, for one run of completions after the other."""
         options, batch, groups = self.options, inputs.batch, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
-        reward = self.reward(inputs, classes)
+        penalty_B = length_penalty(groups, inputs.part, options)
+        reward = self.reward(inputs, classes, penalty_B)
         rho_BT = torch.empty_like(batch.entropies, dtype=batch.float_dtype)
         a_BT = torch.empty_like(rho_BT)
         mean_B, std_B = torch.zeros_like(reward.offset_B), torch.zeros_like(reward.offset_B)
@@ -198,15 +204,15 @@ class GtpoEntropy(TokenAlgorithm):
         exposed = {
             "shares": rho_BT,
             "success": classes.success_B,
-            "failure": classes.failure_B,
+            "inverted": classes.inverted_B,
             "reward_offset": reward.offset_B,
             "reward_weight": reward.weight_B,
             "pool_mean": mean_B,
             "pool_std": std_B,
         }
-        return {"advantages": a_BT, "exposed": exposed}
+        return {"advantages": a_BT, "rewards": batch.rewards + penalty_B, "exposed": exposed}
 
-    def reward(self, inputs: Inputs, classes: Classes) -> TokenReward:
+    def reward(self, inputs: Inputs, classes: Classes, penalty_B: Tensor) -> TokenReward:
         """The version's R+ and R-, each as (offset, weight) of the share, and the length penalty on every token."""
         options = self.options
         r_B = base_rewards(inputs, options.base_reward, classes.success_B)
@@ -216,10 +222,9 @@ class GtpoEntropy(TokenAlgorithm):
         elif options.version == "v6":
             positive, negative = (options.alpha1 * r_B, options.alpha2), (-options.alpha1, -options.alpha2)
         if options.clipped_positive:
-            positive = (0.0, 1.0)  # R+ = clip(alpha1 + alpha2 rho+, ...), T1 eq. 11
-        penalty_B = length_penalty(inputs.groups, inputs.part, options)
+            positive = (0.0, 1.0)  # R+ = x, the clipped form of T1 eq. 11
         offset_B = classes.select(positive[0] + penalty_B, negative[0] + penalty_B)
-        return TokenReward(offset_B, classes.select(positive[1], negative[1]), classes.success_B, self._clip())
+        return TokenReward(options, offset_B, classes.select(positive[1], negative[1]), classes.success_B)
 
     def _standardised(
         self,
@@ -239,13 +244,6 @@ class GtpoEntropy(TokenAlgorithm):
             return a_bT
         return torch.where(classes.success_B[rows, None], a_bT.clamp(min=0.0), a_bT.clamp(max=0.0))
 
-    def _clip(self) -> tuple[float, float, float, float] | None:
-        """alpha1, alpha2 and the interval [1, alpha1 + alpha1/kappa] of T1 eq. 11, where it applies."""
-        options = self.options
-        if not options.clipped_positive:
-            return None
-        return options.alpha1, options.alpha2, 1.0, options.alpha1 + options.alpha1 / options.kappa
-
     def _batch_wide(self) -> bool:
         """Some statistic spans the groups."""
         compares_groups = self.options.entropy_scope == "batch" and self.options.entropy_axis != "row"
@@ -253,25 +251,14 @@ class GtpoEntropy(TokenAlgorithm):
 
     def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
         return {
-            "Rpos": self._positive_rewards,
-            "Rneg": self._negative_rewards,
-            "rho_pos": lambda shaped: _where_rows(shaped.success, shaped.shares),
-            "rho_neg": lambda shaped: _where_rows(shaped.failure, shaped.shares),
+            "Rpos": lambda shaped: self._rewards(shaped, ~shaped.inverted),
+            "Rneg": lambda shaped: self._rewards(shaped, shaped.inverted),
+            "rho_pos": lambda shaped: torch.where(shaped.success[:, None], shaped.shares, 0.0),
+            "rho_neg": lambda shaped: torch.where(shaped.inverted[:, None], shaped.shares, 0.0),
         }
 
-    def _shaped_rewards(self, shaped: ShapedBatch) -> Tensor:
-        rule = TokenReward(shaped.reward_offset, shaped.reward_weight, shaped.success, self._clip())
-        rewards_BT = rule.rewards(shaped.shares.to(torch.float64), slice(None)).to(shaped.shares.dtype)
-        return torch.where(shaped.mask & (shaped.success | shaped.failure)[:, None], rewards_BT, 0.0)
-
-    def _positive_rewards(self, shaped: ShapedBatch) -> Tensor:
-        rewards_BT = self._shaped_rewards(shaped)
-        return _where_rows(shaped.success, rewards_BT) if self.options.two_tables else rewards_BT
-
-    def _negative_rewards(self, shaped: ShapedBatch) -> Tensor:
-        rewards_BT = self._shaped_rewards(shaped)
-        return _where_rows(shaped.failure, rewards_BT) if self.options.two_tables else torch.zeros_like(rewards_BT)
-
-
-def _where_rows(rows_B: Tensor, values_BT: Tensor) -> Tensor:
-    return torch.where(rows_B[:, None], values_BT, 0.0)
+    def _rewards(self, shaped: ShapedBatch, rows_B: Tensor) -> Tensor:
+        """(B, T) shaped rewards of these completions, 0 elsewhere."""
+        reward = TokenReward(self.options, shaped.reward_offset, shaped.reward_weight, shaped.success)
+        rewards_BT = reward.rewards(shaped.shares.to(torch.float64), slice(None)).to(shaped.shares.dtype)
+        return torch.where(shaped.mask & rows_B[:, None], rewards_BT, 0.0)

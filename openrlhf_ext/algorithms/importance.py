@@ -4,7 +4,7 @@ Tokens are sampled by one engine (log-prob `rollout`) and trained by another (lo
 numerics). Each token's surrogate is multiplied by a constant made of `w = exp(old - rollout)`; the semantics are those
 of OpenRLHF 0.11.2's `PolicyLoss`. Advantages, KL terms and denominators are not touched.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, T = positions, b = rows of one block.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
 
 PROBABILITY_MARGIN = 1e-6
@@ -95,19 +96,33 @@ def gate_statistic(correction: Correction, old_BT: Tensor, rollout_BT: Tensor, m
 
 def correction_weights(
     correction: Correction, old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Factor of each token's surrogate and which tokens were filtered or clamped.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor of each token's surrogate, and by how much it had to correct.
 
     Returns:
-        weights (B, T), 1 in padding; filtered (B, T) bool, False in padding.
+        weights (B, T), 1 in padding; (B,) int64 tokens that were filtered or clamped; (B,) float64 sum of
+        `rollout - old` over each completion's tokens.
     """
-    old_BT = torch.where(mask_BT, old_BT, 0.0)
-    rollout_BT = torch.where(mask_BT, rollout_BT, 0.0)
+    weights_BT = torch.empty_like(old_BT, dtype=torch.promote_types(old_BT.dtype, rollout_BT.dtype))
+    filtered_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
+    gap_B = torch.zeros(len(mask_BT), dtype=torch.float64, device=mask_BT.device)
+    for rows in row_blocks(*mask_BT.shape):
+        mask_bT = mask_BT[rows]
+        old_bT, rollout_bT = (torch.where(mask_bT, logprobs_BT[rows], 0.0) for logprobs_BT in (old_BT, rollout_BT))
+        weights_bT, outside_bT = _block_weights(correction, old_bT, rollout_bT, mask_bT)
+        weights_BT[rows] = torch.where(mask_bT, weights_bT, 1.0)
+        filtered_B[rows] = (outside_bT & mask_bT).sum(dim=1)
+        gap_B[rows] = (rollout_bT - old_bT).sum(dim=1, dtype=torch.float64)
+    return weights_BT, filtered_B, gap_B
+
+
+def _block_weights(
+    correction: Correction, old_bT: Tensor, rollout_bT: Tensor, mask_bT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(b, T) factors and (b, T) or (b, 1) which units are outside the band."""
     low, high = correction.threshold
-    statistic = gate_statistic(correction, old_BT, rollout_BT, mask_BT)
-    outside_BT = ((statistic < low) | (statistic > high)).expand_as(mask_BT)
+    statistic = gate_statistic(correction, old_bT, rollout_bT, mask_bT)
+    outside = (statistic < low) | (statistic > high)
     if correction.mode == "clip":
-        weights_BT = statistic.clamp(low, high)
-    else:
-        weights_BT = torch.where(outside_BT, 0.0, (old_BT - rollout_BT).exp())
-    return torch.where(mask_BT, weights_BT, 1.0), outside_BT & mask_BT
+        return statistic.clamp(low, high), outside
+    return torch.where(outside, 0.0, (old_bT - rollout_bT).exp()), outside

@@ -1,14 +1,33 @@
-"""Pure pieces of policy losses: the clipped surrogate and the aggregation weights.
+"""Pieces of policy losses: ratios, the clipped surrogate, aggregation weights, metrics, the search for what overflows.
 
-Shape suffixes: B = completions, T = positions, Q = groups.
+Shape suffixes: B = completions, T = positions.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.groups import segment_sum
+from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
+
+
+def promote(logprobs: Tensor) -> Tensor:
+    """Log-probs in at least float32, differentiably."""
+    return logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
+
+
+def masked_log_ratio(new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
+    """(B, T) `log w = new - old` on loss tokens, 0 elsewhere."""
+    if new_logprobs.shape != shaped.old_logprobs.shape:
+        raise ValueError(
+            f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(shaped.old_logprobs.shape)}"
+        )
+    return torch.where(shaped.loss_mask, promote(new_logprobs) - shaped.old_logprobs, 0.0)
 
 
 def clipped_surrogate(
@@ -50,51 +69,73 @@ def clipped_surrogate(
     return torch.where(clipped | (scale == 0), bound, log_ratio).exp() * scale, clipped
 
 
-def token_weights(
-    agg: str,
-    agg_scope: str,
-    l_norm: float | None,
-    *,
-    counted_B: Tensor,
-    kept_B: Tensor,
-    active_B: Tensor,
-    index_B: Tensor,
-    sizes_B: Tensor,
-) -> Tensor:
+def token_weights(shaped: ShapedBatch, counted_B: Tensor, *, agg: str, agg_scope: str, l_norm: float | None) -> Tensor:
     """Weight omega of every token of a completion (specification 2.9), float64, 0 for inactive completions.
 
     Args:
         counted_B: counted tokens c_i (0 for inactive completions).
-        kept_B: the completion's group counts in the denominators.
-        active_B: the completion carries loss.
-        index_B: group index in 0..; any numbering of the mini-batch's groups.
-        sizes_B: completions of the row's group.
     """
     counted_B = counted_B.to(torch.float64)
     if agg == "seq-mean-token-sum-norm":
-        denominator_B = kept_B.sum() * float(l_norm) * torch.ones_like(counted_B)
-    elif agg == "seq-mean-token-mean":
-        denominator_B = prompts(kept_B, index_B) * sizes_B * counted_B
-    elif agg_scope == "group":
-        groups = int(index_B.max()) + 1 if len(index_B) else 0
-        totals_Q = torch.zeros(groups, dtype=torch.float64, device=index_B.device).index_add_(0, index_B, counted_B)
-        denominator_B = prompts(kept_B, index_B) * totals_Q[index_B]
-    else:
-        denominator_B = counted_B.sum() * torch.ones_like(counted_B)
-    return reciprocal(denominator_B, active_B)
+        return reciprocal(shaped.kept.sum(dtype=torch.float64) * l_norm, shaped.active)  # n_seq l_norm
+    if agg == "seq-mean-token-mean":
+        return reciprocal(prompts(shaped) * shaped.group_sizes * counted_B, shaped.active)  # Q G c_i
+    if agg_scope == "group":
+        ids_Q, index_B = shaped.group_ids.unique(return_inverse=True)
+        in_group_B = segment_sum(counted_B, index_B, len(ids_Q))[index_B]
+        return reciprocal(prompts(shaped) * in_group_B, shaped.active)
+    return reciprocal(counted_B.sum(), shaped.active)
 
 
-def sequence_weights(*, kept_B: Tensor, active_B: Tensor, index_B: Tensor, sizes_B: Tensor) -> Tensor:
+def sequence_weights(shaped: ShapedBatch) -> Tensor:
     """Weight 1/(Q G) of every completion in a sequence objective (specification 2.10), 0 for inactive ones."""
-    return reciprocal(prompts(kept_B, index_B) * sizes_B.to(torch.float64), active_B)
+    return reciprocal(prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active)
 
 
-def prompts(kept_B: Tensor, index_B: Tensor) -> Tensor:
-    """Q, the number of groups that count, as a float64 scalar."""
-    return torch.tensor(len(index_B[kept_B].unique()), dtype=torch.float64, device=index_B.device)
+def prompts(shaped: ShapedBatch) -> int:
+    """Q, the number of groups of the mini-batch that were not dropped."""
+    return len(shaped.kept_groups)
 
 
-def reciprocal(denominator_B: Tensor, where_B: Tensor) -> Tensor:
-    """1/denominator where the flag is set and the denominator is positive, else 0."""
-    usable_B = where_B & (denominator_B > 0)
-    return torch.where(usable_B, 1.0 / denominator_B.clamp(min=1e-300), 0.0)
+def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
+    """(B,) 1/denominator, float64, where the flag is set and the denominator is positive, else 0."""
+    usable_B = where_B & (denominator > 0)
+    return torch.where(usable_B, 1.0 / denominator.clamp(min=1e-300), 0.0)
+
+
+def share(values_BT: Tensor, shaped: ShapedBatch) -> Tensor:
+    """This share's part of the mean over the loss tokens of the whole mini-batch."""
+    return values_BT.detach().sum(dtype=torch.float64) / shaped.denominators["tokens"].clamp(min=1.0)
+
+
+def ratio_metrics(log_ratio_BT: Tensor, clipped_BT: Tensor | None, shaped: ShapedBatch) -> dict[str, Tensor]:
+    """Mean of `old - new`, and clip fractions by sign of the advantage."""
+    metrics = {"policy_kl": -share(log_ratio_BT, shaped)}
+    if clipped_BT is not None:
+        up_BT = clipped_BT & (shaped.advantages > 0)
+        metrics["clip_fraction"] = share(clipped_BT, shaped)
+        metrics["clip_fraction_high"] = share(up_BT, shaped)
+        metrics["clip_fraction_low"] = metrics["clip_fraction"] - metrics["clip_fraction_high"]
+    return metrics
+
+
+def checked(
+    loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
+) -> Loss:
+    """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
+
+    Args:
+        terms: (B, T) or (B,) what the loss is the sum of.
+    """
+    if loss.value.device.type != "cpu" or bool(torch.isfinite(loss.value.detach() + log_ratio_BT.detach().sum())):
+        return loss
+    check_values("new_logprobs", new_logprobs, shaped.mask)
+    worst = max((term.detach().abs().nan_to_num(nan=torch.inf) for term in terms), key=lambda term: float(term.max()))
+    row, *position = (int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    column = position[0] if position else int(log_ratio_BT.detach()[row].abs().argmax())
+    raise ValueError(
+        f"the loss is {float(loss.value.detach())}: at row {row}, position {column} (new log-prob "
+        f"{float(new_logprobs.detach()[row, column])}, old {float(shaped.old_logprobs[row, column])}) a ratio or KL "
+        f"term overflows {log_ratio_BT.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
+        "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenisation"
+    )

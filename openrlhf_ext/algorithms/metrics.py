@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import ShapedBatch
 from openrlhf_ext.algorithms.blocks import row_sums
+from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import Inputs

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, at_least_one
+from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs
 from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
-from openrlhf_ext.algorithms.batch import RolloutBatch, ShapedBatch, check_values
+from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -88,5 +89,5 @@ class MixedPolicyDapo(GroupRelative):
         objective_BT, _ = losses.clipped_surrogate(
             log_ratio_BT, minus_one, self.options.clip_low, self.options.clip_high
         )
-        factor = self.options.zero_weight / at_least_one(shaped.denominators["zero_tokens"])
+        factor = self.options.zero_weight / shaped.denominators["zero_tokens"].clamp(min=1.0)
         return {"zero_batch_loss": -torch.where(tokens_BT, objective_BT, 0.0) * factor.to(log_ratio_BT.dtype)}

@@ -24,6 +24,11 @@ REQUIRED = object()
 class Options:
     """Base of all options: cross-field rules come from `violations`, which each block extends."""
 
+    @classmethod
+    def preset_overrides(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that the given values replace, if the options know presets."""
+        return {}
+
     def violations(self) -> Iterator[str]:
         yield from ()
 

@@ -86,7 +86,8 @@ def upper_threshold(values_BT: Tensor, mask_BT: Tensor, fraction: float) -> tupl
     """
     count = int(row_counts(mask_BT).sum())
     if count == 0:
-        return torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=values_BT.dtype, device=values_BT.device)
+        nothing = values_BT.new_zeros(())
+        return nothing.double(), nothing
     position = (1.0 - fraction) * (count - 1)
     below = min(count - 1, math.floor(position))
     low, reached = order_statistic(values_BT, mask_BT, below)

@@ -96,7 +96,7 @@ def get_algorithm(
     cls = algorithm_class(name)
     own = {info.name for info in option_infos(cls.Options)}
     foreign = {info.name for other in _ALGORITHMS.values() for info in option_infos(other.Options)} - own
-    presets = getattr(cls.Options, "preset_overrides", lambda values: {})(options)
-    parsed = parse_options(cls.Options, options, owner=name, foreign=foreign, overrides=presets)
+    overrides = cls.Options.preset_overrides(options)
+    parsed = parse_options(cls.Options, options, owner=name, foreign=foreign, overrides=overrides)
     penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
     return cls(parsed, correction=parse_correction(correction), kl=penalty)

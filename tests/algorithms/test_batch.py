@@ -253,12 +253,26 @@ def test_zero_std_without_eps_is_refused_by_name() -> None:
         build("grpo", adv_eps=0.0).shape(batch)
 
 
+def test_padding_does_not_travel() -> None:
+    mask = torch.arange(5000) < torch.tensor([5000, 1, 1, 1])[:, None]
+    shaped = build("grpo").shape(simple_batch(positions=5000, mask=mask)).lean()
+    padded = [tensor for tensor in vars(shaped).values() if getattr(tensor, "shape", 0) == mask.shape]
+    entries = sum(tensor.element_size() for tensor in padded)
+    assert 5000 * entries < len(pickle.dumps(shaped)) < 5000 * entries + 10_000
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shaped_batch_pickles(name: str) -> None:
     batch, new, _ = to_batch(mixed_groups(2))
     algorithm = build(name)
     shaped = algorithm.shape(batch)
     copy = pickle.loads(pickle.dumps(shaped))
+    for field in dataclasses.fields(shaped):
+        one, other = (getattr(of, field.name) for of in (shaped, copy))
+        if torch.is_tensor(one):
+            is_padded = one.shape == shaped.mask.shape
+            expected = torch.where(shaped.mask, one, torch.zeros_like(one)) if is_padded else one
+            assert other.dtype == one.dtype and torch.equal(other, expected), field.name
     assert copy.names() == shaped.names()
     assert torch.equal(copy.algorithm.loss(new, copy).value, algorithm.loss(new, shaped).value)
     lean = pickle.loads(pickle.dumps(algorithm.prepare(new.detach(), shaped).lean()))

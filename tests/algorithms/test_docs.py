@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.algorithms import algorithm_names, describe_options, registry
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "algorithms.md"
@@ -77,5 +78,7 @@ def test_every_method_says_what_it_costs(name: str) -> None:
 
 def test_numbers_are_those_of_the_committed_records() -> None:
     script = ROOT / "benchmarks" / "algorithm_tables.py"
-    run = subprocess.run([sys.executable, script, "--check", DOCUMENT], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, script, "--check", DOCUMENT], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert run.returncode == 0, run.stderr

@@ -72,7 +72,9 @@ def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:
     batch, _ = ragged(2)
     shaped = get_algorithm("gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False).shape(batch)
     kl = torch.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
-    wanted, _ = gae(token_rewards(batch.rewards, batch.mask, 0.5 * kl), batch.values, batch.mask, gamma=1.0, lambd=1.0)
+    rewards = token_rewards(batch.rewards, batch.mask) - 0.5 * kl
+    wanted, _ = gae(rewards, batch.values, batch.mask, gamma=1.0, lambd=1.0)
+    assert torch.allclose(shaped.rewards, rewards.sum(dim=1))
     assert torch.allclose(shaped.advantages, wanted)
 
 

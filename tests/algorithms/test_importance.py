@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 import types
@@ -80,6 +81,16 @@ def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, 
         assert shaped.metrics["correction_filtered"].item() == pytest.approx(filtered.item())
     if dual_clip is None:
         assert ours.metrics["clip_fraction"].item() == pytest.approx(clip_ratio.item())
+
+
+def test_completions_of_a_guide_are_neither_corrected_nor_counted() -> None:
+    batch, _, _ = to_batch(mixed_groups(2), garbage=False)
+    guided = torch.arange(len(batch.rewards)) % 2 == 0
+    batch = dataclasses.replace(batch, from_guide=guided, rollout_logprobs=batch.old_logprobs - 9.0)
+    shaped = get_algorithm("mixed_policy_dapo", correction={"level": "token"}).shape(batch)
+    assert torch.equal(shaped.correction, torch.where(guided[:, None] | ~batch.mask, 1.0, 0.0).double())
+    own = batch.mask[~guided].sum() / batch.mask.sum()
+    assert shaped.metrics["correction_filtered"].item() == pytest.approx(own.item())
 
 
 def test_a_single_threshold_is_the_upper_end() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, with_published_values
 from openrlhf_ext.algorithms.length_penalty import dapo_overlong, tan_v1
 
 
@@ -21,7 +21,7 @@ def test_tan_v1_jumps_as_printed_and_is_continuous_with_l1() -> None:
     assert tan_v1(lengths, 40, 100, denominator="L1").tolist() == [0.0, -0.25, -1.0, -1.0]
 
 
-def penalties(lengths: list[int], rewards: list[float], **options) -> list[float]:
+def penalties(lengths: list[int], rewards: list[float], name: str = "grpo", **options) -> list[float]:
     width = max(lengths)
     zeros = torch.zeros(len(lengths), width, dtype=torch.float64)
     batch = RolloutBatch(
@@ -30,14 +30,18 @@ def penalties(lengths: list[int], rewards: list[float], **options) -> list[float
         rewards=torch.tensor(rewards, dtype=torch.float64),
         group_ids=torch.zeros(len(lengths), dtype=torch.long),
         old_logprobs=zeros,
+        entropies=zeros + 1.0,
     )
-    shaped = get_algorithm("grpo", length_penalty={"kind": "grop"}, **options).shape(batch)
+    options = with_published_values(name, {"length_penalty": {"kind": "grop"}, **options}, max_length=width)
+    shaped = get_algorithm(name, **options).shape(batch)
+    assert torch.isclose(shaped.metrics["penalised_reward"], shaped.rewards.mean())
     return (shaped.rewards - batch.rewards).tolist()
 
 
-def test_grop_easy_prompts_penalise_long_successes() -> None:
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gtpo_entropy", "grpo_s"])
+def test_grop_easy_prompts_penalise_long_successes(name: str) -> None:
     # Successes 4, 6, 8, failure 20: knee = max((4 + 8)/2, 6) = 6; only length 8 is above: -(8 - 6)/12.
-    assert penalties([4, 6, 8, 20], [1, 1, 1, 0]) == pytest.approx([0.0, 0.0, -2 / 12, 0.0])
+    assert penalties([4, 6, 8, 20], [1, 1, 1, 0], name) == pytest.approx([0.0, 0.0, -2 / 12, 0.0])
 
 
 def test_grop_hard_prompts_are_left_alone_or_get_dapo() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.reporting import MetricsWriter, names, write_figure
+from tests.patience import PATIENCE_S
 
 
 def metrics_file(folder: Path, steps: int) -> Path:
@@ -64,5 +65,7 @@ def test_a_reader_never_sees_half_a_figure(tmp_path: Path) -> None:
 
 def test_importing_reporting_does_not_import_matplotlib() -> None:
     program = "import sys, openrlhf_ext.reporting; print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert output.stdout.strip() == "set()"

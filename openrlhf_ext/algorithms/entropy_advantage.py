@@ -1,0 +1,57 @@
+"""`entropy_advantage`: uncertain tokens get a bonus on their advantage (specification 3.8).
+
+D. Cheng et al., "Reasoning with Exploration: An Entropy Perspective", arXiv 2506.14758; the formula is from a secondary
+description.
+
+Shape suffixes: B = completions, T = positions, b = rows of one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from openrlhf_ext.algorithms.base import Inputs
+from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.blocks import row_blocks
+from openrlhf_ext.algorithms.option_blocks import (
+    AggregationOptions,
+    ClipOptions,
+    GroupOptions,
+    KLOptions,
+    clip_high,
+    degenerate,
+)
+from openrlhf_ext.algorithms.option_parsing import option, positive
+from openrlhf_ext.algorithms.registry import register_algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyAdvantageOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
+    ent_alpha: float = option("float", 0.4, "entropy weight (published: 0.4 with GRPO, 0.1 with PPO)")
+    ent_kappa: float = option("float", 2.0, "the bonus is at most |A| / kappa", check=positive, rule="positive")
+    degenerate: str = degenerate("zero")
+    clip_high: float | None = clip_high(0.28)
+
+
+@register_algorithm("entropy_advantage", EntropyAdvantageOptions)
+class EntropyAdvantage(GroupRelative):
+    """Entropy-shaped advantage (Cheng et al., arXiv 2506.14758): uncertain tokens get a bonus that never turns the sign
+    of the advantage. The formula is from a secondary description.
+
+        A_it = A_i + min(ent_alpha H_it, |A_i|/ent_kappa)               H without gradient
+        J = 1/(sum_i T_i) sum_i sum_t f(w_it, A_it)
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        fields = super().advantages(inputs)
+        limit_B1 = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)[:, None]
+        advantages_BT = fields["advantages"]
+        for rows in row_blocks(*advantages_BT.shape):
+            bonus_bT = torch.minimum(self.options.ent_alpha * inputs.batch.entropies[rows], limit_B1[rows])
+            advantages_BT[rows] += torch.where(inputs.batch.mask[rows] & inputs.part.live_B[rows, None], bonus_bT, 0.0)
+        return fields

@@ -1,0 +1,71 @@
+"""The group-relative advantage that most methods start from (specification 2.4, 2.5).
+
+    A_i = (r_i - mean r)/(std r + adv_eps)                  over the completions of one prompt
+
+Shape suffixes: B = completions, Q = groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.base import Algorithm, Inputs
+from openrlhf_ext.algorithms.groups import Groups, Moments, pool_moments
+from openrlhf_ext.algorithms.kl import reward_kl
+from openrlhf_ext.algorithms.length_penalty import length_penalty
+
+
+def group_relative(algorithm: Algorithm, inputs: Inputs) -> dict[str, Tensor]:
+    """The fields `rewards` and `seq_advantages` of a ShapedBatch, (B,) float64.
+
+    r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in groups that were dropped
+    or zeroed.
+    """
+    batch, groups, part, kl = inputs.batch, inputs.groups, inputs.part, algorithm.kl
+    rewards_B = batch.rewards + length_penalty(groups, part, algorithm.options)
+    if kl is not None and kl.place == "reward":
+        kl_BT = reward_kl(kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
+        rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
+    return {
+        "rewards": rewards_B,
+        "seq_advantages": group_advantages(rewards_B, groups, algorithm.options, part.live_B),
+    }
+
+
+def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Tensor) -> Tensor:
+    """(B,) float64 A_i, 0 where not `live_B`. Every completion counts in mean and std.
+
+    Args:
+        rewards_B: (B,) float64.
+        options: reads `normalize_std`, `ddof_seq`, `adv_eps`, and `baseline` where there is one.
+    """
+    moments = pool_moments(Moments.of_values(rewards_B), groups.index_B, len(groups))
+    centre_Q = moments.mean
+    if getattr(options, "baseline", "seq") == "token":
+        lengths_B = groups.lengths_B.to(torch.float64)
+        # Relative to the mean, so that equal rewards give exactly the mean.
+        shift_Q = groups.sum(lengths_B * (rewards_B - centre_Q[groups.index_B])) / groups.sum(lengths_B)
+        centre_Q = centre_Q + shift_Q
+    centred_B = rewards_B - centre_Q[groups.index_B]
+    if options.normalize_std:
+        std_B = moments.std(options.ddof_seq)[groups.index_B]
+        centred_B = divide_by_std(centred_B, std_B, options.adv_eps, live_B, groups.ids_Q[groups.index_B])
+    return torch.where(live_B, centred_B, 0.0)
+
+
+def divide_by_std(centred_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """`centred / (std + adv_eps)`; ValueError naming the group where that would be 0/0."""
+    if adv_eps == 0.0:
+        require_positive_std(std_B, live_B, group_ids_B)
+    return centred_B / torch.where(live_B, std_B + adv_eps, 1.0)
+
+
+def require_positive_std(std_B: Tensor, live_B: Tensor, group_ids_B: Tensor) -> None:
+    """`adv_eps: 0` is legal only when no standard deviation that divides is 0 (specification 2.4)."""
+    flat = (live_B & (std_B == 0)).nonzero().flatten()
+    if len(flat):
+        group = int(group_ids_B[flat[0]])
+        raise ValueError(f"adv_eps = 0 needs positive standard deviations, that of group {group} is 0; set adv_eps > 0")

@@ -1,0 +1,81 @@
+"""`high_entropy_tokens`: DAPO on the tokens of highest entropy, the 80/20 rule (specification 3.9).
+
+S. Wang et al., arXiv 2506.01939.
+
+Shape suffixes: B = completions, T = positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms.base import Inputs, tokens_of
+from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.blocks import row_counts
+from openrlhf_ext.algorithms.option_blocks import (
+    ClipOptions,
+    GroupOptions,
+    KLOptions,
+    ScopeOptions,
+    clip_high,
+    degenerate,
+)
+from openrlhf_ext.algorithms.option_parsing import option
+from openrlhf_ext.algorithms.quantiles import upper_threshold
+from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.shaped import ShapedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOptions):
+    top_rho: float = option("float", 0.2, "share of tokens kept", check=lambda r: 0 < r <= 1, rule="in (0, 1]")
+    mask_denominator: str = option(
+        "choice", "selected", "denominators count the selected tokens, or all", choices=("selected", "all")
+    )
+    degenerate: str = degenerate("drop")
+    clip_high: float | None = clip_high(0.28)
+
+
+@register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
+class HighEntropyTokens(GroupRelative):
+    """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv 2506.01939).
+
+        tau = (1 - top_rho) quantile of H over all tokens of the mini-batch
+        J = mean of f(w_it, A_i) over the tokens with H_it >= tau       eq. 6 of the final text
+
+    With `mask_denominator: all` (first version of the paper) the sum is divided by all tokens.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
+
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        pool_BT = tokens_of(shaped.mask, shaped.kept)
+        tau, cut = upper_threshold(shaped.exposed["entropies"], pool_BT, self.options.top_rho)
+        return super().loss_level(dataclasses.replace(shaped, pools={"tau": tau, "cut": cut}))
+
+    def loss_mask(self, shaped: ShapedBatch) -> Tensor:
+        return self._selected(shaped) & shaped.active[:, None]
+
+    def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+        return row_counts(loss_mask_BT)
+
+    def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+        if self.options.mask_denominator == "all":
+            return torch.where(shaped.active, shaped.lengths, 0)
+        return self.loss_tokens(shaped, loss_mask_BT)
+
+    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+        return {"token_mask": self._selected}
+
+    def _selected(self, shaped: ShapedBatch) -> Tensor:
+        """(B, T) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
+        return (shaped.exposed["entropies"] >= shaped.pools["cut"]) & shaped.mask

@@ -1,0 +1,156 @@
+"""The rollouts file of `explain`: one JSON object per completion (docs/explain.md)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
+_REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
+_OPTIONAL = (*TOKEN_NUMBERS[2:], "truncated", "from_guide")
+_IGNORED = ("comment", "rollout_logprobs")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion: its group's name, and the keys of its line."""
+
+    group: str
+    line: int
+    record: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.record["tokens"])
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """Read and check a rollouts file, one JSON object per completion; blank lines are skipped.
+
+    Raises:
+        ValueError: naming the line, the key and the rule that it breaks.
+    """
+    rollouts: list[Rollout] = []
+    # Not splitlines: it also splits at line separators that may stand inside a JSON string.
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                rollouts.append(_parse_line(line, number))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not rollouts:
+        raise ValueError(f"{path} holds no completion")
+    _check_together(path, rollouts)
+    return rollouts
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _parse_line(line: str, number: int) -> Rollout:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a completion must be a JSON object, got {type(record).__name__}")
+    if missing := [key for key in _REQUIRED if key not in record]:
+        raise ValueError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
+    for key in ("tokens", *record):
+        _check_key(key, record[key], record)
+    return Rollout(str(record["group"]), number, record)
+
+
+def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
+    known = (*_REQUIRED, *_OPTIONAL, *_IGNORED)
+    if key not in known:
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
+    if key in _SCALARS:
+        wanted, holds = _SCALARS[key]
+        if not holds(value):
+            raise ValueError(f"{key} must be {wanted}, got {value!r}")
+    elif key not in _IGNORED:
+        _check_list(key, value, len(record["tokens"]) if isinstance(record["tokens"], list) else 0)
+
+
+def _check_list(key: str, values: Any, tokens: int) -> None:
+    wanted, holds = _LISTS[key]
+    if not isinstance(values, list):
+        raise ValueError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
+    if not values:
+        raise ValueError(f"{key} is empty; every completion needs at least one token")
+    if len(values) != tokens:
+        raise ValueError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
+    for index, value in enumerate(values):
+        if not holds(value):
+            raise ValueError(f"{key}[{index}] must be {wanted}, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_logprob(value: Any) -> bool:
+    # Rounding may leave the log-prob of a certain token a little above 0.
+    return _is_number(value) and value <= 1e-3
+
+
+def _is_entropy(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+_Rule = tuple[str, Callable[[Any], bool]]
+_TEXT: _Rule = ("a text", lambda value: isinstance(value, str))
+_FLAG: _Rule = ("true or false", lambda value: isinstance(value, bool))
+_NUMBER: _Rule = ("a finite number", _is_number)
+_LOGPROB: _Rule = ("a log-probability: a finite number, at most 0", _is_logprob)
+_SCALARS: dict[str, _Rule] = {
+    "group": ("an integer or a text", lambda value: isinstance(value, str) or _is_id(value)),
+    "prompt": _TEXT,
+    "reward": _NUMBER,
+    "truncated": _FLAG,
+    "from_guide": _FLAG,
+}
+_LISTS: dict[str, _Rule] = {
+    "tokens": _TEXT,
+    "token_ids": ("an integer", _is_id),
+    "logprobs": _LOGPROB,
+    "entropies": ("an entropy in nats: a finite number, at least 0", _is_entropy),
+    "ref_logprobs": _LOGPROB,
+    "guide_logprobs": _LOGPROB,
+    "values": _NUMBER,
+}
+
+
+def _check_together(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """One prompt for each group, and optional numbers on every line or on none."""
+    first_of: dict[str, Rollout] = {}
+    first = rollouts[0]
+    for rollout in rollouts:
+        leader = first_of.setdefault(rollout.group, rollout)
+        if rollout.record["prompt"] != leader.record["prompt"]:
+            raise ValueError(
+                f"{path}, line {rollout.line}: prompt differs from that of line {leader.line}, both are of group "
+                f"{rollout.group}; the completions of a group answer one prompt"
+            )
+        for key in TOKEN_NUMBERS:
+            if (key in rollout.record) != (key in first.record):
+                having, lacking = (rollout, first) if key in rollout.record else (first, rollout)
+                raise ValueError(
+                    f"{path}: {key} is on line {having.line} and missing on line {lacking.line}; give it for every "
+                    "completion or for none"
+                )
