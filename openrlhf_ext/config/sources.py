@@ -12,6 +12,7 @@ import yaml
 
 from openrlhf_ext.config.errors import Violation
 from openrlhf_ext.config.options import UsageError, find_option, is_section, nearest_option, option_table
+from openrlhf_ext.config.renamed import present_name
 
 COMMAND_LINE = "command line"
 
@@ -76,13 +77,25 @@ def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
     except (OSError, UnicodeDecodeError) as error:
         return [], [Violation((), f"--config must name a readable file: {path} ({error})")]
     except yaml.YAMLError as error:
-        return [], [Violation((), f"--config {path} is not valid YAML: {' '.join(str(error).split())}")]
+        return [], [Violation((), f"--config {_yaml_fault(path, error)}")]
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
-        return [], [Violation((), f"--config {path} must hold a mapping of options, got {root.value!r}")]
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
+        return [], [Violation((), f"--config {path} must hold a mapping of options (name: value), got {kind}")]
     reader = _YamlReader(path, loader)
     return list(reader.settings(root, "")), reader.violations
+
+
+def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
+    """``file:line is not valid YAML: what`` with the usual cause."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{path} is not valid YAML: {' '.join(str(error).split())}"
+    return (
+        f"{path}:{mark.line + 1} is not valid YAML: {error.problem} (column {mark.column + 1}); indent with spaces, "
+        "the options of one group equally deep"
+    )
 
 
 class _YamlReader:
@@ -191,11 +204,25 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
 
 
 def unknown_option(setting: Setting) -> Violation:
-    """The message for a name that is no option; names the nearest one."""
+    """The message for a name that is no option; says what it is called now, or names the nearest one."""
     if is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
+    if (renamed := present_name(setting.name)) is not None:
+        return _renamed_option(setting, renamed)
     nearest = nearest_option(setting.name)
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
+
+
+def _renamed_option(setting: Setting, renamed: str) -> Violation:
+    option = option_table()[renamed.split()[0]]
+    message = f"{setting.name} ({setting.origin}) is the name of an earlier OpenRLHF"
+    refused = option.unsupported
+    message += (
+        f"; write --{renamed}"
+        if refused is None
+        else f" for {renamed}, which is refused here: {refused.why}; {refused.instead}"
+    )
+    return Violation((setting.name, option.name), message)

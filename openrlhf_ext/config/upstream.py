@@ -64,6 +64,7 @@ DIFFERENCES = (
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
     Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
     Difference("reward.clip_range", "-10 10", "null", "rewards enter the estimator as they are graded"),
+    Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
     Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
     Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
 )

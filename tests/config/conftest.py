@@ -28,7 +28,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, a dataset, a reward function and ``run.yaml``; it is the current directory."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "model/model.safetensors").touch()
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).touch()
     records = [{"question": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "reward.py").write_text(

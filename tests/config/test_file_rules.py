@@ -51,6 +51,36 @@ def test_a_model_without_config_or_weights(run_dir: Path, problems, load):
     assert "cannot be read" in problems()[0]
 
 
+def test_the_model_folder_must_hold_a_tokenizer(run_dir: Path, problems):
+    (run_dir / "model/tokenizer.json").unlink()
+    (message,) = problems()
+    assert "holds no tokenizer (tokenizer.json" in message
+    (run_dir / "model/vocab.json").touch()
+    assert problems() == []
+
+
+def test_prompts_go_through_a_chat_template_only_if_there_is_one(run_dir: Path, problems):
+    (run_dir / "model/chat_template.jinja").unlink()
+    assert problems() == []
+    (message,) = problems("--data.apply_chat_template")
+    assert "without a chat template" in message and "data.input_template" in message
+    (run_dir / "model/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert problems("--data.apply_chat_template") == []
+
+
+def test_every_record_of_a_jsonl_file_is_looked_at(run_dir: Path, problems):
+    path = run_dir / "train.jsonl"
+    good = path.read_text()
+    path.write_text(good + '\n{"answer": "1"}\n{"question": null}\n{"question": "1+\n[1]\n')
+    (message,) = problems()
+    assert "line 42 has no 'question', line 43 has an empty 'question', line 44 is no JSON" in message
+    assert "line 45 holds a list" in message and "mend or remove" in message
+    path.write_text(good + "{}\n" * 6)
+    assert "line 45 has no 'question', ...; mend" in problems()[0]
+    path.write_text(good + "\n\n")
+    assert problems() == []
+
+
 def test_key_value_heads_default_to_the_heads(run_dir: Path):
     path = run_dir / "model/config.json"
     shape = json.loads(path.read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, load_config
+from tests.patience import PATIENCE_S
 
 HEAVY = ("torch", "transformers", "ray", "openrlhf", "vllm", "megatron", "datasets", "numpy")
 
@@ -115,7 +116,6 @@ def test_gradient_checkpointing_is_recompute(load, problems):
     ("word", "nearest"),
     [
         ("--train.batchsize", "train.batch_size"),
-        ("--train_batch_size", "train.batch_size"),
         ("--algo.gtpo_entrop.alpha2", "algo.gtpo_entropy.alpha2"),
         ("--megatron.tensor_model_parallel_size", "megatron.tensor_parallel_size"),
         ("--lr", "actor.adam.lr"),
@@ -173,9 +173,16 @@ def test_files_that_cannot_be_read_are_violations(run_dir: Path, problems):
     (run_dir / "twice.yaml").write_text("train.seed: 1\ntrain:\n  seed: 2\n")
     absent, broken, not_a_map, twice = problems("--config", "absent.yaml", "broken.yaml", "list.yaml", "twice.yaml")
     assert "absent.yaml" in absent and "readable file" in absent
-    assert "broken.yaml is not valid YAML" in broken
-    assert "list.yaml must hold a mapping" in not_a_map
+    assert "broken.yaml:2 is not valid YAML" in broken and "indent with spaces" in broken
+    assert "list.yaml must hold a mapping" in not_a_map and "got a list" in not_a_map
     assert twice == "train.seed stands twice in twice.yaml: lines 1 and 3; keep one"
+
+
+def test_lists_and_texts_in_each_others_place_are_violations(run_dir: Path, problems):
+    (run_dir / "more.yaml").write_text("algo.advantage.estimator: [grpo, dapo]\nactor.eps_clip_low_high: 0.2 0.28\n")
+    clip, estimator = problems("--config", "more.yaml")
+    assert "got grpo dapo (more.yaml:1)" in estimator
+    assert clip.endswith("got 0.2 0.28 (more.yaml:2); write it as a list: [0.2, 0.28]")
 
 
 def test_rules_are_not_checked_on_the_defaults_that_stand_in_for_an_unreadable_file(run_dir: Path):
@@ -289,7 +296,9 @@ def test_a_check_is_fast_and_imports_nothing_heavy(run_dir: Path):
         f"print([name for name in {HEAVY} if name in sys.modules])"
         "; import time; print(time.process_time())"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200)
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     imported, seconds = out.stdout.splitlines()
     assert imported == "[]"
     assert float(seconds) < 5  # about 0.4 s

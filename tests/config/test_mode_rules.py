@@ -64,6 +64,14 @@ def test_options_without_effect_are_told(load):
     assert "two runs differ" in warning
 
 
+def test_an_engine_that_hangs_is_found_before_its_batch_is_given_up(load):
+    shorter = ("--rollout.timeout_s", "200")
+    (warning,) = load(*shorter).warnings
+    assert "vllm.hang_timeout_s 300 is not below rollout.timeout_s 200" in warning
+    assert load(*shorter, "--vllm.hang_timeout_s", "100").warnings == ()
+    assert load(*shorter, "--vllm.max_restarts", "0").warnings == ()
+
+
 def test_the_placement_shows_which_ranks_share_gpus_with_which_engine(load):
     table = placement_table(load(*COLOCATED, *TWO_ENGINES))
     assert "2 vLLM engines x tp 1, bf16, on the GPUs of these policy ranks\n" in table

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.cli.evaluate import main
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -26,6 +27,15 @@ def test_before_and_after(arguments: list[str], tmp_path: Path, capsys: pytest.C
     assert f"accuracy before  {100 * accuracy:.1f} %" in shown
     assert "8 prompts x 2 samples" in shown and "pass@2" in shown
     assert shown.count("question  ") == shown.count("  before  ") == 3
+
+
+def test_a_model_that_is_no_checkpoint_is_refused_at_once(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--model", "absent"]) == 2
+    assert "--model must be a folder with a Hugging Face checkpoint: absent" in capsys.readouterr().err
+    assert main([*arguments, "--model", str(tmp_path)]) == 2
+    assert "holds no tokenizer" in capsys.readouterr().err
 
 
 def test_unmet_requirements_exit_with_1_and_say_so(
@@ -54,7 +64,9 @@ def test_mistakes_exit_with_2(
 
 def test_help_is_quick_and_needs_no_torch() -> None:
     program = "import sys; from openrlhf_ext.cli import evaluate; print({'torch', 'transformers'} & set(sys.modules))"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert output.stdout.strip() == "set()"
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])

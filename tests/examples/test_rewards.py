@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.rewards.result import parse_answer
+from tests.patience import PATIENCE_S
 
 LABEL = "3+4=7\n7*2=14\n#### 14"
 RIGHT = "<reasoning>3+4=7;7*2=14</reasoning><answer>14</answer>"
@@ -123,7 +124,7 @@ def test_the_reward_files_import_no_torch() -> None:
     code = "import sys, reward_arithmetic, reward_gsm8k; sys.exit('torch' in sys.modules)"
     folder = str(Path(reward_arithmetic.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.patience import PATIENCE_S
+
 TINY = toy_policy.PolicySettings(
     hidden_size=32,
     intermediate_size=32,
@@ -171,7 +173,7 @@ def test_the_command_writes_policy_and_problems_and_needs_no_torch_the_second_ti
     assert len((data / "heldout.jsonl").read_text().splitlines()) == 8
     folder = Path(toy_policy.__file__).parent
     code = "import sys; sys.modules['torch'] = None; import toy_policy; toy_policy.main(sys.argv[1:])"
-    subprocess.run([sys.executable, "-c", code, *argv], cwd=folder, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *argv], cwd=folder, check=True, timeout=PATIENCE_S)
 
 
 def test_real_questions_fit(shared_data: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from openrlhf_ext.cli import doctor
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_as_a_command_it_prints_json_without_importing_the_stack() -> None:
         "import sys; from openrlhf_ext.cli import doctor; status = doctor.main(['--json']); "
         "print(status, sorted({'vllm', 'ray', 'transformers', 'openrlhf'} & set(sys.modules)), file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     report = json.loads(result.stdout)
     assert {"machine", "packages", "kernels", "patches", "problems"} <= report.keys()
     assert result.stderr.split(maxsplit=1)[1].strip() == "[]"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.cli.doctor import pinned_packages
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED_APART = {"torch", "deepspeed"}
@@ -58,7 +59,7 @@ def test_tests_are_not_packaged_and_patches_are() -> None:
         "import setuptools, runpy; setuptools.setup = lambda **kw: print('\\n'.join(kw['packages'])); "
         "runpy.run_path('setup.py')"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     packages = result.stdout.split()
     assert "openrlhf_ext.patches" in packages and "openrlhf_ext.algorithms" in packages
     assert not [name for name in packages if name.split(".")[0] != "openrlhf_ext"]
@@ -76,6 +77,6 @@ sys.meta_path.insert(0, OnlyTorch())
 import openrlhf_ext.algorithms
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert result.returncode == 0, result.stderr

@@ -7,11 +7,12 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED_FILES = (
@@ -95,7 +96,7 @@ def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., sub
 def setup(start: Callable[..., subprocess.Popen[str]], checkout: Path) -> Setup:
     def run(*arguments: str, root: Path = checkout, **env: str) -> subprocess.CompletedProcess[str]:
         process = start(*arguments, root=root, **env)
-        stdout, stderr = process.communicate(timeout=200)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     return run
@@ -179,30 +180,24 @@ def test_failure_shows_phase_end_of_log_and_remedy_then_resumes(setup: Setup, ch
     assert phases_of(setup("dev").stdout) == PHASES[5:]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met"
-        time.sleep(0.02)
-
-
 def test_an_interrupted_set_up_goes_on_where_it_stopped(start, setup: Setup, tmp_path: Path) -> None:
     process = start("dev", STUB_SLOW="*cpu.lock")
-    wait_until((tmp_path / "gate.reached").exists)
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=120)
+    until((tmp_path / "gate.reached").exists, "the gate is reached")
+    # more than once: bash takes no notice of one that comes at the moment in which a command of its ends by itself
+    until(lambda: process.poll() is not None or os.killpg(process.pid, signal.SIGINT), "the set-up has ended")
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert phases_of(setup("dev").stdout) == PHASES[2:]
 
 
 def test_two_at_once_install_only_once(start, tmp_path: Path) -> None:
     first = start(STUB_SLOW="*cpu.lock")
-    wait_until((tmp_path / "gate.reached").exists)
+    until((tmp_path / "gate.reached").exists, "the gate is reached")
     second = start()
     assert "waiting for another set-up" in second.stdout.readline()
     (tmp_path / "gate").touch()
-    first_output, _ = first.communicate(timeout=120)
-    second_output, _ = second.communicate(timeout=120)
+    first_output, _ = first.communicate(timeout=PATIENCE_S)
+    second_output, _ = second.communicate(timeout=PATIENCE_S)
     assert first.returncode == second.returncode == 0
     assert phases_of(first_output) and not phases_of(second_output)
 
@@ -287,7 +282,7 @@ def test_an_existing_environment_is_taken_over(setup: Setup, calls, checkout: Pa
 def test_sourcing_scripts_get_the_interpreter(checkout: Path, setup: Setup, bin_folder: Path, tmp_path: Path) -> None:
     setup()
     script = f'source "{checkout}/examples/scripts/setup_env.sh"; setup_env; echo "$VENV_PYTHON"; command -v python'
-    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.stdout.splitlines() == [f"{checkout}/.venv/bin/python"] * 2
 
 

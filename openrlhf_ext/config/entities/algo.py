@@ -22,8 +22,9 @@ ESTIMATORS = (
     "gae",
 )
 
-# What OpenRLHF's estimators that are not here come closest to.
+# Names that are known elsewhere, and what to use here: OpenRLHF's estimators, and one name of two papers.
 UPSTREAM_ESTIMATORS = {
+    "gtpo": "two methods have this name: use gtpo_entropy (arXiv 2508.04349) or gtpo_conflict (arXiv 2508.03772)",
     "reinforce": "use grpo with algo.grpo.normalize_std false (group mean as the baseline)",
     "rloo": "use grpo with algo.grpo.normalize_std false (group mean instead of leave-one-out)",
     "reinforce_baseline": "use grpo (group mean as the baseline, group std instead of batch whitening)",

@@ -86,9 +86,9 @@ class DeepSpeed(Entity):
         1, "tensor-parallel ranks under DeepSpeed", why=_NO_DEEPSPEED, instead="use megatron.tensor_parallel_size"
     )
     packing_samples: bool = no_meaning(
-        False,
+        True,
         "concatenate samples without padding",
-        why="the Megatron policy decides itself how micro-batches are laid out",
+        why="micro-batches are always packed without padding",
         instead="leave it out",
     )
     load_in_4bit: bool = not_yet(False, "load the base model in 4 bit", **_LORA)

@@ -1,0 +1,122 @@
+"""What earlier releases of OpenRLHF called options that have another name in 0.11.2.
+
+Releases before 0.11 wrote ``--pretrain``; 0.11.0 and 0.11.1 wrote ``--algo.advantage.is_correction_enable``.
+The parser of 0.11.2 knows neither. Sources: ``openrlhf/cli/train_ppo_ray.py`` and ``examples/scripts`` of both times.
+"""
+
+from __future__ import annotations
+
+from openrlhf_ext.config.options import option_table
+
+# earlier name -> present name, with a value where the present option has another meaning
+RENAMED = {
+    # models and where they run
+    "pretrain": "actor.model_name_or_path",
+    "critic_pretrain": "critic.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path",
+    "colocate_all_models": "train.colocate_all",
+    "colocate_actor_ref": "train.colocate_actor_ref",
+    "colocate_critic_reward": "train.colocate_critic_reward",
+    "ref_reward_offload": "ref.offload",
+    "async_train": "train.async_enable",
+    "async_queue_size": "train.async_queue_size",
+    "partial_rollout": "train.partial_rollout_enable",
+    # rewards and agents
+    "remote_rm_url": "reward.remote_url",
+    "agent_func_path": "train.agent_func_path",
+    "normalize_reward": "reward.normalize_enable",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
+    # batches and lengths
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "rollout_batch_size": "rollout.batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "vllm_generate_batch_size": "rollout.vllm_generate_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "data.max_len (prompt and response together)",
+    "max_len": "data.max_len",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "seed": "train.seed",
+    "full_determinism": "train.full_determinism_enable",
+    # data
+    "prompt_data": "data.prompt_dataset",
+    "prompt_data_probs": "data.prompt_probs",
+    # optimizer
+    "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "adam_betas": "actor.adam.betas",
+    "l2": "actor.adam.weight_decay",
+    "max_norm": "actor.max_norm",
+    "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio",
+    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant",
+    "freezing_actor_steps": "critic.freezing_steps",
+    "save_value_network": "critic.save_value_network",
+    # algorithm
+    "advantage_estimator": "algo.advantage.estimator",
+    "gamma": "algo.advantage.gamma",
+    "lambd": "algo.advantage.lambd",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "init_kl_coef": "algo.kl.init_coef",
+    "kl_estimator": "algo.kl.estimator",
+    "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon",
+    "use_kl_loss": "algo.kl.use_loss",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "value_clip": "critic.value_clip",
+    "dynamic_filtering": "algo.dynamic_filtering_enable",
+    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+    "enable_vllm_is_correction": "algo.advantage.is_correction_level token",
+    "vllm_enable_is_correction": "algo.advantage.is_correction_level token",
+    "algo.advantage.is_correction_enable": "algo.advantage.is_correction_level token",
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "use_icepop": "algo.advantage.is_correction_mode mask",
+    "vllm_is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
+    "algo.advantage.is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
+    # engines
+    "enforce_eager": "vllm.enforce_eager",
+    "enable_prefix_caching": "vllm.enable_prefix_caching",
+    "deepspeed_enable_sleep": "ds.enable_sleep",
+    # DeepSpeed
+    "zero_stage": "ds.zero_stage",
+    "bf16": "megatron.param_dtype bf16",
+    "param_dtype": "megatron.param_dtype",
+    "adam_offload": "ds.adam_offload",
+    "packing_samples": "ds.packing_samples",
+    "ring_attn_size": "ds.ring_attn_size",
+    "ring_head_stride": "ds.ring_attn_head_stride",
+    "target_modules": "ds.lora.target_modules",
+    # checkpoints and records
+    "save_path": "ckpt.output_dir",
+    "ckpt_path": "ckpt.path",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "max_ckpt_num": "ckpt.max_num",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable",
+    "best_metric_key": "ckpt.best_metric_key",
+    "use_ds_universal_ckpt": "ds.use_universal_ckpt",
+    "use_wandb": "logger.wandb.key",
+    "use_tensorboard": "logger.tensorboard_dir",
+}
+
+
+def present_name(name: str) -> str | None:
+    """What OpenRLHF 0.11.2 calls an option of an earlier release; None if no release had this name.
+
+    Besides the table: ``actor_num_nodes`` is ``actor.num_nodes``, and ``max_epochs`` the one option that ends so.
+    """
+    if name in RENAMED:
+        return RENAMED[name]
+    if "." in name:
+        return None
+    spelled = {option.replace(".", "_"): option for option in option_table()}
+    same = [option for spelling, option in spelled.items() if spelling == name]
+    ends = [option for spelling, option in spelled.items() if spelling.endswith(f"_{name}")]
+    return next((found[0] for found in (same, ends) if len(found) == 1), None)
