@@ -1,8 +1,8 @@
 """Everything of OpenRLHF 0.11.2 that this package uses, met in one place.
 
 ``tests/test_compat.py`` pins the signatures and fields relied on, so that an upgrade shows its drift there and not in a
-run. Importing this module imports OpenRLHF's Ray side (and with it vLLM and DeepSpeed): only processes of a running job
-do so. The import shims of ``openrlhf_ext.patches`` must be active before.
+run. Importing this module imports OpenRLHF's Ray side, without vLLM, DeepSpeed and OpenRLHF's own models: those come
+when they are first used (patches/openrlhf_imports.py), which in the driver they never are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ patches.apply()
 
 # ruff: noqa: E402  (the patches must be active before OpenRLHF is imported)
 import logging
+from typing import Any
 
 from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
@@ -27,10 +28,11 @@ from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
-from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
-from openrlhf.utils.utils import get_strategy, get_tokenizer
+from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
+from openrlhf.utils.utils import get_tokenizer
 
 SUPPORTED_OPENRLHF = "0.11.2"
+_messages = init_logger("openrlhf.messages")
 
 
 def plain_class(remote_class: object) -> type:
@@ -42,6 +44,39 @@ PPOTrainer = plain_class(_PPOTrainerRemote)
 RolloutRayActor = plain_class(_RolloutRayActorRemote)
 
 
+class DriverStrategy:
+    """What OpenRLHF's trainer and data sets ask of its DeepspeedStrategy in a process that is no rank.
+
+    (DeepspeedStrategy itself brings DeepSpeed and OpenRLHF's own models.)
+    """
+
+    def __init__(self, args: Any) -> None:
+        """
+        Args:
+            args: OpenRLHF's namespace of options.
+        """
+        self.args = args
+
+    def is_rank_0(self) -> bool:
+        """The driver is the only one of its kind."""
+        return True
+
+    def print(self, *message: object) -> None:
+        """OpenRLHF's messages, as one of its loggers' (``quiet_upstream_logs``)."""
+        _messages.info(" ".join(map(str, message)))
+
+    def setup_dataloader(
+        self, dataset: Any, batch_size: int, pin_memory: bool, shuffle: bool, collate_fn: Any, num_workers: int = 0
+    ) -> Any:
+        """The resumable loader that DeepspeedStrategy makes outside of a process group."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(
+            dataset, batch_size, shuffle, drop_last=True, collate_fn=collate_fn, pin_memory=pin_memory,
+            num_workers=num_workers, persistent_workers=num_workers > 0,
+        )  # fmt: skip
+
+
 def quiet_upstream_logs(level: int = logging.WARNING) -> None:
     """OpenRLHF installs its own handler per module logger at import; raise the level of all of them."""
     for name, logger in logging.root.manager.loggerDict.items():
@@ -50,9 +85,9 @@ def quiet_upstream_logs(level: int = logging.WARNING) -> None:
 
 
 __all__ = [
-    "AgentExecutorBase", "BasePPOTrainer", "Experience", "MultiTurnAgentExecutor", "PPOTrainer",
+    "AgentExecutorBase", "BasePPOTrainer", "DriverStrategy", "Experience", "MultiTurnAgentExecutor", "PPOTrainer",
     "PromptDataset", "RayActorGroup", "RemoteExperienceMaker", "RolloutRayActor", "SUPPORTED_OPENRLHF",
     "SamplesGenerator", "SingleTurnAgentExecutor", "TensorboardLogger", "WandbLogger", "batch_vllm_engine_call",
-    "blending_datasets", "collect_prompt_batch", "compute_eval_metrics", "get_bundle_indices", "get_strategy",
-    "get_tokenizer", "plain_class", "quiet_upstream_logs",
+    "blending_datasets", "collect_prompt_batch", "compute_eval_metrics", "get_bundle_indices", "get_tokenizer",
+    "plain_class", "quiet_upstream_logs",
 ]  # fmt: skip

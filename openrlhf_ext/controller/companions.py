@@ -118,7 +118,7 @@ def _start(actor: type, config: Any, what: str, ranks: int, megatron: Any, place
     from openrlhf_ext.controller.rank_group import RankGroup, reserve
 
     layout = parallel_layout(ranks, megatron)
-    return RankGroup(
+    group = RankGroup(
         ray.remote(num_gpus=1)(actor),
         places or reserve(ranks, config.vllm.start_timeout_s, what),
         world_size=ranks,
@@ -126,6 +126,8 @@ def _start(actor: type, config: Any, what: str, ranks: int, megatron: Any, place
         tensor_size=layout.tensor_parallel_size,
         block_size=layout.tensor_parallel_size * layout.context_parallel_size,
     )
+    group.async_run_method("load_libraries")
+    return group
 
 
 def _kl_coefficient(config: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,8 +11,11 @@ from openrlhf_ext.controller.rank_checkpoint import CheckpointedRank
 from openrlhf_ext.controller.sleeping_rank import SleepingRank
 from openrlhf_ext.controller.values import ValueMiniBatch
 from openrlhf_ext.megatron.batch import SequenceBatch
-from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic
 from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.settings import CriticSettings
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.critic import MegatronCritic
 
 
 class CriticActor(SleepingRank, CheckpointedRank, RankActor):
@@ -22,6 +25,8 @@ class CriticActor(SleepingRank, CheckpointedRank, RankActor):
         self, settings: CriticSettings, max_epochs: int, sleeps: bool = False
     ) -> dict[str, Any]:
         """Builds the rank's model and optimizer; returns what the process is."""
+        from openrlhf_ext.megatron.critic import MegatronCritic
+
         info = self.join(settings.model)
         with phase("building the critic"):
             self.critic, self.max_epochs = MegatronCritic(settings), max_epochs
@@ -31,9 +36,9 @@ class CriticActor(SleepingRank, CheckpointedRank, RankActor):
 
     @phase("values")
     def forward(self, batch: SequenceBatch) -> Tensor:
-        """(B, T) values of this replica's sequences."""
+        """(N,) values at the response tokens of this replica's sequences."""
         self.reload_states("parameters")
-        return self.critic.values(batch)
+        return batch.response_values(self.critic.values(batch))
 
     @phase("training the critic")
     def fit(self, mini_batches: list[ValueMiniBatch]) -> dict[str, float]:

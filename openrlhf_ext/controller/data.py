@@ -8,6 +8,9 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from datasets.exceptions import DatasetGenerationError
+from jinja2 import TemplateError
+
 from openrlhf_ext.compat import PromptDataset, blending_datasets
 
 logger = logging.getLogger(__name__)
@@ -40,14 +43,28 @@ def load_prompts(
 
     Raises:
         OverlongPromptError: there are such prompts and ``overlong`` is 'error'.
-        ValueError: nothing is left.
+        ValueError: the records cannot be read, a prompt is empty or cannot be formed, or nothing is left.
     """
     args = strategy.args
-    records = blending_datasets(
-        paths, probabilities, strategy, args.train.seed, max_count=args.data.max_samples, dataset_split=split
-    )
-    records = records.select(range(min(args.data.max_samples, len(records))))
-    dataset = PromptDataset(records, tokenizer, strategy, input_template=args.data.input_template)
+    try:
+        records = blending_datasets(
+            paths, probabilities, strategy, args.train.seed, max_count=args.data.max_samples, dataset_split=split
+        )
+        records = records.select(range(min(args.data.max_samples, len(records))))
+    except DatasetGenerationError as error:
+        raise ValueError(f"{paths} cannot be read: {error.__cause__ or error}") from error
+    try:
+        dataset = PromptDataset(records, tokenizer, strategy, input_template=args.data.input_template)
+    except (TemplateError, ValueError) as error:
+        raise ValueError(
+            f"the prompts of {paths} cannot be formed with data.input_key {args.data.input_key} and "
+            f"data.apply_chat_template {args.data.apply_chat_template}: {type(error).__name__}: {error}"
+        ) from error
+    if empty := [i for i, prompt in enumerate(dataset.prompts) if not prompt]:
+        raise ValueError(
+            f"{len(empty)} of {len(dataset.prompts)} records of {paths} have an empty prompt (data.input_key "
+            f"{args.data.input_key}), the first is record {empty[0] + 1}; remove them"
+        )
     lengths = [len(ids) for ids in tokenizer(dataset.prompts, add_special_tokens=False)["input_ids"]]
     keep = [i for i, n in enumerate(lengths) if n <= max_prompt_tokens]
     skipped = len(lengths) - len(keep)

@@ -16,8 +16,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from openrlhf_ext.megatron.batch import SequenceBatch
-from openrlhf_ext.megatron.policy import LogprobEntropy
+from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch
 
 logger = logging.getLogger(__name__)
 

@@ -77,6 +77,17 @@ def engines_at_fault(error: BaseException) -> tuple[int, ...]:
     return cause.engines if isinstance(cause, EnginesAtFault | EngineStartError) else ()
 
 
+@dataclass(frozen=True)
+class EngineCall:
+    """A method that has been called on an engine, and `EngineGuard.changes` at that time."""
+
+    index: int
+    arguments: dict[str, Any]
+    engine: Any
+    reference: Any
+    changes: int
+
+
 class EngineGuard:
     """Replaces engines, at most ``max_restarts`` times; may be used from several threads.
 
@@ -101,7 +112,7 @@ class EngineGuard:
         self.engines, self.limits, self.restarts = engines, limits, 0
         self._policy, self._remember = policy, remember
         self._lock = threading.RLock()
-        self._syncs = 0
+        self._changes = 0
         self.has_given_up = False
         self._processes: dict[int, list[psutil.Process]] = {}
         self._note_processes(dict(enumerate(engines)))
@@ -122,23 +133,31 @@ class EngineGuard:
         Raises:
             EngineLost: and no restart is left.
         """
-        asked = [(engine, getattr(engine, method).remote()) for engine in self.engines]
-        return [self._answer(suspended, index, method, *call) for index, call in enumerate(asked)]
+        asked = [self.call(index, method, {}, suspended) for index in range(len(self.engines))]
+        return [self._answer(call, method, suspended) for call in asked]
 
-    def _answer(
-        self, suspended: Callable[[], AbstractContextManager], index: int, method: str, engine: Any, reference: Any
-    ) -> Any:
+    def call(
+        self, index: int, method: str, arguments: dict[str, Any], suspended: Callable[[], AbstractContextManager]
+    ) -> EngineCall:
+        """Call a method of engine ``index`` as soon as it is neither being replaced nor getting weights.
+
+        A new engine has the weights of the disk until it gets the policy's, and does not answer before it has started.
+        """
+        with self._alone(suspended):
+            engine = self.engines[index]
+            return EngineCall(index, arguments, engine, getattr(engine, method).remote(**arguments), self._changes)
+
+    def _answer(self, call: EngineCall, method: str, suspended: Callable[[], AbstractContextManager]) -> Any:
         while True:
             try:
-                return ray.get(reference, timeout=self.limits.hang_timeout_s)
+                return ray.get(call.reference, timeout=self.limits.hang_timeout_s)
             except (GetTimeoutError, RayTaskError, RayActorError) as error:
-                fault = self.silence([index]) if isinstance(error, GetTimeoutError) else error
+                fault = self.silence([call.index]) if isinstance(error, GetTimeoutError) else error
                 if not is_engine_fault(fault):
                     raise
                 with suspended():
-                    self.replace({index: engine}, fault)
-            engine = self.engines[index]
-            reference = getattr(engine, method).remote()
+                    self.replace({call.index: call.engine}, fault)
+            call = self.call(call.index, method, call.arguments, suspended)
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
         """The fault of engines that do not answer."""
@@ -154,7 +173,7 @@ class EngineGuard:
         Args:
             suspended: the deadline of the step stands still in this context: replacing has deadlines of its own.
         """
-        with self._lock, self._counted_sync():
+        with self._changing(suspended):
             while True:
                 handles = dict(enumerate(self.engines))
                 try:
@@ -166,23 +185,31 @@ class EngineGuard:
                     with suspended():  # without weights: the sync that is repeated brings them
                         self.replace({index: handles[index] for index in faulty}, error, with_weights=False)
 
+    @property
+    def changes(self) -> int:
+        """Odd while a weight sync or a replacement is under way."""
+        return self._changes
+
     @contextmanager
-    def _counted_sync(self) -> Iterator[None]:
-        self._syncs += 1
+    def _alone(self, suspended: Callable[[], AbstractContextManager]) -> Iterator[None]:
+        """No other thread sends weights or replaces engines; who has to wait for that is not late for it."""
+        if not self._lock.acquire(blocking=False):
+            with suspended():
+                self._lock.acquire()  # syncs and replacements have deadlines
         try:
             yield
         finally:
-            self._syncs += 1
+            self._lock.release()
 
-    @property
-    def sync_count(self) -> int:
-        """Odd while a weight sync is under way, in which engines answer nothing else."""
-        return self._syncs
-
-    def await_sync(self) -> None:
-        """Return when no weight sync is under way."""
-        with self._lock:
-            pass
+    @contextmanager
+    def _changing(self, suspended: Callable[[], AbstractContextManager] = nullcontext) -> Iterator[None]:
+        with self._alone(suspended):
+            outermost = self._changes % 2 == 0
+            self._changes += outermost
+            try:
+                yield
+            finally:
+                self._changes += outermost
 
     # ---- replacing --------------------------------------------------------------------------------------------------
 
@@ -196,7 +223,7 @@ class EngineGuard:
         Raises:
             EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised.
         """
-        with self._lock:
+        with self._changing():
             indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
             while to_start:
                 self._spend(to_start, fault)
@@ -283,7 +310,7 @@ class HangWatch:
     def __init__(self, guard: EngineGuard) -> None:
         self._guard = guard
         self._asked: dict[int, tuple[Any, Any, float]] = {}
-        self._syncs = guard.sync_count
+        self._changes = guard.changes
 
     @property
     def pause_s(self) -> float:
@@ -293,11 +320,12 @@ class HangWatch:
     def silent(self, busy: set[int]) -> dict[int, Any]:
         """Ask the engines in ``busy``; position and handle of those that have not answered for too long.
 
-        A weight sync in the middle of calls has a deadline of its own: after it, the time of silence counts anew.
+        A weight sync or a replacement in the middle of calls has a deadline of its own: after it, the time of silence
+        counts anew.
         """
         now = time.monotonic()
-        if self._guard.sync_count != self._syncs or self._syncs % 2:
-            self._syncs = self._guard.sync_count
+        if self._guard.changes != self._changes or self._changes % 2:
+            self._changes = self._guard.changes
             self._asked.clear()
             return {}
         silent = {}
@@ -315,16 +343,6 @@ class HangWatch:
         return silent
 
 
-@dataclass(frozen=True)
-class GroupRequest:
-    """One prompt whose responses have been asked of an engine."""
-
-    arguments: dict[str, Any]
-    index: int
-    engine: Any
-    syncs: int
-
-
 class GroupRequests:
     """Pending calls of ``generate_responses``, each of which ends in exactly one list of responses."""
 
@@ -335,15 +353,14 @@ class GroupRequests:
             suspended: the deadline of the batch stands still in this context: replacing has deadlines of its own.
         """
         self._guard, self._suspended = guard, suspended
-        self._requests: dict[Any, GroupRequest] = {}
+        self._calls: dict[Any, EngineCall] = {}
         self._watch = guard.watch()
 
     def send(self, index: int, arguments: dict[str, Any]) -> Any:
         """Ask engine ``index``; the reference may be waited for here and nowhere else."""
-        engine = self._guard.engines[index]
-        reference = engine.generate_responses.remote(**arguments)
-        self._requests[reference] = GroupRequest(arguments, index, engine, self._guard.sync_count)
-        return reference
+        call = self._guard.call(index, "generate_responses", arguments, self._suspended)
+        self._calls[call.reference] = call
+        return call.reference
 
     def next_finished(self, pending: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
         """Wait for one of the pending references; its responses, and the references still pending.
@@ -360,32 +377,32 @@ class GroupRequests:
             if self._guard.has_given_up:
                 raise RunEnding("the run ends before the rollouts under way")
             if not ready:
-                self._look({self._requests[reference].index for reference in pending})
+                self._look({self._calls[reference].index for reference in pending})
                 continue
-            request = self._requests.pop(ready[0])
+            call = self._calls.pop(ready[0])
             try:
                 return ray.get(ready[0]), pending
             except (RayTaskError, RayActorError) as error:
-                if self._met_a_void_sync(request, error):
-                    self._guard.await_sync()
-                elif not is_engine_fault(error):
-                    raise
-                elif self._guard.engines[request.index] is request.engine:  # the first of its calls to fail
-                    with self._suspended():
-                        self._guard.replace({request.index: request.engine}, error)
-            pending.append(self.send(request.index, request.arguments))
+                if not self._met_a_void_sync(call, error):
+                    if not is_engine_fault(error):
+                        raise
+                    if self._guard.engines[call.index] is call.engine:  # the first of its calls to fail
+                        self._replace({call.index: call.engine}, error)
+            pending.append(self.send(call.index, call.arguments))
 
-    def _met_a_void_sync(self, request: GroupRequest, error: BaseException) -> bool:
+    def _met_a_void_sync(self, call: EngineCall, error: BaseException) -> bool:
         """Whether a weight sync that failed on another engine, and is repeated, spoiled the call (partial rollouts)."""
         is_void = isinstance(error, RayTaskError) and isinstance(error.cause, InvalidWeights)
-        syncs = self._guard.sync_count
-        return is_void and (syncs != request.syncs or syncs % 2 == 1)
+        return is_void and self._guard.changes != call.changes
 
     def _look(self, busy: set[int]) -> None:
         """Replace what hangs; its calls then fail, and are repeated."""
         if silent := self._watch.silent(busy):
-            with self._suspended():
-                self._guard.replace(silent, self._guard.silence(silent))
+            self._replace(silent, self._guard.silence(silent))
+
+    def _replace(self, faulty: dict[int, Any], fault: BaseException) -> None:
+        with self._suspended():
+            self._guard.replace(faulty, fault)
 
 
 def _one_line(error: BaseException) -> str:
@@ -393,4 +410,5 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         return "its process died"
     cause = error.cause if isinstance(error, RayTaskError) else error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0][:300]}"
+    first, *others = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {' '.join([first, *others[:1]] if first.endswith(':') else [first])[:300]}"

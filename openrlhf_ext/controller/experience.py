@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch
+from openrlhf_ext.algorithms.blocks import row_sums
 from openrlhf_ext.compat import Experience, RemoteExperienceMaker
 from openrlhf_ext.controller.gauges import DEFAULT_BAND, correction_band, mismatch_gauges
 from openrlhf_ext.controller.kl_control import KLCoefficient, reference_kl
 from openrlhf_ext.controller.rollout_sample import staleness_metrics
-from openrlhf_ext.controller.scorers import PendingScores, Scorer
+from openrlhf_ext.controller.scorers import PendingScores, Scorer, padded_scores
 from openrlhf_ext.controller.shards import TrainingShard, mini_batch_shards
 from openrlhf_ext.controller.values import ValueTrainer
-from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows, sequence_batch
-from openrlhf_ext.megatron.policy import LogprobEntropy
+from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch, balance_rows, sequence_batch
 
 
 class ShapingExperienceMaker(RemoteExperienceMaker):
@@ -89,11 +89,7 @@ class ShapingExperienceMaker(RemoteExperienceMaker):
         parts = balance_rows(batch.lengths_B, self.data_parallel_size, self.attention_length)
         refs = self.actor_model_group.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
         results = self._flatten_results(refs, self.actor_model_group.duplicate_actors)
-        merged = LogprobEntropy(*(torch.zeros(batch.mask_BT.shape) for _ in range(2)))
-        for rows, result in zip(parts, results, strict=True):
-            for whole, part in zip(merged, result or (), strict=False):
-                whole[rows] = part
-        return merged
+        return LogprobEntropy(*(padded_scores(batch, parts, scores) for scores in zip(*results, strict=True)))
 
     def _shards(self, samples: list[Experience], batch: SequenceBatch, shaped: Any) -> list[TrainingShard]:
         self._batches += 1
@@ -174,7 +170,7 @@ def batch_metrics(
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
         "accuracy/mean": torch.cat([s.scores for s in samples]).float().mean(),
-        "entropy/mean": (rollout.entropies * rollout.mask).sum() / tokens,
+        "entropy/mean": row_sums(rollout.entropies, rollout.mask).sum() / tokens,
         "response/length_mean": tokens / len(samples),
         "response/truncated_rate": rollout.truncated.float().mean(),
         "tokens/generated": tokens,

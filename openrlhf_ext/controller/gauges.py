@@ -16,6 +16,7 @@ import ray
 import torch
 from torch import Tensor
 
+from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.controller.rank_clock import RankReport
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.flops import ForwardFlops, forward_flops, peak_tflops
@@ -42,13 +43,12 @@ def mismatch_gauges(
     Args:
         band: ratios outside are counted: what an importance correction with these thresholds drops or clamps.
     """
-    d_N = (policy_BT - rollout_BT)[mask_BT].double()
+    d_N, sequence_B = log_ratios(policy_BT, rollout_BT, mask_BT)
     if not len(d_N):
         return {}
     w_N = d_N.exp()
     mean_abs = d_N.abs().mean()
     low, high = band
-    sequence_B = torch.where(mask_BT, (policy_BT - rollout_BT).double(), 0.0).sum(1)[mask_BT.any(1)]
     gauges = {
         "kl/rollout": (w_N - 1 - d_N).mean(),
         "kl/rollout_reverse": (1 - w_N + w_N * d_N).mean(),
@@ -56,10 +56,21 @@ def mismatch_gauges(
         "mismatch/mean_abs": mean_abs,
         "mismatch/exp_mean_abs": mean_abs.exp(),
         "mismatch/ess_tokens": effective_share(d_N),
-        "mismatch/ess_completions": effective_share(sequence_B),
+        "mismatch/ess_completions": effective_share(sequence_B[mask_BT.any(1)]),
         "mismatch/outside_band": ((w_N < low) | (w_N > high)).double().mean(),
     }
     return {name: float(value) for name, value in gauges.items()}
+
+
+def log_ratios(policy_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) policy - rollout of the response tokens, row by row, and (B,) its sums over each completion; float64."""
+    sums_B = torch.zeros(len(mask_BT), dtype=torch.float64)
+    parts = [sums_B[:0]]
+    for rows in row_blocks(*mask_BT.shape):
+        d_bT = (policy_BT[rows] - rollout_BT[rows]).double()
+        sums_B[rows] = torch.where(mask_BT[rows], d_bT, 0.0).sum(1)
+        parts.append(d_bT[mask_BT[rows]])
+    return torch.cat(parts), sums_B
 
 
 def correction_band(algorithm: Any) -> tuple[float, float]:

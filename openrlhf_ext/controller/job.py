@@ -38,6 +38,7 @@ from openrlhf_ext.controller.settings import (
     training_steps,
     worker_env,
 )
+from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.hf_config import read_model_shape
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,6 @@ def build_parts(config: Any, session: RaySession) -> Parts:
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat
-            from openrlhf_ext.controller.data import load_data
 
             if not config.logger.verbose:
                 compat.quiet_upstream_logs()
@@ -124,7 +124,9 @@ def build_parts(config: Any, session: RaySession) -> Parts:
             engines = start_engines(config, session.use_gpu, places)
             policy = start_policy(config, places)
             companions = Companions.start(config, places)
-            strategy = compat.get_strategy(config.upstream_args())
+            with without_collection():
+                from openrlhf_ext.controller.data import load_data  # takes long: the others start meanwhile
+            strategy = compat.DriverStrategy(config.upstream_args())
             tokenizer = compat.get_tokenizer(
                 config.actor.model_name_or_path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
             )

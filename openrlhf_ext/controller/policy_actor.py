@@ -7,7 +7,7 @@ OpenRLHF's trainer drives it through ``RayActorGroup`` with the method names of 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +23,10 @@ from openrlhf_ext.controller.weight_publisher import SyncSettings, WeightPublish
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.digest import digest
 from openrlhf_ext.megatron.phases import phase
-from openrlhf_ext.megatron.policy import LogprobEntropy, MegatronPolicy, PolicySettings
-from openrlhf_ext.megatron.reference import HostReference
+from openrlhf_ext.megatron.settings import PolicySettings
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.policy import MegatronPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     def _build(
         self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleepers: Sleepers
     ) -> None:
+        from openrlhf_ext.megatron.policy import MegatronPolicy
+        from openrlhf_ext.megatron.reference import HostReference
+
         self.policy = MegatronPolicy(settings)
         self.clock = RankClock()
         # the ranks meet in the reduction: what one waits there is not its own time
@@ -58,7 +63,7 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         self.sleepers = sleepers or Sleepers()
         self.watch_states(self.policy, self.sleepers.policy)
         self.shard: TrainingShard | None = None
-        self.version = 0
+        self.version, self.is_ahead = 0, False
         self.publisher = WeightPublisher(self.policy, sync, engines) if engines else None
         if self.publisher is not None:
             self.publisher.connect()
@@ -75,17 +80,17 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
 
     @phase("forward")
     @timed("logprob")
-    def forward(self, batch: SequenceBatch) -> LogprobEntropy:
-        """Old log-probs and entropies of this replica's sequences, of which there may be none."""
+    def forward(self, batch: SequenceBatch) -> list[Tensor]:
+        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none."""
         self.reload_states("parameters")
-        return self.policy.logprobs(batch)
+        return [batch.response_values(values_BT) for values_BT in self.policy.logprobs(batch)]
 
     @phase("reference log-probs")
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """(B, T) log-probs of this replica's sequences under the starting weights (``keep_reference``)."""
+        """(N,) log-probs of the response tokens under the starting weights (``keep_reference``)."""
         self.reload_states("parameters")
         with self.reference.swapped_in():
-            return self.policy.logprobs(batch).logprobs_BT
+            return batch.response_values(self.policy.logprobs(batch).logprobs_BT)
 
     def append(self, experience: TrainingShard) -> None:
         """Takes this replica's share of the next train step."""
@@ -98,6 +103,7 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         self.reload_states()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in self.shard.mini_batches]
         steps = [self._update(mini, number) for number, mini in enumerate(mini_batches)]
+        self.is_ahead = True  # of the version that the engines have
         self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
@@ -120,7 +126,7 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         """
         self.reload_states("parameters")
         report = self.publisher.publish(self.version + 1)
-        self.version += 1
+        self.version, self.is_ahead = self.version + 1, False
         sent = {}
         if report is not None:
             sent = {
@@ -150,7 +156,7 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         self.engines = engines
         if fresh:
             self.reload_states("parameters")
-            self.publisher.bring_up_to_date(fresh, self.version)
+            self.publisher.bring_up_to_date(fresh, self.version + self.is_ahead)
             self.release_model()  # engines are replaced while they have the memory
 
     def save_model(self, path: str) -> dict[str, int]:

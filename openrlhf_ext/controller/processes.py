@@ -101,7 +101,7 @@ def start_policy(config: Any, places: Any):
     from openrlhf_ext.controller.rank_group import RankGroup
 
     tensor = tensor_block_size(config)
-    return RankGroup(
+    group = RankGroup(
         ray.remote(num_gpus=1)(PolicyActor),
         places,
         world_size=config.world_size,
@@ -109,6 +109,8 @@ def start_policy(config: Any, places: Any):
         tensor_size=tensor,
         block_size=math.lcm(tensor, config.megatron.tensor_parallel_size * config.megatron.context_parallel_size),
     )
+    group.async_run_method("load_libraries")
+    return group
 
 
 def initialize_everything(config: Any, session: RaySession, policy: Any, engines: list, steps: int) -> None:

@@ -1,20 +1,24 @@
 """What the Ray actors of all models have in common: one rank each, every RPC a collective.
 
-They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, which would bring vLLM and DeepSpeed into
-every rank, which would wait for them at its start and hold them in host memory.
+They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs nothing.
+
+The driver imports these modules for their classes, and rank 0 says where to meet before the others start: what needs
+Megatron imports it inside of its methods, after ``load_libraries`` has done so while the engines start.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
+from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.phases import start_monitor
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.rollout.identity import own_identity
 
 
@@ -23,6 +27,7 @@ class RankActor:
 
     def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
         """Puts the rendezvous into the environment; rank 0 gets no address and finds one (``get_master_addr_port``)."""
+        self.is_first_of_replica = True
         self._store = None if master_addr else _open_store()
         self._address = (master_addr or _own_address(), master_port or self._store.port)
         os.environ |= {
@@ -37,10 +42,18 @@ class RankActor:
         """Where the ranks meet. Not a collective."""
         return self._address
 
+    def load_libraries(self) -> None:
+        """Imports what ``init_model_from_pretrained`` needs, which says it if that fails. Not a collective."""
+        with without_collection():
+            import_module("openrlhf_ext.megatron.policy")
+
     def join(self, settings: PolicySettings) -> dict[str, Any]:
         """Joins the process group of the model; returns what the process is."""
+        from openrlhf_ext.megatron.base import initialize_distributed
+
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
+        self.is_first_of_replica = dist.get_rank() % settings.layout.model_parallel_size == 0
         address = start_monitor(settings.collective_timeout_s)
         return {"rank": dist.get_rank(), "phases": address, **own_identity()}
 
@@ -50,9 +63,14 @@ class RankActor:
             torch.cuda.empty_cache()
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list:
-        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it."""
+        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it.
+
+        All ranks of a replica come to the same answers: those of the first one go back, the others give None, because
+        the caller fetches what all of them return.
+        """
         ((name, values),) = all_data.items()
-        return [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
+        answers = [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
+        return answers if self.is_first_of_replica else [None] * len(answers)
 
 
 def _own_address() -> str:

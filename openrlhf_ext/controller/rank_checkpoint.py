@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
-from openrlhf_ext.megatron.base import MegatronModel
-from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.phases import phase
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.base import MegatronModel
 
 
 class CheckpointedRank:
@@ -49,6 +50,8 @@ class CheckpointedRank:
         Returns:
             The files written; None if they are still being written.
         """
+        from openrlhf_ext.megatron.checkpoint import take_snapshot
+
         with phase("collecting a checkpoint"):
             snapshot = take_snapshot(self.checkpointed_model(), self.extra_state(), copy=background)
         if not background:
@@ -90,5 +93,7 @@ class CheckpointedRank:
         Raises:
             CheckpointError: it does not fit the model.
         """
+        from openrlhf_ext.megatron.checkpoint import load_checkpoint
+
         self.load_extra_state(load_checkpoint(self.checkpointed_model(), Path(folder) / name))
         self.release_model()

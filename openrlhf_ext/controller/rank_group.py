@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -73,6 +75,8 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
 class RankGroup(RayActorGroup):
     """One actor per rank; contiguous blocks of ``model_parallel_size`` ranks are one data-parallel rank.
 
+    Calls of several threads reach all ranks in the same order: ranks that met in different calls would wait for ever.
+
     Args:
         actor_class: a Ray remote class, constructed with (world size, rank, master address, master port).
         reservation: at least one bundle for each rank.
@@ -94,6 +98,7 @@ class RankGroup(RayActorGroup):
         tensor_size: int = 1,
         block_size: int | None = None,
     ) -> None:
+        self._calling = threading.Lock()
         self.reservation = reservation
         self.bundles = place_ranks(reservation.nodes, tensor_size=tensor_size, block_size=block_size)
         _log_split_blocks(self.bundles, reservation.nodes, block_size or tensor_size)
@@ -101,6 +106,16 @@ class RankGroup(RayActorGroup):
             1, world_size, actor_class, pg=reservation.group, num_gpus_per_actor=reservation.share,
             duplicate_actors=model_parallel_size,
         )  # fmt: skip
+
+    def async_run_method(self, method_name: str, *args: Any, **kwargs: Any) -> list:
+        """Calls a method on every rank; one reference each."""
+        with self._calling:
+            return super().async_run_method(method_name, *args, **kwargs)
+
+    def async_run_method_batch(self, method_name: str, **kwargs: Any) -> list:
+        """Calls a method on every rank with its replica's part of each list; one reference each."""
+        with self._calling:
+            return super().async_run_method_batch(method_name, **kwargs)
 
     def _initiate_actors(self, pg: PlacementGroup, num_gpus_per_actor: float) -> None:
         """Starts rank 0, which gives the address, then the others."""

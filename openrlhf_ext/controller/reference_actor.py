@@ -9,7 +9,7 @@ from torch import Tensor
 from openrlhf_ext.controller.rank_actor import RankActor
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.phases import phase
-from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings
+from openrlhf_ext.megatron.settings import PolicySettings
 
 
 class ReferenceActor(RankActor):
@@ -17,6 +17,8 @@ class ReferenceActor(RankActor):
 
     def init_model_from_pretrained(self, settings: PolicySettings) -> dict[str, Any]:
         """Builds the rank's model; returns what the process is."""
+        from openrlhf_ext.megatron.policy import MegatronPolicy
+
         info = self.join(settings)
         with phase("building the reference"):
             self.policy = MegatronPolicy(settings)
@@ -24,5 +26,5 @@ class ReferenceActor(RankActor):
 
     @phase("reference log-probs")
     def forward(self, batch: SequenceBatch) -> Tensor:
-        """(B, T) reference log-probs of this replica's sequences."""
-        return self.policy.logprobs(batch).logprobs_BT
+        """(N,) reference log-probs of the response tokens of this replica's sequences."""
+        return batch.response_values(self.policy.logprobs(batch).logprobs_BT)

@@ -49,12 +49,12 @@ def staleness_metrics(samples: Sequence[Experience], version: int) -> dict[str, 
     per_sample = [getattr(sample, "token_versions", None) for sample in samples]
     if any(versions is None for versions in per_sample):
         return {}
-    known = [versions[versions != UNSAMPLED] for versions in per_sample]
-    age = version - torch.cat(known)
-    if not len(age):
+    ages = [version - versions[versions != UNSAMPLED] for versions in per_sample]
+    youngest_and_oldest = [torch.stack(age.aminmax()).tolist() for age in ages if len(age)]
+    if not youngest_and_oldest:
         return {}
     return {
-        "staleness/mean": float(age.double().mean()),
-        "staleness/max": float(age.max()),
-        "staleness/mixed_fraction": sum(len(versions.unique()) > 1 for versions in known) / len(known),
+        "staleness/mean": float(sum(age.sum() for age in ages)) / sum(map(len, ages)),
+        "staleness/max": float(max(oldest for _, oldest in youngest_and_oldest)),
+        "staleness/mixed_fraction": sum(low < high for low, high in youngest_and_oldest) / len(ages),
     }

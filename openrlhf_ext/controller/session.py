@@ -18,7 +18,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from openrlhf_ext.controller.ray_start import patiently
 from openrlhf_ext.megatron.phases import Address, describe_ranks
+from openrlhf_ext.rewards import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.identity import machine_id
 from openrlhf_ext.rollout.process import ray_log_tail
 
@@ -42,7 +44,7 @@ class RaySession:
     def __enter__(self) -> RaySession:
         self._sigterm = signal.signal(signal.SIGTERM, _terminate)
         arguments = self._arguments()
-        ray.init(**arguments)
+        patiently(lambda: ray.init(**arguments))
         # a local Ray on a machine without GPUs only counts "GPUs": see _arguments
         self.use_gpu = "num_gpus" not in arguments and ray.cluster_resources().get("GPU", 0) > 0
         self.remember_children()
@@ -62,6 +64,8 @@ class RaySession:
             local["address"] = "local"  # not somebody else's Ray that happens to run on this machine
             local |= {"num_gpus": self.policy_ranks, "num_cpus": self.policy_ranks + self.engines + 1}
             local["object_store_memory"] = 256 << 20
+            # Ray's idle workers, one per CPU, are not used: they lack the environment of this job's actors
+            local["_system_config"] = {"prestart_worker_first_driver": False}
         return common | local
 
     def remember(self, name: str, process: Mapping[str, Any]) -> None:
@@ -99,6 +103,8 @@ class RaySession:
         """
         cause = error.cause if isinstance(error, RayTaskError) else error
         died = isinstance(cause, RayActorError)
+        if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
+            error = cause  # its text holds the user's own traceback; ours around it says nothing
         of_a_task = isinstance(error, RayTaskError) and not died
         lines = [str(error) if of_a_task else f"{type(error).__name__}: {error}"]
         if died or isinstance(error, TimeoutError):

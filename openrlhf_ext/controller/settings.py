@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf_ext.controller.engine_recovery import RecoveryLimits
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
 
 
 def worker_env(config: Any) -> dict[str, str]:
@@ -26,16 +27,13 @@ def worker_env(config: Any) -> dict[str, str]:
 
 
 def _threads_per_process(config: Any) -> int:
+    """For nodes like this one, over which the processes are spread evenly."""
     processes = max(config.training_ranks, config.vllm.num_engines * config.vllm.tensor_parallel_size)
-    return max(1, (os.cpu_count() or 1) // processes)
+    return max(1, (os.cpu_count() or 1) * config.actor.num_nodes // processes)
 
 
 def policy_settings(config: Any, steps: int):
     """What every policy rank gets."""
-    from openrlhf_ext.megatron.model import Recompute
-    from openrlhf_ext.megatron.optimizer import OptimizerSettings
-    from openrlhf_ext.megatron.policy import PolicySettings
-
     actor, megatron = config.actor, config.megatron
     return PolicySettings(
         model_path=actor.model_name_or_path,
@@ -83,9 +81,6 @@ def critic_path(config: Any) -> str:
 
 def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
     """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
-    from openrlhf_ext.megatron.critic import CriticSettings
-    from openrlhf_ext.megatron.optimizer import OptimizerSettings
-
     critic, adam = config.critic, config.critic.adam
     optimizer = OptimizerSettings(
         lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
@@ -140,7 +135,7 @@ def training_steps(config: Any, prompts: int) -> int:
 
 def sync_settings(config: Any, use_gpu: bool):
     """How weights travel."""
-    from openrlhf_ext.controller.policy_actor import SyncSettings
+    from openrlhf_ext.controller.weight_publisher import SyncSettings
     from openrlhf_ext.rollout.weight_sync import choose_transport
 
     transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)

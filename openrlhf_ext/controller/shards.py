@@ -65,10 +65,10 @@ def mini_batch_shards(
     """
     ranks: list[list[MiniBatchShard]] = [[] for _ in range(data_parallel_size)]
     for rows in group_chunks(len(batch), group_size, mini_batch_size):
-        step_batch, step_shaped = batch.select(rows), shaped.mini_batch(rows)
+        step_shaped = shaped.mini_batch(slice(rows[0], rows[-1] + 1))  # a slice is not copied
         step_shaped = step_shaped.algorithm.prepare(step_shaped.old_logprobs, step_shaped, seed=seed).lean()
-        for rank, part in enumerate(balance_rows(step_batch.lengths_B, data_parallel_size, attention_length)):
+        for rank, part in enumerate(balance_rows(batch.lengths_B[rows], data_parallel_size, attention_length)):
             again = Preparation(step_shaped, list(part), seed) if step_shaped.algorithm.needs_prepare else None
-            shard = MiniBatchShard([rows[i] for i in part], step_batch.select(part), step_shaped.select(part), again)
-            ranks[rank].append(shard)
+            own = [rows[i] for i in part]
+            ranks[rank].append(MiniBatchShard(own, batch.select(own), step_shaped.select(part), again))
     return ranks

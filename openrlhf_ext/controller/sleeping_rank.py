@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from openrlhf_ext.megatron.base import MegatronModel
-from openrlhf_ext.megatron.offload import ModelStates, Swap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.base import MegatronModel
+    from openrlhf_ext.megatron.offload import Swap
 
 
 class SleepingRank:
@@ -15,6 +18,8 @@ class SleepingRank:
         Args:
             sleeps: whether others need the memory (``ds.enable_sleep``).
         """
+        from openrlhf_ext.megatron.offload import ModelStates
+
         self.states, self.sleeps = ModelStates(model.models, model.optimizer, model.device), sleeps
         self.offloads: list[Swap] = []
         self.reloads: list[Swap] = []

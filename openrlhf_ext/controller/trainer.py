@@ -28,6 +28,7 @@ from openrlhf_ext.controller.resume import Resumed, loop_states, restore_trainer
 from openrlhf_ext.controller.rollout_sample import RolloutSample
 from openrlhf_ext.controller.samples import RecoveringSamplesGenerator
 from openrlhf_ext.megatron.batch import sequence_batch
+from openrlhf_ext.rollout.shared import Shared
 from openrlhf_ext.rollout.token_versions import SPANS_KEY
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class PolicyTrainer(PPOTrainer):
             strategy.args.eval.steps = float("inf")  # OpenRLHF counts in steps; -1 is its "never"
         strategy.args.ckpt.save_steps = float("inf")  # checkpoints are ours: see save_logs_and_checkpoints
         BasePPOTrainer.__init__(self, strategy, policy_group, None, None, None, engines, tokenizer)
+        self._sent_tokenizer = Shared.of(tokenizer)
         self.samples_generator = self.make_generator(prompts_dataloader, eval_dataloader, self.rollout_deadline())
         upstream = self.experience_maker
         self.experience_maker = make_experience_maker(
@@ -140,7 +142,7 @@ class PolicyTrainer(PPOTrainer):
     def make_generator(self, prompts: Any, held_out: Any, deadline: Any) -> BoundedSamplesGenerator:
         """A samples generator over these loaders, for the thread that ``deadline`` is for."""
         return BoundedSamplesGenerator(
-            self.strategy, prompts, held_out, self.tokenizer, self.vllm_engines,
+            self.strategy, prompts, held_out, self._sent_tokenizer, self.vllm_engines,
             guard=self.guard, limits=self.limits, deadline=deadline, sharing=self.sharing,
         )  # fmt: skip
 

@@ -15,8 +15,7 @@ from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.algorithms.gae import explained_variance
 from openrlhf_ext.controller.scorers import PendingScores, Scorer
 from openrlhf_ext.controller.shards import group_chunks
-from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
-from openrlhf_ext.megatron.critic import ValueTargets
+from openrlhf_ext.megatron.batch import SequenceBatch, ValueTargets, balance_rows
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,13 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf_ext.megatron.batch import sequence_batch
-from openrlhf_ext.megatron.bucket_export import BucketExporter
-from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
 from openrlhf_ext.rollout.weight_sync import (
     Bucket,
@@ -43,6 +41,10 @@ from openrlhf_ext.rollout.weight_sync import (
 from openrlhf_ext.rollout.weight_sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.weight_sync.shared_memory import HostMemory
 from openrlhf_ext.rollout.weight_sync.stream import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.bucket_export import BucketExporter
+    from openrlhf_ext.megatron.policy import MegatronPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class WeightPublisher:
             settings: how to send.
             engines: Ray handles of the rollout engines, the same list on every rank.
         """
+        from openrlhf_ext.megatron.bucket_export import BucketExporter  # Megatron: see rank_actor
+
         self._policy, self._settings = policy, settings
         self._exporter = BucketExporter(policy.chunks, policy.shape)
         specs = [TensorSpec(name, shape, dtype) for name, shape, dtype in policy.hf_specs()]

@@ -26,7 +26,7 @@ _BOOTSTRAP = (
     "main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])"
 )
 _LIVENESS_POLL_S = 0.5  # a worker that died while a child of it keeps the connection open sends no end-of-file
-_STACK_WAIT_S, _STACK_POLL_S = 3.0, 0.2
+_STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
 _REAP_S = 10.0
 _STACK_BYTES = 8192
 

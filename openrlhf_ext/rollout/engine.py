@@ -1,30 +1,32 @@
-"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a probe."""
+"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a probe.
+
+The driver imports this module for the class, and starts engines before it does anything that takes long: vLLM is
+imported by the engine's own process, in the constructor.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import vllm
 from packaging import version as packaging_version
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind
-from vllm.utils import random_uuid
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_ext import compat
-from openrlhf_ext.rollout import worker_extension
+from openrlhf_ext.imports import without_collection
 from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
-from openrlhf_ext.rollout.in_process import InProcessEngine
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.seeding import RequestSeeds
+from openrlhf_ext.rollout.shared import SharedValues
 from openrlhf_ext.rollout.token_versions import ResponseRecorder, TokenVersions, count_tokens
 from openrlhf_ext.rollout.weight_sync.base import Link
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
+
+if TYPE_CHECKING:
+    import vllm
+    from vllm import SamplingParams
 
 _ANSWER_S = 5.0
 """Time that an engine that is not stuck needs to answer a question."""
@@ -77,6 +79,11 @@ class RolloutEngine(compat.RolloutRayActor):
         Raises:
             EngineStartError: with the error text of the process that failed.
         """
+        with without_collection():
+            import vllm
+
+            from openrlhf_ext.rollout import worker_extension
+
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism)
         self.executor = make_executor(executor_factory, remote_rm_url)
@@ -86,9 +93,11 @@ class RolloutEngine(compat.RolloutRayActor):
             "scheduling_policy": "priority",
             **engine_args,
         }
+        self._in_process = in_process
         self._mm_pad_token_ids = mm_pad_token_ids
         self._seeds = RequestSeeds(request_seed) if seed_requests else None
         self._request_timeout_s = request_timeout_s
+        self._shared = SharedValues()
         self._generating = BusyClock()
         self._responding = BusyClock()
         self._num_tokens = 0
@@ -99,7 +108,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._weight_error: str | None = None
         self._probe_tokens: tuple[int, ...] = ()
         self._queued_probe: tuple[_Request, _Request] | None = None
-        self._updating = asyncio.Lock()
+        self._updating, self._resumes = asyncio.Lock(), True
         self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process)
 
     # ---- generation
@@ -130,6 +139,8 @@ class RolloutEngine(compat.RolloutRayActor):
         return output
 
     def _effective_params(self, prompt_token_ids: Sequence[int], asked: SamplingParams) -> SamplingParams:
+        from vllm.sampling_params import RequestOutputKind
+
         params = asked.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
         params.detokenize = asked.detokenize and (self._needs_text or bool(asked.stop))
@@ -148,7 +159,12 @@ class RolloutEngine(compat.RolloutRayActor):
         self, prompt: str, label: Any, sampling_params: SamplingParams, max_length: int, hf_tokenizer: Any,
         num_samples: int = 1, images: Any = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """N graded responses to one prompt, as OpenRLHF's actor makes them, and which weights gave each token."""
+        """N graded responses to one prompt, as OpenRLHF's actor makes them, and which weights gave each token.
+
+        Args:
+            hf_tokenizer: also as `Shared`.
+        """
+        hf_tokenizer = await self._shared.resolve(hf_tokenizer)
 
         async def respond() -> dict[str, Any]:
             recorder = ResponseRecorder(self)
@@ -162,6 +178,8 @@ class RolloutEngine(compat.RolloutRayActor):
             return await asyncio.gather(*(respond() for _ in range(num_samples)))
 
     async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             return await asyncio.wait_for(generation, self._request_timeout_s)
         except TimeoutError as error:
@@ -196,9 +214,9 @@ class RolloutEngine(compat.RolloutRayActor):
     async def receive_weights(self, version: int) -> float:
         """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
 
-        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values. If
-        `probe_logprobs` has been asked before, the same probe is put in front of them: asked after they go on, it would
-        wait until one of them ends.
+        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values; if the
+        update does not complete, they stand still until one does. If `probe_logprobs` has been asked before, the same
+        probe is put in front of them: asked after they go on, it would wait until one of them ends.
 
         Returns:
             Seconds that the slowest worker spent loading.
@@ -207,21 +225,21 @@ class RolloutEngine(compat.RolloutRayActor):
             WeightSyncError: the update did not complete; until one does, generation is refused.
         """
         async with self._updating:
+            if self._weight_error is None:  # else it stands still since an update that failed
+                self._resumes = not await self.llm.is_paused()
             self._weight_error = f"update to version {version} is not complete"
             self._queued_probe = None
-            was_paused = await self.llm.is_paused()
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
                 load_s = await self._load(version)
-                if self._probe_tokens and not was_paused:
-                    self._queued_probe = await self._queue_probe()
-                return load_s
             except Exception as error:
                 self._weight_error = f"update to version {version} failed: {error}"
                 raise
-            finally:
-                if not was_paused:
-                    await self.llm.resume_generation()
+            if self._resumes:
+                if self._probe_tokens:
+                    self._queued_probe = await self._queue_probe()
+                await self.llm.resume_generation()
+            return load_s
 
     async def _load(self, version: int) -> float:
         load_s = await self.llm.collective_rpc("replace_weights", args=(version,))
@@ -245,7 +263,7 @@ class RolloutEngine(compat.RolloutRayActor):
 
     async def sampled_tokens(self) -> dict[str, int]:
         """How many tokens every unfinished request has so far, by request id."""
-        if isinstance(self.llm, InProcessEngine):
+        if self._in_process:
             return await self.llm.count_tokens()
         return count_tokens(self.llm.output_processor)
 
@@ -279,6 +297,11 @@ class RolloutEngine(compat.RolloutRayActor):
         return last, await self._add_greedy([*prefix, final], _FIRST + 1, prompt_logprobs=0)
 
     async def _add_greedy(self, token_ids: list[int], priority: int, **params: Any) -> _Request:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.utils import random_uuid
+
         greedy = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params
         )
@@ -352,7 +375,11 @@ def _needs_text(executor: compat.AgentExecutorBase) -> bool:
 async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:
     try:
         if in_process:
+            from openrlhf_ext.rollout.in_process import InProcessEngine
+
             return await InProcessEngine.start(engine_args)
+        import vllm
+
         llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
         await llm.is_sleeping()
         take_down_with_me()

@@ -37,7 +37,7 @@ class MisbehavingEngine(_Process):
             os._exit(1)
         if self.life == 0 and prompt == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)  # this thread may run on for a moment
+            time.sleep(3600)  # this thread may run on for a moment
         if self.life == 0 and prompt == "lose the engine":
             raise EngineDied("the vLLM engine of this actor died")
         if prompt == "void" and not self.void_before:
@@ -82,7 +82,7 @@ class SleepyEngine(_Process):
     def _note(self, what: str) -> None:
         if what == self.trouble:
             os.kill(os.getpid(), self.how)
-            time.sleep(60)  # this thread may run on for a moment
+            time.sleep(3600)  # this thread may run on for a moment
         self.told.append(what)
 
     def sleep(self) -> None:

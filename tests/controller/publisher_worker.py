@@ -20,6 +20,7 @@ from openrlhf_ext.rollout.weight_sync.sender import largest_frame
 from openrlhf_ext.rollout.weight_sync.shared_memory import HostMemory
 from openrlhf_ext.rollout.weight_sync.stream import HEADER_BYTES, send_stream
 from tests.megatron.parity import settings
+from tests.patience import PATIENCE_S
 
 SYNC = SyncSettings("gloo", 1, 60_000, 30.0, 1e-4, 16)
 
@@ -69,7 +70,7 @@ def publish(cases: list[dict], ranks: int) -> list[str]:
     problems = []
     for case in cases:
         policy_settings = replace(settings(case, ranks), optimizer=None)
-        initialize_distributed(policy_settings.layout, 60, 1234)
+        initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         openable = HostMemory.open if case["shared"] else staticmethod(_cannot_open)
         with patch.object(HostMemory, "open", openable):
             found = _publish(MegatronPolicy(policy_settings), case["model"], case["shared"])

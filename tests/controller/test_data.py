@@ -25,9 +25,12 @@ def load(tmp_path_factory):
     strategy = SimpleNamespace(args=args, print=lambda *_: None, is_rank_0=lambda: False)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
 
-    def call(overlong: str, limit: int = 10):
+    def call(overlong: str, limit: int = 10, file: str = "p.jsonl", text: str | None = None, chat: bool = False):
+        if text is not None:
+            (folder / file).write_text(text)
+        strategy.args.data.apply_chat_template = chat
         return load_prompts(
-            str(folder / "p.jsonl"), "train", strategy, tokenizer, probabilities=None, max_prompt_tokens=limit,
+            str(folder / file), "train", strategy, tokenizer, probabilities=None, max_prompt_tokens=limit,
             overlong=overlong,
         )  # fmt: skip
 
@@ -50,3 +53,15 @@ def test_or_refused_with_the_longest_one_and_the_remedies(load):
 def test_nothing_left_is_an_error(load):
     with pytest.raises(ValueError, match="no prompt of .* fits"):
         load("skip", limit=2)
+
+
+def test_records_that_are_no_prompts_are_said_so(load):
+    with pytest.raises(ValueError, match=r"1 of 2 records of .*holes.jsonl have an empty prompt.* is record 2"):
+        load("skip", file="holes.jsonl", text='{"q": "a", "a": "1"}\n{"q": null, "a": "1"}\n')
+    with pytest.raises(ValueError, match=r"broken.jsonl cannot be read: "):
+        load("skip", file="broken.jsonl", text='{"q": "a", "a": "1"}\n{"q": "b\n')
+
+
+def test_a_prompt_that_the_chat_template_cannot_form_names_the_options(load):
+    with pytest.raises(ValueError, match=r"data.input_key q and data.apply_chat_template True: "):
+        load("skip", chat=True)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from openrlhf_ext.controller.deadline import Deadline, DeadlineExceeded
+from tests.patience import PATIENCE_S
 
 
 def test_a_wait_ends_and_says_what_it_was_for():
@@ -14,12 +15,12 @@ def test_a_wait_ends_and_says_what_it_was_for():
     with pytest.raises(DeadlineExceeded, match=r"waited 0.2 s while sleeping soundly; raise --train.x"):
         with deadline.limit(0.2, "sleeping", "train.x"):
             deadline.doing = "sleeping soundly"
-            time.sleep(60)
+            time.sleep(PATIENCE_S)
 
 
 def test_nothing_is_left_behind_after_a_phase():
     before = signal.getsignal(signal.SIGALRM)
-    with Deadline().limit(60, "working", "train.x"):
+    with Deadline().limit(PATIENCE_S, "working", "train.x"):
         pass
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert signal.getsignal(signal.SIGALRM) == before
@@ -34,7 +35,7 @@ def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew():
             with deadline.suspended():
                 time.sleep(1.7)
                 resumed_at = time.monotonic()
-            time.sleep(60)
+            time.sleep(PATIENCE_S)
     assert resumed_at is not None, "the time of the suspension was counted"
     assert time.monotonic() - resumed_at >= 1.5, "the time before the suspension was counted"
     with deadline.suspended():
@@ -63,14 +64,14 @@ def test_no_lock_stays_taken_after_a_deadline():
     with pytest.raises(DeadlineExceeded):
         with Deadline().limit(0.1, "waiting for a lock", "train.x"), lock:
             assert lock.taken
-            time.sleep(60)
+            time.sleep(PATIENCE_S)
     assert not lock.taken
 
 
 def test_an_error_that_the_late_body_raises_instead_is_the_cause():
     with pytest.raises(DeadlineExceeded) as caught, Deadline().limit(0.1, "working", "train.x"):
         try:
-            threading.Event().wait(60)
+            threading.Event().wait(PATIENCE_S)
         except KeyboardInterrupt:
             raise RuntimeError("cannot release un-acquired lock") from None
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,13 +25,14 @@ from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.weight_sync import EngineFailed, WeightStreamMismatch
 from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
+from tests.cluster import start_local_ray
 from tests.controller.fake_engines import MisbehavingEngine, NotStarting, outcome
+from tests.patience import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
-    # "local": not a Ray that happens to run on this machine
-    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    start_local_ray()
     yield
     ray.shutdown()
 
@@ -48,7 +50,9 @@ class FakePolicy:
         return [outcome.remote(self.faults.pop(0) if self.faults else None)]
 
 
-def guard(policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = 30.0) -> EngineGuard:
+def guard(
+    policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = PATIENCE_S
+) -> EngineGuard:
     lives = [0] * engines
 
     def start(index: int) -> Any:
@@ -56,8 +60,8 @@ def guard(policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_time
         return MisbehavingEngine.remote(index, lives[index] - 1)
 
     fleet = EngineFleet(start, engines)
-    ray.get([engine.ping.remote() for engine in fleet], timeout=60)
-    return EngineGuard(fleet, policy, RecoveryLimits(max_restarts, hang_timeout_s, 60.0, 60.0))
+    ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
+    return EngineGuard(fleet, policy, RecoveryLimits(max_restarts, hang_timeout_s, PATIENCE_S, PATIENCE_S))
 
 
 def answers(requests: GroupRequests, prompts: list[str], engines: int = 2) -> list[tuple[str, str]]:
@@ -90,7 +94,7 @@ def test_an_engine_that_hangs_is_replaced_and_the_batch_gets_a_new_deadline() ->
         stood_still.append(True)
         yield
 
-    recovering = guard(FakePolicy(), hang_timeout_s=3.0)
+    recovering = guard(FakePolicy(), hang_timeout_s=5.0)
     got = dict(answers(GroupRequests(recovering, suspended), ["stop", "b", "c"]))
     assert got["stop"] == "engine 0.1" and got["b"] == "engine 1.0" and got["c"].startswith("engine 0.")
     assert recovering.restarts == 1 and stood_still == [True]
@@ -138,7 +142,7 @@ def test_a_new_engine_that_does_not_start_costs_another_restart() -> None:
         starts[index] += 1
         return NotStarting.remote() if (index, starts[index]) == (1, 2) else MisbehavingEngine.remote(index, 0)
 
-    recovering = EngineGuard(EngineFleet(start, 2), policy, RecoveryLimits(3, 30.0, 60.0, 60.0))
+    recovering = EngineGuard(EngineFleet(start, 2), policy, RecoveryLimits(3, PATIENCE_S, PATIENCE_S, PATIENCE_S))
     recovering.replace(dict(enumerate(recovering.engines)), EngineDied("both are gone"))
     assert starts == {0: 2, 1: 3}, "the engine that did start is kept"
     assert recovering.restarts == 3 and policy.told == [(2, [0, 1])]
@@ -166,9 +170,36 @@ def test_the_deadline_of_a_step_stands_still_while_a_question_waits_for_a_new_en
         stood_still.append(recovering.restarts)
 
     recovering = guard(FakePolicy(), engines=1)
-    ray.kill(recovering.engines[0])
+    os.kill(ray.get(recovering.engines[0].process_info.remote())["pid"], signal.SIGKILL)
     recovering.ask("process_info", suspended)
     assert stood_still == [0, 1]
+
+
+def test_nobody_asks_a_new_engine_before_it_has_its_weights() -> None:
+    answers_then, late = [], []
+
+    @contextmanager
+    def suspended() -> Iterator[None]:
+        late.append("stands still")
+        yield
+        late.append("goes on")
+
+    class AskedMeanwhile(FakePolicy):
+        """A batch of another thread is about to begin while the new engine gets its weights."""
+
+        def async_run_method(self, *args: Any, **kwargs: Any) -> list:
+            self.other = threading.Thread(target=lambda: answers_then.append(recovering.ask("process_info", suspended)))
+            self.other.start()
+            until(lambda: late, "the other thread waits")
+            self.other.join(0.5)
+            assert not answers_then and late == ["stands still"]
+            return super().async_run_method(*args, **kwargs)
+
+    policy = AskedMeanwhile()
+    recovering = guard(policy, engines=1)
+    recovering.replace({0: recovering.engines[0]}, EngineDied("gone"))
+    policy.other.join(PATIENCE_S)
+    assert answers_then == [recovering.ask("process_info")] and late[-1] == "goes on" and recovering.restarts == 1
 
 
 def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:

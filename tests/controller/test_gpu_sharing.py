@@ -15,14 +15,16 @@ from openrlhf_ext.controller.engine_recovery import EngineGuard, EngineLost, Rec
 from openrlhf_ext.controller.gpu_sharing import GpuSharing, Sleepers
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.weight_sync import EngineFailed
+from tests.cluster import start_local_ray
 from tests.controller.fake_engines import SleepyEngine, outcome
+from tests.patience import PATIENCE_S
 
 BOTH = Sleepers(policy=True, engines=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    start_local_ray()
     yield
     ray.shutdown()
 
@@ -50,9 +52,10 @@ def shared_gpus(
         return SleepyEngine.remote(lives[index] - 1, trouble if index else "", how)
 
     fleet = EngineFleet(start, 2)
-    ray.get([engine.ping.remote() for engine in fleet], timeout=60)
-    guard = EngineGuard(fleet, policy, RecoveryLimits(max_restarts, 3.0, 60.0, 60.0))
-    return GpuSharing(sleepers, [policy], guard, 60.0), guard
+    ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
+    hang_timeout_s = 5.0 if how == signal.SIGSTOP else PATIENCE_S
+    guard = EngineGuard(fleet, policy, RecoveryLimits(max_restarts, hang_timeout_s, PATIENCE_S, PATIENCE_S))
+    return GpuSharing(sleepers, [policy], guard, PATIENCE_S), guard
 
 
 def told(guard: EngineGuard) -> list[list[str]]:

@@ -37,7 +37,7 @@ def ranks(rollout) -> list[dict]:
         replicas = mini_batch_shards(batch, shaped, GROUP, 3 * GROUP, LAYOUT.data_parallel_size, seed=7)
         parts[name] = [[(m.rows, m.batch, m.shaped, m.preparation) for m in minis] for minis in replicas]
     return launch(
-        "tests.controller.preparation_worker", "shares", LAYOUT.world_size, 60,
+        "tests.controller.preparation_worker", "shares", LAYOUT.world_size,
         layout=LAYOUT, by_replica=parts, new_BT=new_BT, updates=UPDATES,
     )  # fmt: skip
 

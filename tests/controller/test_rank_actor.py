@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from openrlhf_ext.controller.rank_actor import RankActor
+from tests.patience import PATIENCE_S
 
 _IMPORTS = """
 import sys
@@ -18,7 +19,9 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"openrlhf", "vl
 
 
 def test_ranks_do_not_import_openrlhf_and_what_it_brings():
-    found = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert found.stdout.strip() == "[]"
 
 
@@ -45,3 +48,5 @@ def test_batched_calls_take_this_replica_s_entries():
 
     actor = Doubler(1, 0, "host", 1)
     assert actor.execute_batch("double", {"value": [1, 2, 3, 4]}, 1, 3) == [4, 6]
+    actor.is_first_of_replica = False  # its copies of the answers would all go to the driver
+    assert actor.execute_batch("double", {"value": [1, 2, 3, 4]}, 1, 3) == [None, None]

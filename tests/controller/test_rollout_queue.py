@@ -6,8 +6,7 @@ import time
 import pytest
 
 from openrlhf_ext.controller.rollout_queue import EngineTurns, RolloutQueue, Stopped
-
-WAIT_S = 10
+from tests.patience import PATIENCE_S, until
 
 
 class Maker(threading.Thread):
@@ -32,13 +31,6 @@ class Maker(threading.Thread):
             self.stopped = True
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_batch_arrives_once_in_order_and_at_most_size_are_ahead(size):
     queue: RolloutQueue[int] = RolloutQueue(size)
@@ -46,7 +38,7 @@ def test_every_batch_arrives_once_in_order_and_at_most_size_are_ahead(size):
     maker.start()
     taken = []
     for number in range(12):
-        until(lambda: maker.started == min(12, len(taken) + size))
+        until(lambda: maker.started == min(12, len(taken) + size), "the maker begins what has a place")
         time.sleep(0.01)
         assert maker.started == min(12, len(taken) + size), "one too many was begun"
         taken.append(queue.take(maker.is_alive))
@@ -65,9 +57,9 @@ def test_a_maker_that_waits_for_a_place_can_be_stopped():
     queue: RolloutQueue[int] = RolloutQueue(1)
     maker = Maker(queue, 9)
     maker.start()
-    until(lambda: len(queue) == 1)
+    until(lambda: len(queue) == 1, "a batch waits")
     queue.stop()
-    maker.join(WAIT_S)
+    maker.join(PATIENCE_S)
     assert maker.stopped and maker.started == 1
 
 
@@ -82,30 +74,55 @@ def test_the_size_is_at_least_one():
         RolloutQueue(0)
 
 
-def test_a_waiting_sync_goes_before_the_next_rollouts_and_never_meets_any():
-    turns, log, at_work = EngineTurns(), [], []
+def in_thread(function) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_waiting_sync_goes_before_the_next_rollouts():
+    turns, log, may_end = EngineTurns(), [], threading.Event()
+
+    def generate() -> None:
+        for _ in range(2):
+            with turns.generating():
+                log.append("rollouts")
+                assert may_end.wait(PATIENCE_S)
+                log.append("their end")
+
+    def synchronize() -> None:
+        with turns.syncing():
+            log.append("sync")
+
+    maker = in_thread(generate)
+    until(lambda: log, "rollouts are made")
+    syncer = in_thread(synchronize)
+    until(lambda: turns._syncing, "a sync waits")
+    may_end.set()
+    for thread in (maker, syncer):
+        thread.join(PATIENCE_S)
+    assert log == ["rollouts", "their end", "sync", "rollouts", "their end"]
+
+
+def test_rollouts_and_syncs_never_meet():
+    turns, at_work, met = EngineTurns(), [], []
 
     def use(name: str, context) -> None:
         with context:
             at_work.append(name)
-            assert len(at_work) == 1, at_work
-            log.append(name)
-            time.sleep(0.01)
+            time.sleep(0.002)
+            met.append(list(at_work))
             at_work.remove(name)
 
     def generate() -> None:
-        for _ in range(6):
+        for _ in range(30):
             use("rollouts", turns.generating())
 
-    maker = threading.Thread(target=generate, daemon=True)
-    maker.start()
-    for _ in range(3):
-        until(lambda: "rollouts" in at_work)
-        begun = len(log)
+    maker = in_thread(generate)
+    for _ in range(30):
         use("sync", turns.syncing())
-        assert log[begun] == "sync", "rollouts began although a sync was waiting"
-    maker.join(WAIT_S)
-    assert log.count("rollouts") == 6 and log.count("sync") == 3
+    maker.join(PATIENCE_S)
+    assert sorted(met) == [["rollouts"]] * 30 + [["sync"]] * 30
 
 
 def test_rollouts_go_on_after_a_sync_that_failed():

@@ -14,7 +14,9 @@ from openrlhf_ext.compat import Experience, SamplesGenerator
 from openrlhf_ext.controller.engine_recovery import EngineGuard, RecoveryLimits
 from openrlhf_ext.controller.samples import RecoveringSamplesGenerator
 from openrlhf_ext.rollout.fleet import EngineFleet
+from tests.cluster import start_local_ray
 from tests.controller.fake_engines import ScoringEngine
+from tests.patience import PATIENCE_S
 
 ARGS = SimpleNamespace(
     rollout=SimpleNamespace(batch_size=4, n_samples_per_prompt=2, vllm_generate_batch_size=None),
@@ -29,8 +31,7 @@ KWARGS = {"max_len": 16, "max_new_tokens": 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
-    # "local": not a Ray that happens to run on this machine
-    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    start_local_ray()
     with pytest.MonkeyPatch.context() as patch:  # the fakes need not import vLLM to read their arguments
         patch.setattr(sys.modules[SamplesGenerator.__module__], "SamplingParams", dict)
         yield
@@ -45,7 +46,7 @@ def prompts(count: int) -> list[tuple]:
 def ours(*dies_at: str) -> RecoveringSamplesGenerator:
     lives = [[death, "never"] for death in dies_at]
     fleet = EngineFleet(lambda index: ScoringEngine.remote(lives[index].pop(0)), len(lives))
-    guard = EngineGuard(fleet, None, RecoveryLimits(3, 30.0, 60.0, 60.0))
+    guard = EngineGuard(fleet, None, RecoveryLimits(3, PATIENCE_S, PATIENCE_S, PATIENCE_S))
     return RecoveringSamplesGenerator(SimpleNamespace(args=ARGS), prompts(14), None, None, fleet, guard=guard)
 
 

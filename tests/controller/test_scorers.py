@@ -17,7 +17,7 @@ def test_scores_are_those_of_their_rows(monkeypatch, replicas, ranks):
     batch, _ = make_batch(61)  # seven rows: with nine replicas two have none
 
     def token_ids(batch):
-        return batch.targets_BT.float()
+        return batch.response_values(batch.targets_BT.float())
 
     group = LocalGroup(replicas, ranks, forward=token_ids)
     scores_BT = Scorer(group, "forward", replicas).start(batch).result()

@@ -10,8 +10,10 @@ from ray.exceptions import RayTaskError
 
 from openrlhf_ext.controller.deadline import DeadlineExceeded
 from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.rewards import RewardFailureLimit
 from openrlhf_ext.rollout.identity import own_identity
 from tests.megatron.test_phases import monitors
+from tests.patience import PATIENCE_S
 
 
 def test_a_deadline_of_the_driver_tells_what_every_rank_is_doing() -> None:
@@ -27,13 +29,20 @@ def test_a_deadline_of_the_driver_tells_what_every_rank_is_doing() -> None:
     assert other == "ValueError: no"
 
 
+def test_a_reward_function_that_fails_is_shown_without_our_own_frames() -> None:
+    session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
+    failed = RewardFailureLimit("11 samples could not be graded. The last failure: ValueError: my bug")
+    text = session.describe_failure(RayTaskError("generate", "Traceback: executor.py, pool.py", failed))
+    assert text == f"RewardFailureLimit: {failed}"
+
+
 def test_a_death_is_named_whoever_reports_it() -> None:
     """A rank that waited for a dead engine raises first: the report still names the engine."""
     session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
     engine = subprocess.Popen([sys.executable, "-c", "pass"])
     session.remember("rollout engine 0", {**own_identity(), "pid": engine.pid})
     session.remember("policy rank 0", own_identity())
-    engine.wait(30)
+    engine.wait(PATIENCE_S)
     waited = RayTaskError("sync", "Traceback: engine 0 failed while receiving weights", RuntimeError("engine 0 failed"))
     text = session.describe_failure(waited)
     assert "engine 0 failed while receiving weights" in text

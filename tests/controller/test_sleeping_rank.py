@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf_ext.controller import critic_actor, rank_checkpoint
 from openrlhf_ext.controller.critic_actor import CriticActor
+from openrlhf_ext.megatron import checkpoint
+from openrlhf_ext.megatron import critic as critic_model
 from openrlhf_ext.megatron.offload import KINDS
 
 
@@ -33,8 +34,8 @@ class Snapshot:
 @pytest.fixture(params=[True, False], ids=["sleeps", "stays"])
 def critic(request, monkeypatch) -> CriticActor:
     monkeypatch.setattr(CriticActor, "join", lambda *_: {})
-    monkeypatch.setattr(critic_actor, "MegatronCritic", FakeCritic)
-    monkeypatch.setattr(rank_checkpoint, "load_checkpoint", lambda *_: {})
+    monkeypatch.setattr(critic_model, "MegatronCritic", FakeCritic)
+    monkeypatch.setattr(checkpoint, "load_checkpoint", lambda *_: {})
     actor = CriticActor.__new__(CriticActor)
     actor.init_model_from_pretrained(SimpleNamespace(model=None), max_epochs=1, sleeps=request.param)
     return actor
@@ -53,7 +54,7 @@ def test_after_it_is_built_and_loaded_it_makes_room(critic: CriticActor, tmp_pat
 @pytest.mark.parametrize("background", [True, False])
 def test_after_it_is_saved_it_makes_room(critic: CriticActor, tmp_path: Path, monkeypatch, background: bool) -> None:
     snapshot = Snapshot(critic)
-    monkeypatch.setattr(rank_checkpoint, "take_snapshot", lambda *_, copy: snapshot)
+    monkeypatch.setattr(checkpoint, "take_snapshot", lambda *_, copy: snapshot)
     critic.save_state(str(tmp_path), "critic", background)
     assert rests(critic)
     assert background or snapshot.resident == frozenset(KINDS), "without a copy the states are written from the device"

@@ -22,7 +22,5 @@ def test_what_arrives_is_the_checkpoint_and_a_lost_engine_is_told_to_every_rank(
         {"model": untied, "pp": 2, "cp": 2, "shared": True},
         {"model": untied, "tp": 4, "shared": False},  # two of the ranks share a key-value head
     ]
-    for rank, problems in enumerate(
-        launch("tests.controller.publisher_worker", "publish", 4, 200, cases=cases, ranks=4)
-    ):
+    for rank, problems in enumerate(launch("tests.controller.publisher_worker", "publish", 4, cases=cases, ranks=4)):
         assert not problems, f"rank {rank}: {problems}"

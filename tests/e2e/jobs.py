@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 import psutil
 
 from tests.models import make_tiny_policy
+from tests.patience import PATIENCE_S
+
+JOB_S = 3 * PATIENCE_S  # for a whole job
 
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -78,12 +81,12 @@ class Job:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, timeout_s: float = 400) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S) -> None:
         """Returns when the job has printed a match."""
         self.wait_until(lambda: re.search(pattern, self.text), repr(pattern), timeout_s)
         self.look()
 
-    def wait_until(self, happens: Callable[[], Any], what: str, timeout_s: float = 400) -> None:
+    def wait_until(self, happens: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
         """Returns when ``happens`` is true; fails if the job ends before, or after the time."""
         deadline = time.monotonic() + timeout_s
         while not happens():
@@ -114,14 +117,14 @@ class Job:
         assert victims, f"no process {name!r} among {[title(process)[:60] for process in self.living()]}"
         victims[0].send_signal(how)
 
-    def finish(self, timeout_s: float = 500) -> int:
+    def finish(self, timeout_s: float = JOB_S) -> int:
         """The exit code; fails if the job does not end in time or leaves a process."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.stop()
             raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.text}") from None
-        deadline = time.monotonic() + 10  # killed processes take a moment
+        deadline = time.monotonic() + 60  # killed processes take a moment
         while (left := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
         names = [title(process)[:80] for process in left]
@@ -138,7 +141,7 @@ class Job:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
 
 
 def is_alive(process: psutil.Process) -> bool:

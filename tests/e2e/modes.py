@@ -1,12 +1,16 @@
-"""Trains asynchronously, goes on from a checkpoint, trains with partial rollouts, on one set of Ray actors."""
+"""Trains asynchronously, goes on from a checkpoint, trains with partial rollouts, on one set of Ray actors.
+
+The engine is killed once in the first and once in the last part, with requests in flight.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import ray
@@ -17,6 +21,7 @@ from openrlhf_ext.controller import job, settings
 from openrlhf_ext.controller.resume import restore
 from openrlhf_ext.controller.session import RaySession
 from tests.e2e.jobs import Task
+from tests.patience import PATIENCE_S, until
 
 # long responses, so that weights can change in the middle of one
 COMMON = {
@@ -34,32 +39,66 @@ def config_of(task: Task, name: str):
     return load_config(task.options(name, **folders, **COMMON, **RUNS[name]))
 
 
-def meet_in_the_middle(trainer) -> None:
-    """Makes the first sync find requests in flight, whichever side is faster: each waits for the other."""
-    about_to_sync, batches = threading.Event(), itertools.count()
-    generate, sync = trainer.rollout_generator.generate_samples, trainer.broadcast_to_vllm
+def hold_batches(trainer, numbers: tuple[int, ...]) -> dict[int, threading.Event]:
+    """Batches of rollouts (from 0) that do not begin before their event: neither side is too fast for the other."""
+    begin, batches = {number: threading.Event() for number in numbers}, itertools.count()
+    generate = trainer.rollout_generator.generate_samples
 
-    def generate_second_at_sync(**kwargs):
-        if next(batches) == 1:
-            assert about_to_sync.wait(300), "no sync came"
+    def generate_when_told(**kwargs):
+        if (number := next(batches)) in begin:
+            assert begin[number].wait(PATIENCE_S), "nobody told"
         return generate(**kwargs)
 
-    def sync_in_second_batch() -> None:
-        if not about_to_sync.is_set():
-            about_to_sync.set()
-            deadline = time.monotonic() + 300
-            while tokens_in_flight(trainer) == 0:
-                assert time.monotonic() < deadline, "no requests came"
+    trainer.rollout_generator.generate_samples = generate_when_told
+    return begin
+
+
+def kill_in_training(trainer) -> None:
+    """Right before the first update, when the second batch of rollouts is in flight, the engine is killed."""
+    begin, train = hold_batches(trainer, (1,)), trainer.ppo_train
+
+    def kill_and_train(global_steps: int) -> dict:
+        if global_steps == 0:
+            begin[1].set()
+            kill_in_flight(trainer)
+        return train(global_steps)
+
+    trainer.ppo_train = kill_and_train
+
+
+def sync_in_flight(trainer) -> None:
+    """The first two syncs meet requests in flight; right before the second one the engine is killed."""
+    begin, syncs, sync = hold_batches(trainer, (1, 2)), itertools.count(1), trainer.broadcast_to_vllm
+
+    def sync_in_batch() -> None:
+        if (number := next(syncs)) in begin:
+            begin[number].set()
+            await_tokens(trainer)
+        if number == 2:
+            kill_in_flight(trainer)
         sync()
 
-    trainer.rollout_generator.generate_samples = generate_second_at_sync
-    trainer.broadcast_to_vllm = sync_in_second_batch
+    trainer.broadcast_to_vllm = sync_in_batch
+
+
+def kill_in_flight(trainer) -> None:
+    """SIGKILL to the engine as soon as it has sampled something of an unfinished request."""
+    await_tokens(trainer)
+    os.kill(ray.get(trainer.vllm_engines[0].process_info.remote())["pid"], signal.SIGKILL)
+
+
+def await_tokens(trainer) -> None:
+    """Returns when a request has begun and not ended."""
+    until(lambda: tokens_in_flight(trainer) > 0, "tokens of an unfinished request")
 
 
 def tokens_in_flight(trainer) -> int:
     """Of requests that have begun and not ended."""
     counts = ray.get([engine.sampled_tokens.remote() for engine in trainer.vllm_engines])
     return sum(sum(tokens.values()) for tokens in counts)
+
+
+TROUBLES = {"async": kill_in_training, "partial": sync_in_flight}
 
 
 def main(folder: Path) -> None:
@@ -70,10 +109,10 @@ def main(folder: Path) -> None:
         for name in RUNS:
             config = config_of(task, name)
             resumed = restore(config, job.checkpointed_groups(parts.policy, parts.companions))
-            strategy = compat.get_strategy(config.upstream_args())
+            strategy = compat.DriverStrategy(config.upstream_args())
             trainer = job.build_trainer(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
-            if config.train.partial_rollout_enable:
-                meet_in_the_middle(trainer)
+            if name in TROUBLES:
+                TROUBLES[name](trainer)
             trainer.fit()
             trainer.recorder.close()
 

@@ -13,7 +13,6 @@ from tests.e2e.jobs import Job, Task
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 def test_two_steps_with_learning_rate_zero_change_nothing(tmp_path):
     task = Task.make(tmp_path, prompts=16)
     options = task.options("out", train__batch_size=16, logger__peak_tflops=0.01)

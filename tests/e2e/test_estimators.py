@@ -14,7 +14,7 @@ from openrlhf_ext.algorithms import algorithm_names
 from openrlhf_ext.config.entities.algo import ESTIMATORS
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.estimators import OPTIONS
-from tests.e2e.jobs import REWARD, Task
+from tests.e2e.jobs import JOB_S, REWARD, Task
 
 REPORTED_BY_ALL = {
     "loss/clip_fraction",
@@ -37,12 +37,11 @@ def test_every_estimator_is_covered():
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(1300)
 def test_three_steps_with_every_estimator(tmp_path):
     task = Task.make(tmp_path, reward=REWARD.replace('"rewards": share', '"rewards": float(share > 0.25)'))
     command = [sys.executable, "-m", "tests.e2e.estimators", str(tmp_path)]
     root = Path(__file__).resolve().parent.parent.parent
-    run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=1200)
+    run = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=JOB_S)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     for estimator in OPTIONS:
         records = task.metrics(estimator)

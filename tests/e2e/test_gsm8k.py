@@ -14,7 +14,6 @@ GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"no GSM8K file at {GSM8K}")
 def test_steps_on_gsm8k_with_the_toy_policy(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples/python")

@@ -1,13 +1,29 @@
-"""The same rollouts give the same training in every layout."""
+"""The same rollouts give the same training in every layout, also if engines die and hang meanwhile."""
 
 from __future__ import annotations
+
+import signal
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.jobs import Job, Task
+from tests.e2e.jobs import REWARD, Job, Task
 
+# of the job "engines": after a step for which there is a file "hold<step>", all but four gradings wait and say so
+HOLDING = """
+import pathlib, time
+FOLDER = pathlib.Path({folder!r})
+def wait():
+    metrics = FOLDER / "engines/metrics.jsonl"
+    step = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    with open(FOLDER / f"calls{{step}}", "a") as calls:
+        calls.write(".")
+    while (FOLDER / f"hold{{step}}").exists() and (FOLDER / f"calls{{step}}").stat().st_size > 4:
+        (FOLDER / f"held{{step}}").touch()
+        time.sleep(0.02)
+"""
 ONE = {"megatron__tensor_parallel_size": 1}
 BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 100}
 LAYOUTS = {
@@ -21,21 +37,27 @@ LAYOUTS = {
         "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true",
         "vllm__num_engines": 2, "vllm__hang_timeout_s": 20, "ckpt__save_steps": 2,
     },
+    # while they generate, one engine is killed and another one stops
+    "engines": {"vllm__num_engines": 2, "vllm__max_restarts": 2, "vllm__hang_timeout_s": 20},
 }  # fmt: skip
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(1800)
 def test_every_layout_trains_alike(tmp_path):
-    task = Task.make(tmp_path)
+    reward = HOLDING.format(folder=str(tmp_path)) + REWARD.replace("    completion =", "    wait()\n    completion =")
+    task = Task.make(tmp_path, reward=reward)
     for name, layout in LAYOUTS.items():
         options = task.options(name, ckpt__path=tmp_path / "steps", **layout)
         module = {"module": "tests.e2e.sleeping_engines"} if name == "colocated" else {}
         job = Job([*options, "--train.full_determinism_enable"], tmp_path / f"{name}.log", **module)
-        assert job.finish(340) == 0, job.text
+        if name == "engines":
+            kill_and_stop_engines(job, tmp_path)
+        assert job.finish() == 0, job.text
+    assert "did not answer within 20 s: they hang" in (tmp_path / "engines.log").read_text()
     runs = {name: task.metrics(name) for name in LAYOUTS}
     assert [record["step"] for record in runs["tp2"]] == [1, 2, 3]
-    assert [record["engines/restarts"] for record in runs["colocated"]] == [0, 1, 2]
+    for name in ("colocated", "engines"):
+        assert [record["engines/restarts"] for record in runs[name]] == [0, 1, 2]
     for name, records in runs.items():
         for expected, got in zip(runs["tp2"], records, strict=True):
             for metric in ("reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated"):
@@ -52,3 +74,13 @@ def test_every_layout_trains_alike(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pp2")
     for name, parameter in model.named_parameters():
         assert parameter.allclose(trained[name], atol=1e-4), name
+
+
+def kill_and_stop_engines(job: Job, folder: Path) -> None:
+    """In the second step SIGKILL to an engine, in the third SIGSTOP to the other, when some responses are graded."""
+    for step in (1, 2):
+        (folder / f"hold{step}").touch()
+    for step, how in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
+        job.wait_until((folder / f"held{step}").exists, f"the grading after step {step}")
+        job.kill("ray::RolloutEngine", how)
+        (folder / f"hold{step}").unlink()

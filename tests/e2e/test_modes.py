@@ -1,4 +1,7 @@
-"""Asynchronous training and partial rollouts through the whole stack (colocated runs: test_layouts.py)."""
+"""Asynchronous training and partial rollouts through the whole stack (colocated runs: test_layouts.py).
+
+In each of both modes the engine is killed once while it generates, see ``tests.e2e.modes``.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.reporting import is_documented
-from tests.e2e.jobs import Task
+from tests.e2e.jobs import JOB_S, Task
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 PROMPTS, SAMPLES, STEPS = 32, 4, 4
+RUNS = ("async", "resumed", "partial")
 ROOT = Path(__file__).resolve().parent.parent.parent
 # writes down every response it grades, and tells the record of a step which questions were trained on
 REWARD = """
@@ -38,7 +42,7 @@ def task(tmp_path_factory) -> Task:
     held_out = [{"question": f"{i} - 1 = ", "answer": ""} for i in range(100, 104)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held_out))
     command = [sys.executable, "-m", "tests.e2e.modes", str(folder)]
-    run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=800)
+    run = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=JOB_S)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return task
 
@@ -58,11 +62,21 @@ def steps_of(task: Task, name: str) -> list[dict]:
 def test_without_partial_rollouts_every_batch_is_of_one_version_and_one_update_old(task):
     records = steps_of(task, "async")
     assert all(record["staleness/mixed_fraction"] == 0 for record in records)
-    assert all(record["staleness/max"] == record["staleness/mean"] <= 1 for record in records)
-    assert records[0]["staleness/max"] == 0 and records[-1]["staleness/max"] == 1
-    assert records[0]["kl/rollout_max_abs"] < 1e-3, "the first batch is on-policy"
+    first, disturbed, *others = records
+    assert all(record["staleness/max"] == record["staleness/mean"] <= 1 for record in [first, *others])
+    assert first["staleness/max"] == 0 and others[-1]["staleness/max"] == 1
+    # the engine died: the new one had the weights of the moment, which were those after the update under way
+    assert 0 <= disturbed["staleness/mean"] <= disturbed["staleness/max"] <= 1
+    for record in records:
+        is_on_policy = record["kl/rollout_max_abs"] < 1e-3
+        assert is_on_policy == (record["staleness/max"] == 0), "the stated versions are not those that sampled"
     evaluations = [record["step"] for record in task.metrics("async") if "eval/accuracy" in record]
     assert evaluations == [0, 2, 4]
+
+
+def test_a_killed_engine_is_replaced_in_the_middle_of_training_and_of_a_sync(task):
+    restarts = {name: [record["engines/restarts"] for record in steps_of(task, name)] for name in RUNS}
+    assert restarts == {"async": [1, 1, 1, 1], "resumed": [1, 1, 1, 1], "partial": [1, 2, 2, 2]}
 
 
 def test_with_partial_rollouts_weights_change_in_the_middle_of_requests(task):
@@ -81,10 +95,11 @@ def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
 
 def test_every_sample_is_graded_once_and_trained_on_once(task):
     graded = Counter((task.folder / "graded").read_text().splitlines())
-    training = {f"{i} + {i + 1} = ": 3 * SAMPLES for i in range(PROMPTS)}  # three passes over the prompts
-    assert {prompt: count for prompt, count in graded.items() if prompt in training} == training
+    for i in range(PROMPTS):
+        more = graded[f"{i} + {i + 1} = "] - 3 * SAMPLES  # three passes over the prompts
+        assert 0 <= more <= 2 * SAMPLES, "what a killed engine had graded already is graded again, and nothing else"
     assert [record["prompts/consumed"] for record in steps_of(task, "partial")] == [8, 16, 24, 32]
-    for name in ("async", "resumed", "partial"):
+    for name in RUNS:
         records = steps_of(task, name)
         for key, power in (("number", 1), ("square", 2)):
             trained = sum(record[f"reward_log/{key}"] for record in records) * PROMPTS / STEPS

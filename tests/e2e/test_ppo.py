@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from openrlhf_ext.reporting import is_documented
-from tests.e2e.jobs import Task
+from tests.e2e.jobs import JOB_S, Task
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def task(tmp_path_factory):
     root = Path(__file__).resolve().parent.parent.parent
     run = subprocess.run(
         [sys.executable, "-m", "tests.e2e.ppo", str(folder)],
-        cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=800,
+        cwd=root, env=dict(os.environ), capture_output=True, text=True, timeout=JOB_S,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return task

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints import CheckpointStore, check_files, read_manifest
 from openrlhf_ext.checkpoints.store import step_of
 from tests.e2e.jobs import REWARD, Job, Task, title
+from tests.patience import PATIENCE_S
 
 # while the file "hold" names a step that has been recorded, grading waits, and says so
 HOLDING_REWARD = """
@@ -31,12 +32,16 @@ EXACT = (
     "grad_norm", "entropy/mean",
 )  # fmt: skip
 EVALUATIONS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
+# of the first half of the killed run: engines and policy share bundles, and one side sleeps while the other works
+COLOCATED = {
+    "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true", "vllm__num_engines": 2,
+}  # fmt: skip
 
 
 def kill(job: Job) -> None:
     """SIGKILL to the driver and to everything it started, as a machine that fails does."""
     job.stop()
-    psutil.wait_procs(job.seen.values(), timeout=60)
+    psutil.wait_procs(job.seen.values(), timeout=PATIENCE_S)
 
 
 def hold_after(task: Task, step: int) -> None:
@@ -60,9 +65,9 @@ def steps_done(job: Job) -> int:
     return sum(line.strip().partition("/")[0].isdigit() for line in job.text.splitlines())
 
 
-def options(task: Task, name: str, *flags: str) -> list[str]:
+def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
     """Two episodes of 20 prompts in batches of 8: three steps each, the last one with 4 prompts."""
-    more = {
+    more |= {
         "ckpt__path": task.folder / f"{name}_ckpt", "ckpt__save_steps": 1, "ckpt__best_metric_key": "eval/reward_mean",
         "train__num_episodes": 2, "eval__dataset": task.folder / "prompts.jsonl", "eval__steps": 2,
         "eval__n_samples_per_prompt": 1, "reward__timeout_s": 600,
@@ -71,21 +76,20 @@ def options(task: Task, name: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(2400)
 def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
     task = Task.make(tmp_path, prompts=20, reward=HOLDING_REWARD)
     job = Job(options(task, "whole"), tmp_path / "whole.log")
     assert job.finish() == 0, job.text
 
     hold_after(task, 1)
-    job = Job(options(task, "cut"), tmp_path / "cut1.log")
+    job = Job(options(task, "cut", **COLOCATED), tmp_path / "cut1.log")
     job.wait_until((tmp_path / "held1").exists, "the second generation")
     kill(job)
     assert newest(task) == 1 and steps_done(job) == 1
 
     resume = ("--ckpt.load_enable", "--train.max_restarts", "1")
     hold_after(task, 3)
-    job = Job(options(task, "cut", *resume), tmp_path / "cut2.log")
+    job = Job(options(task, "cut", *resume, **COLOCATED), tmp_path / "cut2.log")
     job.wait_for(r"resumed from .*global_step1\n")
     ranks = policy_ranks(job)
     job.wait_until(lambda: in_call(ranks, "fit"), "an update")

@@ -13,6 +13,7 @@ import torch
 
 from openrlhf_ext.patches import megatron_cpu
 from openrlhf_ext.patches.megatron_cpu import bytecode_folder, rewrite_for_cpu
+from tests.patience import PATIENCE_S
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA Megatron is loaded as it is")
 
@@ -91,7 +92,7 @@ def _run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 

@@ -17,6 +17,7 @@ from openrlhf_ext.rewards import (
     load_agent,
     make_agent_executor,
 )
+from tests.patience import PATIENCE_S
 from tests.rewards.test_executor import CharTokenizer, FakeEngine, Sampling
 
 AGENT_FILE = """
@@ -47,7 +48,7 @@ class TwoTurns(AgentExecutorBase):
                 if label == "raise":
                     raise ZeroDivisionError("the environment broke")
                 if label == "hang":
-                    await asyncio.sleep(600)
+                    await asyncio.sleep(3600)
                 tokens, logprobs = [*tokens, ord("=")], [*logprobs, 0.0]
         reward = {"none": None, "nan": float("nan"), "text": "good"}.get(label, 1.5)
         answer = {"observation_tokens": tokens, "action_ranges": ranges, "rollout_log_probs": logprobs,
@@ -56,7 +57,7 @@ class TwoTurns(AgentExecutorBase):
 
 
 def run(
-    *labels: str, tolerated: int = 10, timeout_s: float = 60.0, engine: Any = None
+    *labels: str, tolerated: int = 10, timeout_s: float = PATIENCE_S, engine: Any = None
 ) -> tuple[GradedAgentExecutor, list]:
     executor = GradedAgentExecutor(TwoTurns(), timeout_s, FailurePolicy(tolerated, failure_value=-1.0))
     engine = engine or FakeEngine(["ab", "cd$"] * len(labels))

@@ -175,7 +175,7 @@ def test_exposed_time_is_the_grading_after_generation() -> None:
     execute_all(executor, FakeEngine(["4$"] * 4, delay_s=0.1), 4)
     stats = executor.grading_stats(reset=True)
     assert stats["calls"] == 4
-    assert 0.19 < stats["exposed_seconds"] <= stats["busy_seconds"] < 5
+    assert 0.19 < stats["exposed_seconds"] <= stats["busy_seconds"]
     assert executor.grading_stats() == {"calls": 0, "failures": 0, "busy_seconds": 0.0, "exposed_seconds": 0.0}
 
 

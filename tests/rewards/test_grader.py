@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.rewards import HttpReward, RewardPool, RewardSettings, open_grader
+from tests.patience import PATIENCE_S
 
 
 def test_a_python_file_gives_a_pool(tmp_path: Path) -> None:
@@ -39,5 +40,7 @@ def test_importing_the_package_is_light() -> None:
         "import sys, openrlhf_ext.rewards, openrlhf_ext.rewards.pool\n"
         "print({'torch', 'numpy', 'aiohttp', 'openrlhf', 'ray'} & set(sys.modules))"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert output.stdout.strip() == "set()"

@@ -8,11 +8,12 @@ import pytest
 
 from openrlhf_ext import rewards
 from openrlhf_ext.rewards import RewardPool
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(Path(rewards.__file__).with_name("maths.py"), num_workers=1, timeout_s=60) as pool:
+    with RewardPool(Path(rewards.__file__).with_name("maths.py"), num_workers=1, timeout_s=PATIENCE_S) as pool:
         yield pool
 
 

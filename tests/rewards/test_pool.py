@@ -24,6 +24,7 @@ from openrlhf_ext.rewards import (
     RewardWorkerDied,
     check_reward_file,
 )
+from tests.patience import PATIENCE_S, SOONER_S, until
 
 REWARD_FILE = """
 import os, subprocess, sys, time
@@ -45,17 +46,21 @@ def reward_func(queries, prompts, labels, **kwargs):
     if command == "kill":
         os.kill(os.getpid(), 9)
     if command == "hang":
-        time.sleep(600)
+        time.sleep(3600)
     if command == "hang with child":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         open(label, "w").write(str(child.pid))
-        time.sleep(600)
+        time.sleep(3600)
     if command == "hang in native code":
         sum(range(10**12))
     if command == "die with child":
         if os.fork() == 0:
-            time.sleep(600)
+            time.sleep(3600)
         os._exit(0)
+    if command == "meet":
+        open(f"{label}/{os.getpid()}", "w").close()
+        while len(os.listdir(label)) < 2:
+            time.sleep(0.01)
     if command == "print":
         for _ in range(2000):
             print("noise" * 100)
@@ -78,13 +83,13 @@ def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(reward_path: Path) -> Iterator[RewardPool]:
-    with RewardPool(reward_path, num_workers=2, timeout_s=20.0) as pool:
+    with RewardPool(reward_path, num_workers=2, timeout_s=PATIENCE_S) as pool:
         yield pool
 
 
 @pytest.fixture
 def short_pool(reward_path: Path) -> Iterator[RewardPool]:
-    with RewardPool(reward_path, num_workers=1, timeout_s=1.0) as pool:
+    with RewardPool(reward_path, num_workers=1, timeout_s=3.0) as pool:
         pool.check()
         yield pool
 
@@ -100,17 +105,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_dead(pids: list[int], timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if alive(pid)]
+def wait_until_dead(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)), f"{pids} have ended")
 
 
 def test_grades_a_sample(pool: RewardPool) -> None:
     result = grade(pool, "4")
     assert (result.reward, result.score) == (0.5, 1.0)
-    assert 0 <= result.seconds < 20
+    assert 0 <= result.seconds < PATIENCE_S
 
 
 @pytest.mark.parametrize("value", [
@@ -190,9 +192,9 @@ def test_printing_a_lot_harms_nothing(pool: RewardPool) -> None:
 @pytest.mark.parametrize("command", ["hang", "hang in native code"])
 def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, command: str) -> None:
     pids, started = short_pool.worker_pids(), time.monotonic()
-    with pytest.raises(RewardTimeout, match=r"within 1 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
+    with pytest.raises(RewardTimeout, match=r"within 3 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
         grade(short_pool, command)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < SOONER_S
     assert caught.value.completion == command
     wait_until_dead(pids)
     assert grade(short_pool, "4").reward == 0.5
@@ -216,21 +218,18 @@ def test_a_sample_that_waits_too_long_fails_with_the_remedy(reward_path: Path) -
         samples = [pool.grade(f"{i}hang", str(i), "") for i in range(3)]
         return await asyncio.gather(*samples, return_exceptions=True)
 
-    with RewardPool(reward_path, num_workers=1, timeout_s=0.5, queue_timeout_s=0.1) as pool:
+    with RewardPool(reward_path, num_workers=1, timeout_s=2.0, queue_timeout_s=1.0) as pool:
         pool.check()
         outcomes = asyncio.run(overload(pool))
     assert all(isinstance(outcome, RewardTimeout) for outcome in outcomes)
     assert "--reward.num_workers" in str(outcomes[1])
 
 
-def test_workers_share_the_samples(pool: RewardPool) -> None:
-    slowly = "return {'rewards': __import__('time').sleep(0.01) or 1, 'extra_logs': {'pid': __import__('os').getpid()}}"
+def test_workers_share_the_samples(pool: RewardPool, tmp_path: Path) -> None:
+    async def two() -> list[RewardResult]:
+        return await asyncio.gather(*(pool.grade("pmeet", "p", str(tmp_path)) for _ in range(2)))
 
-    async def many() -> list[RewardResult]:
-        return await asyncio.gather(*(pool.grade("p" + slowly, "p", i) for i in range(50)))
-
-    pool.check()
-    assert len({result.extra_logs["pid"] for result in asyncio.run(many())}) == 2
+    assert len({result.extra_logs["pid"] for result in asyncio.run(two())}) == 2
 
 
 @pytest.mark.parametrize(("source", "complaint"), [
@@ -251,9 +250,9 @@ def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, so
 
 def test_an_import_that_hangs_is_reported_with_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
-    path.write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(RewardImportError, match="within 2 s(.|\n)*slow.py"):
-        check_reward_file(path, start_timeout_s=2.0)
+    path.write_text("import time\ntime.sleep(3600)\n")
+    with pytest.raises(RewardImportError, match="within 5 s(.|\n)*slow.py"):
+        check_reward_file(path, start_timeout_s=5.0)
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ def test_limits_must_be_positive(reward_path: Path) -> None:
 
 
 def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) -> None:
-    pool = RewardPool(reward_path, num_workers=2, timeout_s=60.0)
+    pool = RewardPool(reward_path, num_workers=2, timeout_s=PATIENCE_S)
     pool.check()
     pids = pool.worker_pids()
     futures = [pool.submit("hang", "", "") for _ in range(5)]
@@ -275,7 +274,7 @@ def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) ->
     started = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < SOONER_S
     assert all(isinstance(future.exception(timeout=0), RewardPoolClosed) for future in futures)
     wait_until_dead(pids)
     with pytest.raises(RewardPoolClosed):
@@ -287,7 +286,7 @@ def test_workers_die_with_a_killed_parent(reward_path: Path, command: str) -> No
     program = (
         "import sys, time; from openrlhf_ext.rewards import RewardPool\n"
         f"pool = RewardPool({str(reward_path)!r}, num_workers=2); pool.check(); pool.submit({command!r}, '', '')\n"
-        "time.sleep(0.3); print(*pool.worker_pids(), flush=True); time.sleep(60)"
+        "time.sleep(0.3); print(*pool.worker_pids(), flush=True); time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.rewards import RewardPool
 from openrlhf_ext.rewards.tagged import gold_answer, tagged_reward
+from tests.patience import PATIENCE_S
 
 FILE = Path(__file__).parents[2] / "examples" / "python" / "reward_tagged_maths.py"
 GOOD = "<reasoning>48+24=72</reasoning><answer>72</answer>"
@@ -131,7 +132,7 @@ def load_file() -> dict:
 
 
 def test_reward_file_in_the_pool() -> None:
-    with RewardPool(FILE, num_workers=1, timeout_s=30) as pool:
+    with RewardPool(FILE, num_workers=1, timeout_s=PATIENCE_S) as pool:
         result = asyncio.run(pool.grade("What?" + GOOD + "<|im_end|>", "What?", "#### 72"))
     assert (result.reward, result.score, result.extra_logs) == (20, 1, {"accuracy": 1, "format": 10})
 
@@ -144,5 +145,7 @@ def test_a_wrong_mode_is_refused_when_the_file_loads(monkeypatch: pytest.MonkeyP
 
 def test_the_module_is_light() -> None:
     program = "import sys, openrlhf_ext.rewards.tagged; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     assert shown.stdout.strip() == "set()"

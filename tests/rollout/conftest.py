@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from tests.cluster import start_local_ray
+
 
 @pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
     """Ray on this machine, with more CPUs than it has: the tests' actors hardly compute."""
-    # "local": not a Ray that happens to run on this machine
-    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=150 << 20, log_to_driver=False)
+    start_local_ray()
     yield
     ray.shutdown()

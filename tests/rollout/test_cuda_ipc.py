@@ -24,7 +24,8 @@ from openrlhf_ext.rollout.weight_sync import (
 from openrlhf_ext.rollout.weight_sync.cuda_ipc import IpcWeightReceiver, IpcWeightSender
 from openrlhf_ext.rollout.weight_sync.shared_memory import HostMemory
 from tests.launch import launch
-from tests.rollout.test_gloo import plan, ready, same, state
+from tests.patience import PATIENCE_S
+from tests.rollout.test_gloo import PATIENCE, plan, ready, same, state
 
 
 class HostDevice:
@@ -68,7 +69,7 @@ class FakeEngine:
             next(stream)
             os._exit(3)
         if self.behaviour == "hang":
-            time.sleep(600)
+            time.sleep(3600)
         self.received = dict(stream)
         return 0.0
 
@@ -76,7 +77,7 @@ class FakeEngine:
         return same(self.received, version)
 
 
-def sender_to(engines: list[Any], timeout_s: float = 60.0) -> IpcWeightSender:
+def sender_to(engines: list[Any], timeout_s: float = PATIENCE_S) -> IpcWeightSender:
     sender = make_sender("cuda_ipc", plan(), ready(*engines), 1, timeout_s, Relay(plan(), HostDevice()))
     sender.connect()
     return sender
@@ -114,11 +115,9 @@ def test_engines_that_die_hang_or_sit_elsewhere_are_named(ray_session: None) -> 
 
 def relay_cases() -> dict[str, Any]:
     """Runs on two policy ranks: rank 0's frames reach the other's buffers, which a worker beside it opens."""
-    from datetime import timedelta
-
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=PATIENCE)
     rank = dist.get_rank()
     relay = Relay(plan(), HostDevice(f"device {rank}"))
     if rank == 0:
@@ -131,7 +130,7 @@ def relay_cases() -> dict[str, Any]:
 
 
 def test_a_frame_reaches_the_buffers_of_every_policy_rank() -> None:
-    for result in launch("tests.rollout.test_cuda_ipc", "relay_cases", 2, 60):
+    for result in launch("tests.rollout.test_cuda_ipc", "relay_cases", 2):
         assert result == {"devices": ["device 0", "device 1"], "seen": [1, 2]}
 
 
@@ -148,7 +147,9 @@ def test_memory_of_another_host_or_of_a_process_that_has_closed_it_cannot_be_ope
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_nccl_without_a_gpu_says_what_to_use(ray_session: None) -> None:
-    sender = make_sender("nccl", plan(), ready(FakeNcclEngine.remote()), 1, 60.0, (torch.empty(0), torch.empty(0)))
+    sender = make_sender(
+        "nccl", plan(), ready(FakeNcclEngine.remote()), 1, PATIENCE_S, (torch.empty(0), torch.empty(0))
+    )
     with pytest.raises(WeightSyncError, match="nccl needs a GPU(.|\n)*use gloo"):
         sender.connect()
 

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 
 from openrlhf_ext.compat import AgentExecutorBase
 from openrlhf_ext.rollout.engine import RolloutEngine
+from tests.patience import PATIENCE_S
 
 VOCAB = 512
 
@@ -66,7 +67,8 @@ class CountingExecutor(AgentExecutorBase):
         output = await llm_engine.generate([ord(letter) for letter in prompt], sampling_params)
         await asyncio.sleep(self.grading_s)
         self.graded += 1
-        return {"tokens": list(output.outputs[0].token_ids), "text": output.outputs[0].text}
+        completion = output.outputs[0]
+        return {"tokens": list(completion.token_ids), "text": completion.text, "tokenizer": hf_tokenizer}
 
     def grading_stats(self, reset: bool = False) -> dict[str, float]:
         stats = {"calls": self.graded}
@@ -108,7 +110,7 @@ class SabotagedEngine(RolloutEngine):
         scheduler = self.llm._engine.vllm_config.scheduler_config
         return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
 
-    async def sabotage(self, *, forget_to_reset: bool = False, request_timeout_s: float = 60.0) -> None:
+    async def sabotage(self, *, forget_to_reset: bool = False, request_timeout_s: float = PATIENCE_S) -> None:
         self.forget_to_reset = forget_to_reset
         self._request_timeout_s = request_timeout_s
 
