@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -12,9 +14,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
+# Ray ends a process that it has started and that is not there after so long; a loaded machine may need longer than 60 s
+os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from openrlhf_ext import patches  # noqa: E402
 
@@ -22,8 +26,16 @@ patches.apply()
 # ignored where the tests were started in the background by a script; processes that tests start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # the same examples in every run, and no failure because the machine was busy for a moment
-settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """What is random in a test is the same in every run and after every other test: none fails by chance."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

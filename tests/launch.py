@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.patience import PATIENCE_S
+
 _WORKER = """
 import faulthandler, importlib, os, pickle, sys
 faulthandler.enable()
@@ -19,7 +21,10 @@ module, function, payload, out = sys.argv[1:]
 sys.path.insert(0, {root!r})
 from openrlhf_ext import patches
 patches.apply()
-result = getattr(importlib.import_module(module), function)(**pickle.load(open(payload, "rb")))
+from openrlhf_ext.imports import without_collection
+with without_collection():
+    module = importlib.import_module(module)
+result = getattr(module, function)(**pickle.load(open(payload, "rb")))
 with open(out, "wb") as file:
     pickle.dump(result, file)
 import torch.distributed as dist
@@ -30,7 +35,7 @@ os._exit(0)  # gloo's threads may outlive the interpreter's own clean-up, which 
 """
 
 
-def launch(module: str, function: str, world_size: int, timeout_s: float = 240, /, **kwargs: Any) -> list[Any]:
+def launch(module: str, function: str, world_size: int, /, **kwargs: Any) -> list[Any]:
     """Calls ``module.function(**kwargs)`` on ``world_size`` ranks and returns every rank's result.
 
     Raises:
@@ -53,20 +58,20 @@ def launch(module: str, function: str, world_size: int, timeout_s: float = 240, 
             stderr = open(f"{folder}/stderr{rank}", "w+")  # noqa: SIM115
             process = subprocess.Popen([*command, f"{folder}/out{rank}"], env=env, stdout=stderr, stderr=stderr)
             ranks.append((process, stderr))
-        _join(ranks, timeout_s)
+        _join(ranks)
         return [pickle.loads(Path(f"{folder}/out{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _join(ranks: list, timeout_s: float) -> None:
+def _join(ranks: list) -> None:
     problems = []
     for rank, (process, _) in enumerate(ranks):
         try:
-            if process.wait(timeout=timeout_s if not problems else 20):
+            if process.wait(timeout=PATIENCE_S if not problems else 20):
                 problems.append(f"rank {rank}: exit code {process.returncode}")
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            problems.append(f"rank {rank}: not finished after {timeout_s} s")
+            problems.append(f"rank {rank}: not finished after {PATIENCE_S:g} s")
     texts = []
     for rank, (_, stderr) in enumerate(ranks):
         stderr.seek(0)

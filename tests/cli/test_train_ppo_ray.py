@@ -5,6 +5,7 @@ import sys
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from tests.e2e.jobs import Task
+from tests.patience import PATIENCE_S
 from tests.planning.test_layout_proof import QWEN25_32B
 
 
@@ -16,7 +17,7 @@ def test_dry_run_proves_a_32b_layout_without_a_gpu(tmp_path):
         rollout__micro_batch_size=8,
     )  # fmt: skip
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *options, "--dry_run"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert "policy: 64 ranks = tp 8 x cp 1 x pp 2 x dp 4" in run.stdout
     assert "built 16 of 64 ranks" in run.stdout and "771 HF tensors, 32,763,876,352 parameters" in run.stdout

@@ -12,6 +12,7 @@ import torch
 
 from tests.head.memory import MIB, SLACK
 from tests.head.memory_worker import CASES, FULL
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.fixture(scope="module")
 def extras() -> list[int]:
     command = [sys.executable, "-m", "tests.head.memory_worker"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     if None in found:

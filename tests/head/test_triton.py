@@ -15,6 +15,7 @@ from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.head.kernels import TokenGradient, choose_kernels
 from openrlhf_ext.head.torch_kernels import TorchKernels
 from tests.head.cases import assert_near, expected, make_case
+from tests.patience import PATIENCE_S
 
 MODULE = "openrlhf_ext.head.triton_kernels"
 needs_triton = pytest.mark.skipif(
@@ -108,6 +109,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.head.compile_kernels"],
-        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
