@@ -31,8 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         rollouts = read_rollouts(Path(arguments.rollouts))
-        from openrlhf_ext.explain.quantities import explain  # imports torch
+        from openrlhf_ext.algorithms.own_file import algorithm_of_file  # these import torch
+        from openrlhf_ext.explain.quantities import explain
 
+        if arguments.module_path:
+            algorithm_of_file(arguments.module_path)
         explanation = explain(rollouts, arguments.algorithm, parse_options(arguments.option), arguments.group)
         if arguments.png:
             write_png(explanation, arguments.png, width=arguments.width or _PNG_WIDTH)
@@ -60,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.explain", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--algorithm", required=True, metavar="NAME", help="method, as in --algo.advantage.estimator")
+    add("--module_path", metavar="FILE.py", help="file that registers a method of your own, which --algorithm names")
     add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line; see docs/explain.md")
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.config.access import is_set
+from openrlhf_ext.config.entities.algo import CUSTOM
 
 if TYPE_CHECKING:
     from openrlhf_ext.config.schema import RunConfig
@@ -57,8 +58,21 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
         yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
 
 
+def algorithm_name(config: RunConfig) -> str:
+    """The name under which the estimator is registered; for ``custom`` after running the file of ``algo.module_path``.
+
+    Raises:
+        ValueError: the file cannot be run, or does not register one algorithm.
+    """
+    if config.algo.advantage.estimator != CUSTOM:
+        return config.algo.advantage.estimator
+    from openrlhf_ext.algorithms.own_file import algorithm_of_file  # here, not above: it imports torch
+
+    return algorithm_of_file(config.algo.module_path)
+
+
 def merged_algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """(estimator, its options, importance correction or None), as ``get_algorithm`` takes them.
+    """(algorithm, its options, importance correction or None), as ``get_algorithm`` takes them.
 
     A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
     flags; the checks refuse a configuration in which they disagree. Flags that the estimator does not read are left
@@ -66,8 +80,8 @@ def merged_algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], di
     """
     from openrlhf_ext.algorithms import describe_options, with_published_values  # here, not above: it imports torch
 
-    name = config.algo.advantage.estimator
-    own = getattr(config.algo, name)
+    name = algorithm_name(config)
+    own = getattr(config.algo, config.algo.advantage.estimator)
     known = {info.name for info in describe_options(name)}
     flags = {option.key: option.value for option in flag_options(config) if option.key in known}
     options = flags | own | _kl_penalty(config)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from openrlhf_ext.config import checkpoint_rules, file_rules, mode_rules, output_rules, ppo_rules, rules
 from openrlhf_ext.config.access import is_set, value_of
 from openrlhf_ext.config.algorithm_options import RESERVED_KEYS, correction_level, flag_options
-from openrlhf_ext.config.entities.algo import ESTIMATORS
+from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.errors import Violation
 from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
 from openrlhf_ext.config.paths import dataset_refs, is_hub_name, is_url
@@ -138,7 +138,7 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
         sequences=config.vllm.max_num_seqs, tokens=config.vllm.max_num_batched_tokens
     )
     yield from rules.sync_violations(backend=config.vllm.sync_backend, colocate_all=config.train.colocate_all)
-    if not config.has_critic:
+    if not config.has_critic and config.algo.advantage.estimator != CUSTOM:
         yield from rules.group_violations(
             estimator=config.algo.advantage.estimator, samples_per_prompt=rollout.n_samples_per_prompt
         )
@@ -269,16 +269,15 @@ def _files(config: RunConfig) -> Iterator[Violation]:
     yield from checkpoint_rules.space_violations(config)
 
 
+_SOURCES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
+
+
 def _inputs(config: RunConfig) -> output_rules.Inputs:
     """The local files and folders that the run reads."""
     models = [("actor.model_name_or_path", config.actor.model_name_or_path)]
     if config.has_critic:
         models.append(("critic.model_name_or_path", config.critic.model_name_or_path))
-    sources = [
-        (option, ref.path)
-        for option in ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path")
-        for ref in dataset_refs(value_of(config, option) or "")
-    ]
+    sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(value_of(config, option) or "")]
 
     def local(named: list[tuple[str, str | None]]) -> tuple[tuple[str, str], ...]:
         return tuple((option, path) for option, path in named if path and not is_url(path) and not is_hub_name(path))
@@ -321,7 +320,7 @@ def _data(config: RunConfig) -> Iterator[Violation]:
 
 def reserved_violations(config: RunConfig) -> Iterator[Violation]:
     """The maps of the estimators hold their options only, not the other arguments of ``get_algorithm``."""
-    for name in ESTIMATORS:
+    for name in (*ESTIMATORS, CUSTOM):
         for key, instead in RESERVED_KEYS.items():
             if key in getattr(config.algo, name):
                 yield Violation(

@@ -159,6 +159,19 @@ def tokenizer_violations(*, option: str, folder: str, chat: bool) -> Iterator[Vi
         yield Violation((option,), f"{option}: {folder} {fault}")
 
 
+def own_algorithm_violations(*, path: str | None) -> Iterator[Violation]:
+    """The estimator custom has its file, which the controller then imports."""
+    option = "algo.module_path"
+    if path is None:
+        yield Violation(
+            (option, "algo.advantage.estimator"),
+            f"{option} is required with algo.advantage.estimator custom: a .py file that registers an algorithm "
+            "(docs/algorithms.md, Your own algorithm)",
+        )
+    elif not (path.endswith(".py") and Path(path).is_file()):
+        yield Violation((option,), f"{option} must be a .py file that is there: got {path}")
+
+
 def _definition_violations(option: str, path: str, name: str) -> Iterator[Violation]:
     if not path.endswith(".py"):
         yield Violation((option,), f"{option} must be a .py file: got {path}")

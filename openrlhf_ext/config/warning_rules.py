@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from openrlhf_ext.config import checkpoint_rules
 from openrlhf_ext.config.access import is_set, leaf_fields, value_of
 from openrlhf_ext.config.algorithm_options import correction_level
-from openrlhf_ext.config.entities.algo import ESTIMATORS
+from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.inputs import ModelFacts
 from openrlhf_ext.config.paths import dataset_refs, is_hub_name
 
@@ -85,9 +85,11 @@ def _sampling_warnings(config: RunConfig) -> Iterator[str]:
 def _idle_warnings(config: RunConfig) -> Iterator[str]:
     """Settings that do nothing beside the others."""
     estimator = config.algo.advantage.estimator
-    for name in ESTIMATORS:
+    for name in (*ESTIMATORS, CUSTOM):
         if name != estimator and getattr(config.algo, name):
             yield f"algo.{name}.* has no effect: algo.advantage.estimator is {estimator}"
+    if estimator != CUSTOM:
+        yield from _no_effect(config, "algo.module_path", f"algo.advantage.estimator is {estimator}, not custom")
     if correction_level(config) == "off":
         for leaf in ("mode", "gating", "threshold"):
             yield from _no_effect(config, f"algo.advantage.is_correction_{leaf}", "is_correction_level is off")

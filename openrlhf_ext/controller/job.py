@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_ext.algorithms import get_algorithm
+from openrlhf_ext.config.algorithm_options import algorithm_name
 from openrlhf_ext.controller import preflight
 from openrlhf_ext.controller.checkpointing import Checkpointer, CheckpointOptions, save_hf
 from openrlhf_ext.controller.companions import Companions
@@ -32,6 +32,7 @@ from openrlhf_ext.controller.resume import (
 )
 from openrlhf_ext.controller.session import RaySession
 from openrlhf_ext.controller.settings import (
+    build_algorithm,
     check_frozen_steps,
     policy_settings,
     recovery_limits,
@@ -171,7 +172,6 @@ def build_trainer(config: Any, parts: Parts):
 
     torch.manual_seed(config.train.seed)  # OpenRLHF's data loader takes its shuffle from the global generator
     workers, held_out = config.data.dataloader_num_workers, parts.held_out
-    name, options, correction = config.algorithm_options()
     return trainer_class(config)(
         strategy=parts.strategy,
         tokenizer=parts.tokenizer,
@@ -190,7 +190,7 @@ def build_trainer(config: Any, parts: Parts):
         },
         make_experience_maker=partial(
             ShapingExperienceMaker,
-            algorithm=get_algorithm(name, correction=correction, **options),
+            algorithm=build_algorithm(config),
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
             data_parallel_size=config.data_parallel_size,
@@ -202,7 +202,7 @@ def build_trainer(config: Any, parts: Parts):
             Path(config.logger.figure_path),
             parts.steps,
             parts.prompts.skipped_overlong,
-            title=f"{name}, {Path(config.actor.model_name_or_path).name}",
+            title=f"{algorithm_name(config)}, {Path(config.actor.model_name_or_path).name}",
             resume_step=parts.resumed.step if parts.resumed is not None else 0,
         ),
         limits=TrainerLimits(config.train.step_timeout_s, config.rollout.timeout_s, config.rollout.max_filter_batches),
@@ -253,8 +253,7 @@ def set_initial_entropy(config: Any, trainer: Any, parts: Parts) -> None:
         entropy = trainer.initial_entropy = trainer.measure_initial_entropy(dataloader(parts.strategy, first))
         logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
         trainer.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
-    name, options, correction = config.algorithm_options()
-    trainer.experience_maker.algorithm = get_algorithm(name, correction=correction, **options, h_ini=entropy)
+    trainer.experience_maker.algorithm = build_algorithm(config, h_ini=entropy)
 
 
 def with_local_model(config: Any) -> Any:

@@ -6,13 +6,17 @@ import os
 from collections.abc import Iterable, Iterator
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
-from openrlhf_ext.config.algorithm_options import RESERVED_KEYS, flag_options
+from openrlhf_ext.config.algorithm_options import RESERVED_KEYS, algorithm_name, flag_options
 from openrlhf_ext.config.checks import model_violations
+from openrlhf_ext.config.entities.algo import CUSTOM
+from openrlhf_ext.config.file_rules import own_algorithm_violations
 from openrlhf_ext.config.inputs import InputError, read_model_facts
 
 
 def findings(config: RunConfig) -> Findings:
     """For ``load_config(more_rules=...)``: the estimator's own options, and whether the models' files can be loaded."""
+    if unusable := own_algorithm_problems(config):
+        return Findings((*unusable, *checkpoint_violations(config)), ())
     violations = [
         *foreign_violations(config),
         *option_violations(config),
@@ -52,12 +56,25 @@ def check_reward(config: RunConfig) -> None:
 # ---- the estimator -----------------------------------------------------------------------------------------------
 
 
+def own_algorithm_problems(config: RunConfig) -> list[Violation]:
+    """Why there is no algorithm to check: the file of the estimator custom is not there, or registers none."""
+    if config.algo.advantage.estimator != CUSTOM:
+        return []
+    if absent := [*own_algorithm_violations(path=config.algo.module_path)]:
+        return absent
+    try:
+        algorithm_name(config)
+    except ValueError as error:
+        return [Violation(("algo.module_path",), f"algo.module_path: {error}")]
+    return []
+
+
 def foreign_violations(config: RunConfig) -> Iterator[Violation]:
     """The estimator's map holds no options that only others read."""
     from openrlhf_ext.algorithms import algorithm_names
 
     name = config.algo.advantage.estimator
-    foreign = _foreign_keys(name)
+    foreign = _foreign_keys(algorithm_name(config))
     for key, value in getattr(config.algo, name).items():
         if key not in foreign or value is None:
             continue
@@ -73,15 +90,16 @@ def option_violations(config: RunConfig) -> Iterator[Violation]:
     """The estimator takes its options, apart from those that other rules are about."""
     from openrlhf_ext.algorithms import get_algorithm
 
+    estimator = config.algo.advantage.estimator
     name, options, _ = config.algorithm_options()
     checked = {*RESERVED_KEYS, *_foreign_keys(name)}
-    if config.reward.overlong_buffer_len is not None and "length_penalty" not in getattr(config.algo, name):
+    if config.reward.overlong_buffer_len is not None and "length_penalty" not in getattr(config.algo, estimator):
         checked.add("length_penalty")  # made of options with rules of their own
     try:
         get_algorithm(name, **{key: value for key, value in options.items() if key not in checked})
     except ValueError as error:
         for line in str(error).splitlines():
-            yield Violation((f"algo.{name}",), f"algo.{name}: {line.removeprefix(f'{name}: ')}")
+            yield Violation((f"algo.{estimator}",), f"algo.{estimator}: {line.removeprefix(f'{name}: ')}")
 
 
 def kl_place_violations(config: RunConfig) -> Iterator[Violation]:
@@ -89,7 +107,7 @@ def kl_place_violations(config: RunConfig) -> Iterator[Violation]:
     from openrlhf_ext.algorithms.registry import algorithm_class
 
     name, kl = config.algo.advantage.estimator, config.algo.kl
-    legal = algorithm_class(name).kl_places
+    legal = algorithm_class(algorithm_name(config)).kl_places
     if kl.init_coef == 0 or ("loss" if kl.use_loss else "reward") in legal:
         return
     remedy = "set algo.kl.init_coef 0"
@@ -108,7 +126,7 @@ def update_violations(config: RunConfig) -> Iterator[Violation]:
 
     name, train = config.algo.advantage.estimator, config.train
     one_update = config.samples_per_rollout == train.batch_size and train.max_epochs == 1
-    if algorithm_class(name).needs_prepare and not one_update:
+    if algorithm_class(algorithm_name(config)).needs_prepare and not one_update:
         yield Violation(
             ("algo.advantage.estimator", "train.batch_size", "train.max_epochs"),
             f"algo.advantage.estimator {name} chooses tokens by statistics of the policy that is about to be updated, "
@@ -121,7 +139,7 @@ def update_violations(config: RunConfig) -> Iterator[Violation]:
 def idle_flag_warnings(config: RunConfig) -> Iterator[str]:
     """OpenRLHF's flags that set an option which the estimator does not have."""
     name = config.algo.advantage.estimator
-    foreign = _foreign_keys(name)
+    foreign = _foreign_keys(algorithm_name(config))
     for flag in flag_options(config):
         if flag.key in foreign:
             yield f"{flag.flag} has no effect: algo.advantage.estimator {name} does not read {flag.key}"

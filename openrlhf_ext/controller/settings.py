@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import ray
+
+from openrlhf_ext.algorithms import Algorithm, get_algorithm
+from openrlhf_ext.config.entities.algo import CUSTOM
 from openrlhf_ext.controller.engine_recovery import RecoveryLimits
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
@@ -30,6 +35,19 @@ def _threads_per_process(config: Any) -> int:
     """For nodes like this one, over which the processes are spread evenly."""
     processes = max(config.training_ranks, config.vllm.num_engines * config.vllm.tensor_parallel_size)
     return max(1, (os.cpu_count() or 1) * config.actor.num_nodes // processes)
+
+
+def build_algorithm(config: Any, **measured: Any) -> Algorithm:
+    """The estimator with its options and what was measured for it.
+
+    The ranks get it with their shards; they cannot import the file of an algorithm of the user's own, so the class goes
+    with it.
+    """
+    name, options, correction = config.algorithm_options()
+    algorithm = get_algorithm(name, correction=correction, **options, **measured)
+    if config.algo.advantage.estimator == CUSTOM:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])
+    return algorithm
 
 
 def policy_settings(config: Any, steps: int):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.controller import job
 from openrlhf_ext.controller.preflight import check_model, check_reward, findings
+from openrlhf_ext.controller.settings import build_algorithm
+from tests.e2e.estimators import OWN_METHOD
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_policy
 
@@ -50,6 +52,26 @@ def test_a_kl_penalty_acts_where_the_estimator_defines_one(task, estimator, in_r
         found = problems(task, *words, *more)
         assert len(found) == (wanted is not None), found
         assert wanted is None or re.search(wanted, found[0]), found
+
+
+def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path):
+    custom, file = ["--algo.advantage.estimator", "custom"], tmp_path / "own.py"
+    (missing,) = problems(task, *custom)
+    assert missing.startswith("algo.module_path is required with algo.advantage.estimator custom")
+    custom += ["--algo.module_path", str(file)]
+    assert problems(task, *custom) == [f"algo.module_path must be a .py file that is there: got {file}"]
+    file.write_text("raise KeyError('x')")
+    assert problems(task, *custom) == [f"algo.module_path: {file} cannot be imported: line 1: KeyError: 'x'"]
+    file.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_preflight"))
+    (unknown,) = problems(task, *custom, "--algo.custom.strenght", "2")
+    assert unknown.startswith("algo.custom: unknown option 'strenght'") and "strength" in unknown
+    (foreign,) = problems(task, *custom, "--algo.custom.alpha1", "2")
+    assert foreign.startswith("algo.custom.alpha1 is an option of gtpo_entropy")
+    one = ["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8"]
+    config = load(task, *custom, *one, "--algo.custom.strength", "2")
+    assert config.algorithm_options() == ("reward_sign_preflight", {"strength": 2}, None)
+    assert build_algorithm(config).options.strength == 2.0
+    assert "algo.module_path has no effect" in " ".join(load(task, "--algo.module_path", str(file)).warnings)
 
 
 def test_violations_of_every_kind_are_in_one_report(task):

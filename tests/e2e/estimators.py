@@ -24,16 +24,47 @@ OPTIONS = {
     "clip_cov": {"train__batch_size": 16},
     "kl_cov": {"train__batch_size": 16},
     "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
+    "custom": {"algo__custom__strength": 0.5},
 }
+# Its class is known to no other process before the first shard arrives there.
+OWN_METHOD = """
+from __future__ import annotations
+from dataclasses import dataclass
+from openrlhf_ext.algorithms import TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.base import broadcast
+from openrlhf_ext.algorithms.option_blocks import ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions
+from openrlhf_ext.algorithms.option_blocks import degenerate
+
+@dataclass(frozen=True, kw_only=True)
+class SignOptions(PartitionOptions, TruncationOptions, ClipOptions, ScopeOptions):
+    strength: float = option("float", 1.0, "advantage of a success")
+    degenerate: str = degenerate("zero")
+
+@register_algorithm("reward_sign_e2e", SignOptions)
+class RewardSign(TokenAlgorithm):
+    def advantages(self, inputs):
+        sign_B = inputs.part.success_B.double() - inputs.part.failure_B.double()
+        return {"advantages": broadcast(self.options.strength * sign_B, inputs.batch.mask, inputs.batch.float_dtype)}
+
+    def surrogate(self, log_ratio_BT, shaped):
+        objective_BT, clipped_BT = super().surrogate(log_ratio_BT, shaped)
+        return halved(objective_BT), clipped_BT
+
+def halved(objective_BT):
+    return 0.5 * objective_BT
+"""
 
 
 def config_of(task: Task, estimator: str):
     options = {"algo__advantage__estimator": estimator, **OPTIONS[estimator]}
+    if estimator == "custom":
+        options["algo__module_path"] = task.folder / "own_method.py"
     return load_config(task.options(estimator, **options))
 
 
 def main(folder: Path) -> None:
     task = Task(folder)
+    (folder / "own_method.py").write_text(OWN_METHOD)
     base = config_of(task, "grpo")
     session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:

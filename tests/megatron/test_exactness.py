@@ -49,7 +49,7 @@ def test_every_algorithm_in_every_layout(problems, world_size):
         for name, layout in LAYOUTS[world_size]
     ]
     ranks = launch(
-        "tests.megatron.exactness", "run_layouts", world_size, 600,
+        "tests.megatron.exactness", "run_layouts", world_size,
         cases=cases, world_size=world_size, batch=make_batch(61), problems={n: p[1] for n, p in problems.items()},
     )  # fmt: skip
     wrong = []

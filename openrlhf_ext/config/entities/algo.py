@@ -22,6 +22,9 @@ ESTIMATORS = (
     "gae",
 )
 
+CUSTOM = "custom"
+"""The estimator that the file of ``algo.module_path`` registers."""
+
 # Names that are known elsewhere, and what to use here: OpenRLHF's estimators, and one name of two papers.
 UPSTREAM_ESTIMATORS = {
     "gtpo": "two methods have this name: use gtpo_entropy (arXiv 2508.04349) or gtpo_conflict (arXiv 2508.03772)",
@@ -55,7 +58,9 @@ class Advantage(Entity):
     )
     lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
     gamma: Float = option(1, "discount factor per token of the estimator gae", ge=0, le=1)
-    estimator: Literal[ESTIMATORS] = option("grpo", "estimator of the advantages and its loss (docs/algorithms.md)")
+    estimator: Literal[(*ESTIMATORS, CUSTOM)] = option(
+        "grpo", "estimator of the advantages and its loss (docs/algorithms.md); custom = that of algo.module_path"
+    )
     no_std_norm: bool = option(
         False, "subtract the group mean without dividing by the std; sets normalize_std false of the estimator"
     )
@@ -91,6 +96,9 @@ class Algo(Entity):
         False, "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range"
     )
     dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")
+    module_path: str | None = option(
+        None, "a .py file that registers an algorithm of your own, for the estimator custom", path="input"
+    )
     grpo: dict[str, Any] = _method("grpo")
     dapo: dict[str, Any] = _method("dapo")
     dr_grpo: dict[str, Any] = _method("dr_grpo")
@@ -104,3 +112,4 @@ class Algo(Entity):
     kl_cov: dict[str, Any] = _method("kl_cov")
     mixed_policy_dapo: dict[str, Any] = _method("mixed_policy_dapo")
     gae: dict[str, Any] = _method("gae")
+    custom: dict[str, Any] = _method(CUSTOM)
