@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.batch import RolloutBatch
+from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
@@ -24,6 +25,7 @@ from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, opti
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
+_ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
 _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
 
 
@@ -39,17 +41,27 @@ def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float,
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, with V = 0 after the last token. No gradient flows.
     """
-    values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
-    rewards_BT = torch.where(mask_BT, rewards_BT.detach(), 0.0)
-    advantages_BT = torch.zeros_like(values_BT)
-    following_B = torch.zeros_like(values_BT[:, 0]) if values_BT.shape[1] else None
-    next_value_B = following_B
-    for t in range(values_BT.shape[1] - 1, -1, -1):
-        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
-        following_B = delta_B + gamma * lambd * following_B
-        advantages_BT[:, t] = following_B
-        next_value_B = values_BT[:, t]
-    return advantages_BT, advantages_BT + values_BT
+    advantages_BT, returns_BT = torch.zeros_like(values_BT.detach()), torch.zeros_like(values_BT.detach())
+    for first in range(0, len(values_BT), _ROWS):
+        rows = slice(first, first + _ROWS)
+        values_TR = torch.where(mask_BT[rows], values_BT[rows].detach(), 0.0).t().contiguous()
+        rewards_TR = torch.where(mask_BT[rows], rewards_BT[rows].detach(), 0.0).t().contiguous()
+        advantages_BT[rows] = _backwards(rewards_TR, values_TR, gamma=gamma, lambd=lambd).t()
+        returns_BT[rows] = values_TR.t()
+        returns_BT[rows] += advantages_BT[rows]
+    return advantages_BT, returns_BT
+
+
+def _backwards(rewards_TR: Tensor, values_TR: Tensor, *, gamma: float, lambd: float) -> Tensor:
+    """(T, R) advantages, in the memory of the rewards."""
+    advantages_TR = rewards_TR
+    following_R = next_value_R = torch.zeros_like(values_TR[0]) if len(values_TR) else None
+    for t in range(len(values_TR) - 1, -1, -1):
+        delta_R = rewards_TR[t] + gamma * next_value_R - values_TR[t]
+        following_R = delta_R + gamma * lambd * following_R
+        advantages_TR[t] = following_R
+        next_value_R = values_TR[t]
+    return advantages_TR
 
 
 def value_loss(
@@ -133,18 +145,27 @@ class Gae(TokenAlgorithm):
             kl_BT = reward_kl(self.kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
             rewards_BT -= kl_BT
             rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
+            del kl_BT
         advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd)
+        del rewards_BT
         if options.whiten:
-            advantages_BT = self._whiten(advantages_BT, batch.mask)
+            self._whiten(advantages_BT, batch.mask)
         exposed = {"returns": returns_BT, "values": batch.values}
         return {"advantages": advantages_BT, "rewards": rewards_B, "exposed": exposed}
 
-    def _whiten(self, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Centred over all tokens and, with `normalize_std`, over their population std; statistics in float64."""
-        tokens = mask_BT.sum().clamp(min=1).to(torch.float64)
-        mean = advantages_BT.sum(dtype=torch.float64) / tokens
-        centred_BT = torch.where(mask_BT, advantages_BT - mean.to(advantages_BT.dtype), 0.0)
-        if not self.options.normalize_std:
-            return centred_BT
-        std = ((centred_BT * centred_BT).sum(dtype=torch.float64) / tokens).sqrt()
-        return centred_BT / (std + self.options.adv_eps).to(advantages_BT.dtype)
+    def _whiten(self, advantages_BT: Tensor, mask_BT: Tensor) -> None:
+        """Centres them over all tokens and, with `normalize_std`, divides by their population std, in place.
+
+        The statistics are in float64. Padding, which is 0, stays 0.
+        """
+        blocks = list(row_blocks(*advantages_BT.shape))
+        tokens = row_counts(mask_BT).sum().clamp(min=1).to(torch.float64)
+        mean = row_sums(advantages_BT, mask_BT).sum() / tokens
+        squares = torch.zeros_like(mean)
+        for rows in blocks:
+            advantages_BT[rows] -= mask_BT[rows] * mean.to(advantages_BT.dtype)
+            squares += (advantages_BT[rows] ** 2).sum(dtype=torch.float64)
+        if self.options.normalize_std:
+            scale = ((squares / tokens).sqrt() + self.options.adv_eps).to(advantages_BT.dtype)
+            for rows in blocks:
+                advantages_BT[rows] /= scale
