@@ -53,7 +53,9 @@ def test_it_is_the_mean_over_completions_of_their_means(trainer):
 
 def test_the_algorithm_gets_it_and_a_resumed_run_keeps_it(trainer, monkeypatch):
     config = SimpleNamespace(
-        initial_entropy_prompts=7, algorithm_options=lambda: ("gtpo_conflict", {"gamma": 0.3}, {"level": "token"})
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator="gtpo_conflict")),
+        initial_entropy_prompts=7,
+        algorithm_options=lambda: ("gtpo_conflict", {"gamma": 0.3}, {"level": "token"}),
     )
     taken = []
     parts = SimpleNamespace(strategy=None, prompts=SimpleNamespace(first=lambda count: taken.append(count)))
