@@ -23,6 +23,7 @@ from openrlhf_ext.controller.processes import initialize_everything, reserve_pol
 from openrlhf_ext.controller.resume import (
     Resumed,
     check_prompts,
+    check_shared_folders,
     clean_up,
     plain_options,
     prepare_folder,
@@ -98,6 +99,7 @@ def train(config: Any, session: RaySession) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
     prepare_folder(config)
     parts = build_parts(config, session)
+    check_shared_folders(config, parts.policy)
     trainer = build_trainer(config, parts)
     session.remember_children()
     if config.initial_entropy_prompts:

@@ -13,7 +13,7 @@ import torch
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
 from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.controller import resume
+from openrlhf_ext.controller import job, resume
 from openrlhf_ext.controller.kl_control import KLCoefficient
 
 PROGRESS = {"episode": 1, "global_step": 7, "total_consumed_prompts": 50}
@@ -201,6 +201,18 @@ def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path, 
     with pytest.raises(CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"):
         resume.check_shared_folders(config, None)
     assert not list(tmp_path.rglob(".seen*"))
+
+
+def test_a_run_asks_before_it_trains(monkeypatch):
+    def refuse(config, policy):
+        raise CheckpointError(f"{policy} do not see it")
+
+    monkeypatch.setattr(job, "prepare_folder", lambda config: None)
+    monkeypatch.setattr(job, "build_parts", lambda config, session: SimpleNamespace(policy="the ranks"))
+    monkeypatch.setattr(job, "check_shared_folders", refuse)
+    monkeypatch.setattr(job, "build_trainer", lambda *_: pytest.fail("the run went on"))
+    with pytest.raises(CheckpointError, match="the ranks do not see it"):
+        job.train(None, None)
 
 
 # ---- restarts
