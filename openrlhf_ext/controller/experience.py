@@ -63,7 +63,7 @@ class ExperienceMaker:
             version: of the policy's weights, with which old log-probs are taken.
         """
         samples = in_group_order(groups, self.group_size)
-        batch = sequence_batch(*zip(*(_row(sample) for sample in samples), strict=True))
+        batch = sequences_of(samples)
         started = time.perf_counter()
         pending = self._start_scores(batch)
         old = self.old_logprobs(batch, get)
@@ -111,7 +111,7 @@ class ExperienceMaker:
         """(B, T) log-probs and entropies under the policy that is about to be trained."""
         parts = balance_rows(batch.lengths_B, self.data_parallel_size, self.attention_length)
         refs = self.policy.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
-        results = get(refs)[:: self.policy.duplicate_actors]
+        results = [answer[0] for answer in get(refs)[:: self.policy.duplicate_actors]]  # one batch for each replica
         return LogprobEntropy(*(padded_scores(batch, parts, scores) for scores in zip(*results, strict=True)))
 
     def _shards(self, batch: SequenceBatch, shaped: Any) -> list[TrainingShard]:
@@ -136,6 +136,11 @@ def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
                 f"{group.prompt.text!r}"
             )
     return [sample for group in sorted(groups, key=lambda g: g.prompt.text) for sample in group.responses]
+
+
+def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
+    """The completions as the policy sees them."""
+    return sequence_batch(*zip(*map(_row, samples), strict=True))
 
 
 def _row(sample: Response) -> tuple[Tensor, Tensor]:
