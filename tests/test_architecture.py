@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "openrlhf_ext"
 HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
 DRIVER = {
-    "algorithms", "checkpoints", "compat", "config", "controller", "driver", "evaluation", "head", "imports", "megatron",
-    "patches", "reporting", "rewards", "rollout",
+    "algorithms", "checkpoints", "compat", "config", "controller", "driver", "evaluation", "head", "imports",
+    "megatron", "patches", "reporting", "rewards", "rollout",
 }  # fmt: skip
 # room -> rooms of ours it may import, and outside packages it may not
 RULES = {
