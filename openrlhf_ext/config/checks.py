@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.config import checkpoint_rules, file_rules, mode_rules, output_rules, ppo_rules, rules
+from openrlhf_ext.config import checkpoint_rules, file_rules, guide_rules, mode_rules, output_rules, ppo_rules, rules
 from openrlhf_ext.config.access import is_set, value_of
 from openrlhf_ext.config.algorithm_options import RESERVED_KEYS, correction_level, flag_options
-from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS, GUIDED
 from openrlhf_ext.config.errors import Violation
-from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
+from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts, tokenizer_difference
 from openrlhf_ext.config.paths import dataset_refs, is_hub_name, is_url
 from openrlhf_ext.config.warning_rules import config_warnings
 
@@ -63,6 +63,8 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
             )
     if config.has_critic:
         yield from _critic_model(config, model)
+    if config.has_guide:
+        yield from _guide_model(config, model)
 
 
 def _model(path: str | None, option: str = "actor.model_name_or_path") -> tuple[ModelFacts | None, list[Violation]]:
@@ -76,8 +78,9 @@ def _model(path: str | None, option: str = "actor.model_name_or_path") -> tuple[
         return None, [Violation((option,), f"{option}: {error}")]
 
 
-def _model_rules(config: RunConfig, model: ModelFacts) -> Iterator[Violation]:
+def _model_rules(config: RunConfig, model: ModelFacts, option: str = "actor.model_name_or_path") -> Iterator[Violation]:
     yield from rules.model_violations(
+        path=option,
         model=model,
         tp=config.megatron.tensor_parallel_size,
         pp=config.megatron.pipeline_parallel_size,
@@ -85,7 +88,7 @@ def _model_rules(config: RunConfig, model: ModelFacts) -> Iterator[Violation]:
         max_len=config.data.max_len,
         vp=config.megatron.virtual_pipeline_size,
     )
-    yield from _recomputed_layers("actor.model_name_or_path", config.megatron, model)
+    yield from _recomputed_layers(option, config.megatron, model)
 
 
 def _recomputed_layers(path: str, layout: Megatron, model: ModelFacts) -> Iterator[Violation]:
@@ -112,6 +115,20 @@ def _critic_model(config: RunConfig, policy: ModelFacts | None) -> Iterator[Viol
             max_len=config.data.max_len,
         )
         yield from _recomputed_layers(option, config.critic_layout, model)
+
+
+def _guide_model(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
+    option, folder = guide_rules.MODEL, config.guide.model_name_or_path
+    guide, problems = _model(folder, option)
+    yield from problems
+    if guide is None:
+        return
+    yield from _model_rules(config, guide, option)
+    if guide.has_weights:
+        yield from file_rules.tokenizer_violations(option=option, folder=folder, chat=False)
+    if policy is not None:
+        difference = tokenizer_difference(folder, config.actor.model_name_or_path)
+        yield from guide_rules.vocabulary_violations(guide=guide, policy=policy, difference=difference)
 
 
 def _arithmetic(config: RunConfig) -> Iterator[Violation]:
@@ -142,10 +159,7 @@ def _arithmetic(config: RunConfig) -> Iterator[Violation]:
         yield from rules.group_violations(
             estimator=config.algo.advantage.estimator, samples_per_prompt=rollout.n_samples_per_prompt
         )
-    yield from rules.guide_violations(
-        zero_batch=config.algo.advantage.estimator == "mixed_policy_dapo"
-        and bool(config.algo.mixed_policy_dapo.get("zero_batch", False))
-    )
+    yield from _guide(config)
     yield from rules.batch_violations(
         prompts=rollout.batch_size,
         samples_per_prompt=rollout.n_samples_per_prompt,
@@ -240,6 +254,18 @@ def _ppo(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def _guide(config: RunConfig) -> Iterator[Violation]:
+    zero_batch = config.algo.advantage.estimator == GUIDED and bool(config.algo.mixed_policy_dapo.get("zero_batch"))
+    yield from guide_rules.zero_batch_violations(zero_batch=zero_batch, has_guide=config.has_guide)
+    if config.has_guide:
+        yield from guide_rules.sampling_violations(
+            samples=config.guide_samples,
+            group=config.rollout.n_samples_per_prompt,
+            colocate_all=config.train.colocate_all,
+        )
+        yield from guide_rules.rank_violations(own_ranks=config.guide_ranks, copy=config.model_parallel_size)
+
+
 def _algorithm(config: RunConfig) -> Iterator[Violation]:
     advantage = config.algo.advantage
     yield from reserved_violations(config)
@@ -286,6 +312,8 @@ def _inputs(config: RunConfig) -> output_rules.Inputs:
     models = [("actor.model_name_or_path", config.actor.model_name_or_path)]
     if config.has_critic:
         models.append(("critic.model_name_or_path", config.critic.model_name_or_path))
+    if config.has_guide:
+        models.append((guide_rules.MODEL, config.guide.model_name_or_path))
     sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(value_of(config, option) or "")]
 
     def local(named: list[tuple[str, str | None]]) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,10 @@ from openrlhf_ext.config.options import Option, option_table
 from openrlhf_ext.config.schema import RunConfig
 
 # giving one of these a value, even its default, asks for something
-_MATTER_WHEN_SET = ("ref.num_nodes", "ref.num_gpus_per_node", "rollout.max_tokens_per_gpu", "train.max_tokens_per_gpu")
+_MATTER_WHEN_SET = (
+    "guide.num_nodes", "guide.num_gpus_per_node", "ref.num_nodes", "ref.num_gpus_per_node",
+    "rollout.max_tokens_per_gpu", "train.max_tokens_per_gpu",
+)  # fmt: skip
 
 
 def format_config(config: RunConfig) -> str:
@@ -155,6 +158,12 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
         first = engine * size if shared else 0
         rows.append([str(engine), " ".join(map(str, range(first, first + size)))])
     yield from _aligned(rows)
+    if config.has_guide:
+        policy = config.rollout.n_samples_per_prompt - config.guide_samples
+        yield (
+            f"rollout of the guide: {config.guide.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, on "
+            f"GPUs of their own; {config.guide_samples} responses to a prompt, the policy's engines make {policy}"
+        )
 
 
 def _step_lines(config: RunConfig) -> Iterator[str]:
@@ -187,9 +196,14 @@ def _companion_lines(config: RunConfig) -> Iterator[str]:
             f"{config.critic.model_name_or_path or 'the model of the policy'}"
         )
     if config.has_reference:
-        own = config.reference_ranks
-        where = f"{own} ranks of its own, laid out as the policy" if own else "in the host memory of the policy's ranks"
-        yield f"reference: {where}"
+        yield f"reference: {_place_of_frozen(config.reference_ranks)}"
+    if config.has_guide:
+        yield f"guide: {_place_of_frozen(config.guide_ranks)}, from {config.guide.model_name_or_path}"
+
+
+def _place_of_frozen(ranks: int) -> str:
+    """Where a model is that scores completions and is never trained."""
+    return f"{ranks} ranks of its own, laid out as the policy" if ranks else "in the host memory of the policy's ranks"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

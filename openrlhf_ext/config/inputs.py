@@ -145,6 +145,54 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     )
 
 
+def tokenizer_difference(one: str, other: str) -> str | None:
+    """What differs between the tokenizers of two model folders, None if they make the same ids of a text.
+
+    ``tokenizer.json`` is compared by its vocabulary and merges, since tokenizers writes the same ones in several forms;
+    other files have to be the same. Folders without a tokenizer are :func:`tokenizer_fault`'s business.
+    """
+    names = [{name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()} for folder in (one, other)]
+    if not all(names):
+        return None
+    if not (common := [name for name in _TOKENIZER_FILES if name in names[0] & names[1]]):
+        return f"{one} has {', '.join(sorted(names[0]))} and {other} has {', '.join(sorted(names[1]))}"
+    paths = [Path(folder) / common[0] for folder in (one, other)]
+    files = [path.read_bytes() for path in paths]
+    if files[0] == files[1]:
+        return None
+    if common[0] != "tokenizer.json":
+        return f"{paths[0]} and {paths[1]} differ"
+    try:
+        return _vocabulary_difference(*(json.loads(file) for file in files))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{paths[0]} and {paths[1]} differ, and one of them cannot be read"
+
+
+def _vocabulary_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    mine, theirs = _token_of_id(one), _token_of_id(other)
+    if differing := sorted(id_ for id_ in mine.keys() | theirs.keys() if mine.get(id_) != theirs.get(id_)):
+        first = differing[0]
+        return (
+            f"{len(differing)} token ids mean different tokens, id {first} is {mine.get(first)!r} and "
+            f"{theirs.get(first)!r}"
+        )
+    return None if _merges(one) == _merges(other) else "they have the same tokens and other merges"
+
+
+def _token_of_id(tokenizer: dict[str, Any]) -> dict[int, str]:
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # pairs of token and score
+        tokens = {id_: token for id_, (token, _) in enumerate(vocabulary)}
+    else:
+        tokens = {id_: token for token, id_ in vocabulary.items()}
+    return tokens | {added["id"]: added["content"] for added in tokenizer.get("added_tokens") or ()}
+
+
+def _merges(tokenizer: dict[str, Any]) -> list[str]:
+    merges = tokenizer["model"].get("merges") or ()
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
 def count_records(path: str, limit: int) -> int | None:
     """Records of a .jsonl file, at most ``limit``; None for other forms and for what is no file."""
     if Path(path).suffix.lower() != ".jsonl" or not Path(path).is_file():

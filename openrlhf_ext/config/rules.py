@@ -40,10 +40,15 @@ def layout_violations(
 
 
 def model_violations(
-    *, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int, vp: int = 1
-) -> Iterator[Violation]:
-    """The model can be cut as the layout says, and takes sequences of the given length."""
-    path, tp_option = "actor.model_name_or_path", "megatron.tensor_parallel_size"
+    *, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int, vp: int = 1,
+    path: str = "actor.model_name_or_path",
+) -> Iterator[Violation]:  # fmt: skip
+    """The model can be cut as the layout says, and takes sequences of the given length.
+
+    Args:
+        path: option of the model.
+    """
+    tp_option = "megatron.tensor_parallel_size"
     for count, what in (
         (model.num_heads, "attention heads"),
         (model.ffn_hidden_size, "MLP width"),
@@ -233,16 +238,6 @@ def group_violations(*, estimator: str, samples_per_prompt: int) -> Iterator[Vio
             ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
             f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "
             f"the responses to one prompt: got {samples_per_prompt}; 8 is a usual value",
-        )
-
-
-def guide_violations(*, zero_batch: bool) -> Iterator[Violation]:
-    """Options of mixed_policy_dapo that need a guiding policy, which a training job does not have."""
-    if zero_batch:
-        yield Violation(
-            ("algo.mixed_policy_dapo",),
-            "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy, and training jobs have none: got "
-            "true; switch it off, or use openrlhf_ext.algorithms in a loop of your own",
         )
 
 

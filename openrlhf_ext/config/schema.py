@@ -8,10 +8,10 @@ from typing import Any, Literal
 from pydantic import PrivateAttr
 
 from openrlhf_ext.config.algorithm_options import merged_algorithm_options
-from openrlhf_ext.config.entities.algo import Algo
+from openrlhf_ext.config.entities.algo import GUIDED, Algo
 from openrlhf_ext.config.entities.base import Entity, no_meaning, not_yet, option
 from openrlhf_ext.config.entities.deepspeed import DeepSpeed
-from openrlhf_ext.config.entities.policy import Actor, Critic, Megatron, Ref
+from openrlhf_ext.config.entities.policy import Actor, Critic, Guide, Megatron, Ref
 from openrlhf_ext.config.entities.rollout import Reward, Rollout, Vllm, WeightSync
 from openrlhf_ext.config.entities.run import Ckpt, Data, Eval, Logger, Train
 from openrlhf_ext.config.upstream import upstream_namespace
@@ -43,6 +43,7 @@ class RunConfig(Entity):
     ckpt: Ckpt = Ckpt()
     logger: Logger = Logger()
     ref: Ref = Ref()
+    guide: Guide = Guide()
     critic: Critic = Critic()
     ds: DeepSpeed = DeepSpeed()
     local_rank: int = no_meaning(
@@ -119,9 +120,32 @@ class RunConfig(Entity):
         return self.ref.num_nodes * self.ref.num_gpus_per_node
 
     @property
+    def has_guide(self) -> bool:
+        """Whether a guiding policy samples a part of every group."""
+        return self.algo.advantage.estimator == GUIDED and self.guide.model_name_or_path is not None
+
+    @property
+    def guide_ranks(self) -> int:
+        """Ranks of the guide's own; 0 where there is none or it is a copy in the policy's host memory."""
+        if not self.has_guide or not self.guide.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+            return 0
+        return self.guide.num_nodes * self.guide.num_gpus_per_node
+
+    @property
+    def guide_samples(self) -> int:
+        """Completions of each group that the guide samples."""
+        return self.guide.samples_per_prompt if self.has_guide else 0
+
+    @property
     def training_ranks(self) -> int:
-        """Ranks of policy, critic and reference."""
-        return self.world_size + self.critic_ranks + self.reference_ranks
+        """Ranks of policy, critic, reference and guide."""
+        return self.world_size + self.critic_ranks + self.reference_ranks + self.guide_ranks
+
+    @property
+    def engine_workers(self) -> int:
+        """Workers of the rollout engines, those of the guide included."""
+        guide_engines = self.guide.num_engines if self.has_guide else 0
+        return (self.vllm.num_engines + guide_engines) * self.vllm.tensor_parallel_size
 
     @property
     def samples_per_rollout(self) -> int:

@@ -12,7 +12,7 @@ from openrlhf_ext.config.algorithm_options import correction_threshold
 if TYPE_CHECKING:
     from openrlhf_ext.config.schema import RunConfig
 
-_OUR_ENTITIES = ("critic.megatron.", "megatron.", "weight_sync.")
+_OUR_ENTITIES = ("critic.megatron.", "guide.", "megatron.", "weight_sync.")
 _OUR_OPTIONS = frozenset(
     {
         "ckpt.async_enable",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from openrlhf_ext.config import checkpoint_rules
 from openrlhf_ext.config.access import is_set, leaf_fields, value_of
 from openrlhf_ext.config.algorithm_options import correction_level
-from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS, GUIDED
 from openrlhf_ext.config.inputs import ModelFacts
 from openrlhf_ext.config.paths import dataset_refs, is_hub_name
 
@@ -110,6 +110,11 @@ def _idle_warnings(config: RunConfig) -> Iterator[str]:
     if not config.has_reference:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
             yield from _no_effect(config, name, "no reference model is built without a KL penalty")
+    if not config.has_guide:
+        alone = f"algo.advantage.estimator is {estimator}, which has no guide"
+        reason = "guide.model_name_or_path is not set" if estimator == GUIDED else alone
+        for name in option_names_below(config, "guide"):
+            yield from _no_effect(config, name, reason)
     if not config.algo.dynamic_filtering_enable:
         for name in ("algo.dynamic_filtering_range", "rollout.max_filter_batches"):
             yield from _no_effect(config, name, "algo.dynamic_filtering_enable is off")

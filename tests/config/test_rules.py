@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.config import rules
+from openrlhf_ext.config import guide_rules, rules
 from openrlhf_ext.config.inputs import ModelFacts
 from openrlhf_ext.config.options import option_table
 
@@ -232,13 +232,6 @@ def test_the_initial_entropy_is_measured_over_a_number_of_prompts(problems):
         assert "must be a number of prompts, 0 or more" in message
 
 
-def test_a_batch_of_failures_needs_a_guide(problems):
-    words = ["--algo.advantage.estimator", "mixed_policy_dapo", "--algo.mixed_policy_dapo.zero_batch"]
-    (message,) = problems(*words, "true")
-    assert "algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy" in message
-    assert problems(*words, "false") == []
-
-
 def test_violations_name_options_that_exist():
     """Every option a violation is filed under is real; the messages name at least the first one."""
     found = [
@@ -249,7 +242,9 @@ def test_violations_name_options_that_exist():
         *rules.packing_violations(enabled=False, train_tokens=1, rollout_tokens=None, cp=1, max_len=2),
         *rules.packing_violations(enabled=True, train_tokens=None, rollout_tokens=1, cp=1, max_len=2),
         *rules.group_violations(estimator="grpo", samples_per_prompt=1),
-        *rules.guide_violations(zero_batch=True),
+        *guide_rules.zero_batch_violations(zero_batch=True, has_guide=False),
+        *guide_rules.sampling_violations(samples=4, group=4, colocate_all=True),
+        *guide_rules.rank_violations(own_ranks=3, copy=2),
         *rules.length_violations(max_new_tokens=9, max_len=8, overlong_buffer=10.5, overlong_factor=1, probe_length=9),
         *rules.length_violations(max_new_tokens=4, max_len=8, overlong_buffer=None, overlong_factor=2, probe_length=2),
         *rules.correction_violations(level="seq", mode="clip", gating="tv", threshold=(2.0, 1.0)),

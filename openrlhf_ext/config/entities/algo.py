@@ -23,6 +23,8 @@ ESTIMATORS = (
 )
 
 CUSTOM = "custom"
+GUIDED = "mixed_policy_dapo"
+"""The one estimator that has a guide."""
 """The estimator that the file of ``algo.module_path`` registers."""
 
 # Names that are known elsewhere, and what to use here: OpenRLHF's estimators, and one name of two papers.

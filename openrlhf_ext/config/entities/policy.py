@@ -1,4 +1,4 @@
-"""The models that are trained or consulted: actor, critic, reference, and the Megatron layout of the actor."""
+"""The models that are trained or consulted: actor, critic, reference, guide, and the Megatron layout of the actor."""
 
 from __future__ import annotations
 
@@ -195,6 +195,30 @@ class Ref(Entity):
     num_gpus_per_node: int = option(8, "ranks per node of a reference with ranks of its own", ge=1)
     offload: bool = option(
         False, "keep the reference in the policy's host memory, which is the default without ranks of its own"
+    )
+
+
+class Guide(Entity):
+    """The frozen guiding policy of mixed_policy_dapo: it samples a part of every group and scores all completions.
+
+    Without ranks of its own its weights are a copy in the host memory of the policy's ranks, swapped in for one forward
+    pass, which takes a guide of the policy's architecture. Its engines take the options of vllm.*.
+    """
+
+    model_name_or_path: str | None = option(
+        None,
+        "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
+        path="input",
+    )
+    samples_per_prompt: int = option(
+        1, "completions of each group that the guide's engines sample; the policy's engines sample the others", ge=1
+    )
+    num_engines: int = option(1, "vLLM engines of the guide; their weights never change", ge=1)
+    num_nodes: int = option(
+        1, "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set", ge=1
+    )
+    num_gpus_per_node: int = option(
+        8, "ranks per node of a guide with ranks of its own, which are laid out as the policy's", ge=1
     )
 
 
