@@ -1,16 +1,23 @@
-"""The models beside the policy: the critic's ranks, and a reference's, if it is not in the policy's host memory."""
+"""The models beside the policy: the critic's ranks, and those of frozen models that are not in its host memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from openrlhf_ext.controller.checkpointing import save_hf
-from openrlhf_ext.controller.settings import critic_path, critic_settings, parallel_layout
+from openrlhf_ext.controller.settings import (
+    FrozenModel,
+    critic_path,
+    critic_settings,
+    frozen_models,
+    parallel_layout,
+)
 from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.megatron.hf_config import read_model_shape
 
@@ -19,10 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Companions:
-    """The groups of ranks that a run needs besides the policy's; None for what it does not need or has elsewhere."""
+    """The groups of ranks that a run needs besides the policy's.
+
+    Attributes:
+        critic: None if there is none.
+        frozen: those of frozen models that have ranks of their own, by name.
+    """
 
     critic: Any = None
-    reference: Any = None
+    frozen: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: Any, policy_places: Any = None) -> Companions:
@@ -31,16 +43,15 @@ class Companions:
         Args:
             policy_places: the policy's ``Reservation``, which a critic shares in a colocated run.
         """
-        return cls(_start_critic(config, policy_places), _start_reference(config))
+        frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
+        return cls(_start_critic(config, policy_places), frozen)
 
-    def initialize(
-        self, config: Any, session: Any, policy_settings: Any, steps: int, deadline: Deadline
-    ) -> None:
+    def initialize(self, config: Any, session: Any, policy_settings: Any, steps: int, deadline: Deadline) -> None:
         """Loads the models on all ranks and remembers their processes.
 
         Args:
             steps: training steps of the run.
-            policy_settings: the policy's ``PolicySettings``; critic and reference differ in what is said below.
+            policy_settings: the policy's ``PolicySettings``; critic and frozen models differ in what is said below.
         """
         refs: dict[str, list] = {}
         if self.critic is not None:
@@ -48,10 +59,13 @@ class Companions:
             refs["critic"] = self.critic.async_init_model_from_pretrained(
                 settings, config.train.max_epochs, config.ds.enable_sleep
             )
-        if self.reference is not None:
-            layout = parallel_layout(config.reference_ranks, config.megatron)
-            settings = dataclasses.replace(policy_settings, layout=layout, optimizer=None, keep_reference=False)
-            refs["reference"] = self.reference.async_init_model_from_pretrained(settings)
+        for model in frozen_models(config):
+            if (group := self.frozen.get(model.name)) is not None:
+                layout = parallel_layout(model.ranks, config.megatron)
+                settings = dataclasses.replace(
+                    policy_settings, model_path=model.path, layout=layout, optimizer=None, host_copies={}
+                )
+                refs[model.name] = group.async_init_model_from_pretrained(settings)
         for name, ranks in refs.items():
             infos = deadline.get(ranks)
             for info in infos:
@@ -60,23 +74,17 @@ class Companions:
             logger.info("%s ready on %d ranks", name, len(ranks))
 
     def experience_parts(self, config: Any, policy: Any) -> dict[str, Any]:
-        """Arguments of the experience maker: ``reference``, ``critic`` and ``kl``."""
-        return {
-            "reference": self._reference_scorer(config, policy),
-            "critic": self._value_trainer(config),
-            "kl": _kl_coefficient(config),
-        }
+        """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
+        scorers = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
+        return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
 
-    def _reference_scorer(self, config: Any, policy: Any) -> Any:
+    def _scorer(self, config: Any, policy: Any, model: FrozenModel) -> Any:
         from openrlhf_ext.controller.scorers import Scorer
 
-        if not config.has_reference:
-            return None
-        attention_length = read_model_shape(config.actor.model_name_or_path).attention_length
-        if self.reference is None:
-            return Scorer(policy, "reference_logprobs", config.data_parallel_size, attention_length)
-        replicas = config.reference_ranks // config.model_parallel_size
-        return Scorer(self.reference, "forward", replicas, attention_length)
+        attention_length = read_model_shape(model.path).attention_length
+        if (group := self.frozen.get(model.name)) is not None:
+            return Scorer(group, "forward", model.ranks // config.model_parallel_size, attention_length)
+        return Scorer(policy, f"{model.name}_logprobs", config.data_parallel_size, attention_length)
 
     def _value_trainer(self, config: Any) -> Any:
         from openrlhf_ext.controller.values import ValueTrainer
@@ -109,12 +117,10 @@ def _start_critic(config: Any, policy_places: Any) -> Any:
     return _start(CriticActor, config, "the critic's ranks", config.critic_ranks, config.critic_layout, places)
 
 
-def _start_reference(config: Any) -> Any:
-    if not config.reference_ranks:
-        return None
-    from openrlhf_ext.controller.reference_actor import ReferenceActor
+def _start_frozen(config: Any, model: FrozenModel) -> Any:
+    from openrlhf_ext.controller.frozen_actor import FrozenActor
 
-    return _start(ReferenceActor, config, "the reference's ranks", config.reference_ranks, config.megatron)
+    return _start(FrozenActor, config, f"the {model.name}'s ranks", model.ranks, config.megatron)
 
 
 def _start(actor: type, config: Any, what: str, ranks: int, megatron: Any, places: Any = None) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch
 from openrlhf_ext.algorithms.blocks import row_sums
-from openrlhf_ext.controller.gauges import DEFAULT_BAND, correction_band, mismatch_gauges
+from openrlhf_ext.controller.gauges import DEFAULT_BAND, correction_band, guide_gauges, mismatch_gauges
 from openrlhf_ext.controller.kl_control import KLCoefficient, reference_kl
 from openrlhf_ext.controller.scorers import PendingScores, Scorer, padded_scores
 from openrlhf_ext.controller.shards import TrainingShard, mini_batch_shards
@@ -36,7 +36,7 @@ class ExperienceMaker:
     def __init__(
         self, policy: Any, *, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int,
         reference: Scorer | None = None, critic: ValueTrainer | None = None, kl: KLCoefficient | None = None,
-        attention_length: float = math.inf,
+        attention_length: float = math.inf, guide: Scorer | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -49,7 +49,7 @@ class ExperienceMaker:
         self.mini_batch_size = mini_batch_size
         self.data_parallel_size = data_parallel_size
         self.attention_length = attention_length
-        self.reference, self.critic, self.kl = reference, critic, kl
+        self.reference, self.critic, self.kl, self.guide = reference, critic, kl, guide
         self.metrics: dict[str, float] = {}
         self.batch: SequenceBatch | None = None  # the last one, with its old log-probs and entropies
         self.old: LogprobEntropy | None = None
@@ -78,6 +78,7 @@ class ExperienceMaker:
         self.metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
         self.metrics |= staleness_metrics(samples, version)
         self.metrics |= self._reference_metrics(rollout)
+        self.metrics |= guide_gauges(samples, rollout) if self.guide is not None else {}
         self.metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
         return shards
@@ -95,6 +96,8 @@ class ExperienceMaker:
     def _start_scores(self, batch: SequenceBatch) -> dict[str, PendingScores]:
         """Starts what other models say of the tokens; on ranks of their own they work while the policy does."""
         pending = {} if self.reference is None else {"ref_logprobs": self.reference.start(batch)}
+        if self.guide is not None:
+            pending["guide_logprobs"] = self.guide.start(batch)
         return pending if self.critic is None else {**pending, "values": self.critic.start_values(batch)}
 
     def _reference_metrics(self, rollout: RolloutBatch) -> dict[str, float]:
@@ -164,6 +167,7 @@ def rollout_batch(
         entropies=old.entropies_BT,
         rollout_logprobs=_rollout_logprobs(samples, batch),
         truncated=torch.tensor([s.truncated for s in samples]),
+        from_guide=torch.tensor([s.from_guide for s in samples]),
         group_size=group_size,
     )
 
@@ -193,7 +197,8 @@ def batch_metrics(
         "tokens/generated": tokens,
     }
     if rollout.rollout_logprobs is not None:
-        metrics |= mismatch_gauges(rollout.old_logprobs, rollout.rollout_logprobs, rollout.mask, band)
+        of_policy_BT = rollout.mask & ~rollout.from_guide[:, None]  # a guide is meant to differ
+        metrics |= mismatch_gauges(rollout.old_logprobs, rollout.rollout_logprobs, of_policy_BT, band)
     return {name: float(value) for name, value in metrics.items()} | reward_logs(samples)
 
 
@@ -205,10 +210,11 @@ def reward_logs(samples: Sequence[Response]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
-    """How many weight updates the policy, now at ``version``, is ahead of the weights that sampled each token.
+    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token.
 
     Empty if any response does not tell.
     """
+    samples = [sample for sample in samples if not sample.from_guide]
     if not all(sample.versions for sample in samples):
         return {}
     ages = [(version - then, stop - start) for sample in samples for then, start, stop in sample.versions]

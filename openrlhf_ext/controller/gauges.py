@@ -16,11 +16,13 @@ import ray
 import torch
 from torch import Tensor
 
+from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.controller.rank_clock import RankReport
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.hf_config import ModelShape
+from openrlhf_ext.rollout.response import Response
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,24 @@ def correction_band(algorithm: Any) -> tuple[float, float]:
 def effective_share(log_weights: Tensor) -> Tensor:
     """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2), 1 if all weights are equal."""
     return (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0) - math.log(len(log_weights))).exp()
+
+
+# ---- the guide ----------------------------------------------------------------------------------------------------
+
+
+def guide_gauges(samples: Sequence[Response], rollout: RolloutBatch) -> dict[str, float]:
+    """What the completions of the guide and those of the policy are like, and whether the guide's models agree."""
+    gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
+    for source, is_guide in (("guide", True), ("policy", False)):
+        if own := [sample for sample in samples if sample.from_guide == is_guide]:
+            gauges[f"{source}/reward_mean"] = sum(sample.reward for sample in own) / len(own)
+            gauges[f"{source}/accuracy_mean"] = sum(sample.score for sample in own) / len(own)
+            gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
+    mask_BT = rollout.mask & rollout.from_guide[:, None]
+    if rollout.rollout_logprobs is not None and bool(mask_BT.any()):
+        d_N, _ = log_ratios(rollout.guide_logprobs, rollout.rollout_logprobs, mask_BT)
+        gauges["guide/rollout_max_abs"] = float(d_N.abs().max())
+    return gauges
 
 
 # ---- speed --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,15 @@ from openrlhf_ext.controller.checkpointing import Checkpointer, CheckpointOption
 from openrlhf_ext.controller.companions import Companions
 from openrlhf_ext.controller.experience import ExperienceMaker
 from openrlhf_ext.controller.gpu_sharing import GpuSharing, Sleepers
-from openrlhf_ext.controller.processes import initialize_everything, reserve_policy_places, start_engines, start_policy
+from openrlhf_ext.controller.processes import (
+    GUIDE_ENGINE,
+    await_guide_engines,
+    initialize_everything,
+    reserve_policy_places,
+    start_engines,
+    start_guide_engines,
+    start_policy,
+)
 from openrlhf_ext.controller.records import StepRecorder
 from openrlhf_ext.controller.resume import (
     Resumed,
@@ -43,6 +51,7 @@ from openrlhf_ext.controller.settings import (
     worker_env,
 )
 from openrlhf_ext.driver.engines import EngineGuard, GroupRequests
+from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.prompts import PromptStream, all_prompts
 from openrlhf_ext.driver.rollouts import Rollouts
@@ -67,10 +76,10 @@ def run(config: Any) -> int:
 
 def run_once(config: Any) -> int:
     """One attempt at the run; exit codes as those of ``run``."""
-    engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
     session = RaySession(
-        policy_ranks=config.training_ranks, engines=engines, env=worker_env(config), verbose=config.logger.verbose
-    )
+        policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
+        verbose=config.logger.verbose,
+    )  # fmt: skip
     try:
         with session:
             try:
@@ -101,6 +110,7 @@ class Parts:
     deadline: Deadline
     use_gpu: bool
     guard: EngineGuard
+    guide_guard: EngineGuard | None = None
     companions: Companions = Companions()
     resumed: Resumed | None = None
 
@@ -128,6 +138,8 @@ def build_parts(config: Any, session: RaySession) -> Parts:
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
+        if config.has_guide:
+            logger.info("and %d engines of the guide", config.guide.num_engines)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat
 
@@ -135,6 +147,7 @@ def build_parts(config: Any, session: RaySession) -> Parts:
                 compat.quiet_upstream_logs()
             places = reserve_policy_places(config)
             engines = start_engines(config, session.use_gpu, places)
+            guide_engines = start_guide_engines(config, session.use_gpu)
             policy = start_policy(config, places)
             companions = Companions.start(config, places)
             with without_collection():
@@ -149,14 +162,19 @@ def build_parts(config: Any, session: RaySession) -> Parts:
         logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
         start.doing = "building the policy and connecting it to the engines"
         initialize_everything(config, session, policy, engines, steps, start)
+        await_guide_engines(config, session, guide_engines, start)
         companions.initialize(config, session, policy_settings(config, steps), steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
         resumed = restore(config, checkpointed_groups(policy, companions))
         check_prompts(resumed, prompts_fingerprint(prompts.dataset))
     guard = EngineGuard(engines, policy, recovery_limits(config), session.remember, start)
+    guide_guard = None
+    if guide_engines is not None:
+        limits = recovery_limits(config)
+        guide_guard = EngineGuard(guide_engines, None, limits, session.remember, start, GUIDE_ENGINE)
     return Parts(
-        strategy, tokenizer, policy, engines, prompts, held_out, steps, start, session.use_gpu, guard, companions,
-        resumed,
+        strategy, tokenizer, policy, engines, prompts, held_out, steps, start, session.use_gpu, guard, guide_guard,
+        companions, resumed,
     )  # fmt: skip
 
 
@@ -193,8 +211,8 @@ def build_loop(config: Any, parts: Parts) -> TrainingLoop:
         options=loop_options(config),
         policy=parts.policy,
         rollouts=Rollouts(
-            PromptStream(loader, config.train.num_episodes), GroupRequests(parts.guard, max_requests(config, parts)),
-            rollout_options(config), deadline, sharing.generation,
+            PromptStream(loader, config.train.num_episodes), requests_of(config, parts), rollout_options(config),
+            deadline, sharing.generation,
         ),
         experience=ExperienceMaker(
             parts.policy,
@@ -206,6 +224,7 @@ def build_loop(config: Any, parts: Parts) -> TrainingLoop:
             **parts.companions.experience_parts(config, parts.policy),
         ),
         guard=parts.guard,
+        guide_guard=parts.guide_guard,
         sharing=sharing,
         deadline=deadline,
         recorder=StepRecorder(
@@ -226,6 +245,13 @@ def build_loop(config: Any, parts: Parts) -> TrainingLoop:
     if parts.resumed is not None:
         restore_loop(loop, parts.resumed.state, dict(parts.resumed.arrays))
     return loop
+
+
+def requests_of(config: Any, parts: Parts) -> GroupRequests | GuidedRequests:
+    """What asks the engines for groups; with a guide they come from two sets of engines."""
+    most = max_requests(config, parts)
+    policy = GroupRequests(parts.guard, most)
+    return policy if parts.guide_guard is None else GuidedRequests(policy, GroupRequests(parts.guide_guard, most))
 
 
 def max_requests(config: Any, parts: Parts) -> int:
@@ -285,6 +311,7 @@ def with_local_model(config: Any) -> Any:
     """
     given = config
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
+    models |= {"guide": config.guide} if config.has_guide else {}
     for entity, options in models.items():
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():

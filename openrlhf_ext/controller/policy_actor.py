@@ -52,13 +52,12 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleepers: Sleepers
     ) -> None:
         from openrlhf_ext.megatron.policy import MegatronPolicy
-        from openrlhf_ext.megatron.reference import HostReference
 
         self.policy = MegatronPolicy(settings)
         self.clock = RankClock()
         # the ranks meet in the reduction: what one waits there is not its own time
         self.policy.config.finalize_model_grads_func = self.clock.without(self.policy.config.finalize_model_grads_func)
-        self.reference = HostReference(self.policy.chunks) if settings.keep_reference else None
+        self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
         self.sync, self.engines, self.max_epochs = sync, engines, max_epochs
         self.sleepers = sleepers or Sleepers()
         self.watch_states(self.policy, self.sleepers.policy)
@@ -87,9 +86,18 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
 
     @phase("reference log-probs")
     def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """(N,) log-probs of the response tokens under the starting weights (``keep_reference``)."""
+        """(N,) log-probs of the response tokens under the starting weights."""
+        return self._frozen_logprobs("reference", batch)
+
+    @phase("guide log-probs")
+    def guide_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(N,) log-probs of the response tokens under the guide."""
+        return self._frozen_logprobs("guide", batch)
+
+    def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> Tensor:
+        """(N,) log-probs of the response tokens under one of ``settings.host_copies``."""
         self.reload_states("parameters")
-        with self.reference.swapped_in():
+        with self.host_copies[name].swapped_in():
             return batch.response_values(self.policy.logprobs(batch).logprobs_BT)
 
     def append(self, experience: TrainingShard) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 
@@ -23,6 +24,7 @@ def findings(config: RunConfig) -> Findings:
         *kl_place_violations(config),
         *update_violations(config),
         *checkpoint_violations(config),
+        *guide_violations(config),
     ]
     return Findings(tuple(violations), tuple(idle_flag_warnings(config)))
 
@@ -33,7 +35,7 @@ def check_downloaded(config: RunConfig) -> None:
     Raises:
         ConfigError: lists every violation.
     """
-    _require([*model_violations(config), *checkpoint_violations(config)])
+    _require([*model_violations(config), *checkpoint_violations(config), *guide_violations(config)])
 
 
 def check_reward(config: RunConfig) -> None:
@@ -162,10 +164,12 @@ def _keys(name: str) -> set[str]:
 
 
 def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
-    """Policy and critic are models that are built, and their files hold their tensors."""
+    """Policy, critic and guide are models that are built, and their files hold their tensors."""
     models = {"actor.model_name_or_path": (config.actor.model_name_or_path, None)}
     if config.has_critic:
         models["critic.model_name_or_path"] = (config.critic.model_name_or_path, config.ds.value_head_prefix)
+    if config.has_guide:
+        models["guide.model_name_or_path"] = (config.guide.model_name_or_path, None)
     for option, (folder, value_head) in models.items():
         if folder is None or not os.path.isdir(folder):
             continue
@@ -176,6 +180,28 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
             continue  # reported by the configuration's own rules
         except ValueError as error:
             yield Violation((option,), f"{option}: {error}")
+
+
+def guide_violations(config: RunConfig) -> Iterator[Violation]:
+    """A guide that takes the policy's place for a forward pass differs from it in nothing but its weights."""
+    from openrlhf_ext.megatron.hf_config import UnsupportedModelError, read_model_shape
+
+    folders = [config.guide.model_name_or_path, config.actor.model_name_or_path]
+    if not config.has_guide or config.guide_ranks or not all(folder and os.path.isdir(folder) for folder in folders):
+        return
+    try:
+        guide, policy = (dataclasses.asdict(read_model_shape(folder)) for folder in folders)
+    except (UnsupportedModelError, OSError, ValueError, LookupError):
+        return  # reported by other rules
+    names = [name for name in guide if guide[name] != policy[name] and name != "max_positions"]
+    if names:
+        different = ", ".join(f"{name} {guide[name]} and {policy[name]}" for name in names)
+        yield Violation(
+            ("guide.model_name_or_path", "guide.num_gpus_per_node", "actor.model_name_or_path"),
+            "guide.model_name_or_path must have the architecture of actor.model_name_or_path, its weights take the "
+            f"policy's place for a forward pass: got {different}; give the guide ranks of its own "
+            "(guide.num_gpus_per_node)",
+        )
 
 
 def check_model(folder: str, value_head: str | None) -> None:

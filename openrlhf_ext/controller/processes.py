@@ -15,6 +15,9 @@ from openrlhf_ext.driver.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 
+GUIDE_ENGINE = "guide engine"
+"""What messages call an engine of the guide."""
+
 
 def reserve_policy_places(config: Any):
     """Bundles for the policy's ranks, which engines share in a colocated run."""
@@ -31,8 +34,13 @@ def tensor_block_size(config: Any) -> int:
     return math.lcm(tensor, config.vllm.tensor_parallel_size) if config.train.colocate_all else tensor
 
 
-def engine_places(config: Any, use_gpu: bool, policy_places: Any) -> dict[str, Any]:
-    """Where engines go, as arguments of ``create_rollout_engines``: the policy's bundles, or GPUs of their own."""
+def engine_places(config: Any, use_gpu: bool, policy_places: Any, engines: int, what: str) -> dict[str, Any]:
+    """Where engines go, as arguments of ``create_rollout_engines``: the policy's bundles, or GPUs of their own.
+
+    Args:
+        engines: how many.
+        what: they are, for messages.
+    """
     from openrlhf_ext.controller.placement import place_ranks
     from openrlhf_ext.controller.rank_group import reserve
 
@@ -40,8 +48,7 @@ def engine_places(config: Any, use_gpu: bool, policy_places: Any) -> dict[str, A
     if config.train.colocate_all:
         places, block = policy_places, tensor_block_size(config)
     elif use_gpu:
-        count = config.vllm.num_engines * size
-        places, block = reserve(count, config.vllm.start_timeout_s, "the rollout engines", shared=True), size
+        places, block = reserve(engines * size, config.vllm.start_timeout_s, what, shared=True), size
     else:
         return {}
     bundles = place_ranks(places.nodes, tensor_size=block)
@@ -49,16 +56,39 @@ def engine_places(config: Any, use_gpu: bool, policy_places: Any) -> dict[str, A
 
 
 def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
-    """The vLLM actors; they start in the background."""
-    from openrlhf_ext.rollout import create_rollout_engines
-
+    """The vLLM actors of the policy; they start in the background."""
     if config.vllm.enable_sleep and not use_gpu:
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
-    return create_rollout_engines(
-        num_engines=config.vllm.num_engines,
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        model_path=config.actor.model_name_or_path,
+    places = engine_places(config, use_gpu, policy_places, config.vllm.num_engines, "the rollout engines")
+    return _create_engines(
+        config, use_gpu, places, num_engines=config.vllm.num_engines, model_path=config.actor.model_name_or_path,
         seed=config.train.seed,
+    )  # fmt: skip
+
+
+def start_guide_engines(config: Any, use_gpu: bool) -> list | None:
+    """The vLLM actors of the guide, None without one; their seeds go on where those of the policy's engines end."""
+    if not config.has_guide:
+        return None
+    places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines")
+    return _create_engines(
+        config, use_gpu, places, num_engines=config.guide.num_engines, model_path=config.guide.model_name_or_path,
+        seed=config.train.seed + config.vllm.num_engines,
+    )  # fmt: skip
+
+
+def _create_engines(config: Any, use_gpu: bool, places: dict[str, Any], **model: Any) -> list:
+    """Engines with the options of ``vllm.*``.
+
+    Args:
+        places: see ``engine_places``.
+        model: ``num_engines``, ``model_path`` and ``seed``.
+    """
+    from openrlhf_ext.rollout import create_rollout_engines
+
+    return create_rollout_engines(
+        **model,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout_dtype],
         max_model_len=config.data.max_len,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
@@ -75,7 +105,7 @@ def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
         request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
         enable_sleep=config.vllm.enable_sleep and use_gpu,
         use_gpu=use_gpu,
-        **engine_places(config, use_gpu, policy_places),
+        **places,
     )
 
 
@@ -122,11 +152,7 @@ def initialize_everything(
 
     Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
     """
-    from openrlhf_ext.rollout import wait_until_ready
-
-    wait_until_ready(engines, config.vllm.start_timeout_s)
-    for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):
-        session.remember(f"rollout engine {i}", info)
+    _await_engines(config, session, engines, deadline, "rollout engine")
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
     infos = deadline.get(
@@ -145,3 +171,17 @@ def initialize_everything(
     logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
+
+
+def await_guide_engines(config: Any, session: RaySession, engines: list | None, deadline: Deadline) -> None:
+    """Waits for the guide's engines, if there are any; their weights stay those of the disk."""
+    if engines is not None:
+        _await_engines(config, session, engines, deadline, GUIDE_ENGINE)
+
+
+def _await_engines(config: Any, session: RaySession, engines: list, deadline: Deadline, name: str) -> None:
+    from openrlhf_ext.rollout import wait_until_ready
+
+    wait_until_ready(engines, config.vllm.start_timeout_s, name)
+    for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):
+        session.remember(f"{name} {i}", info)

@@ -34,6 +34,13 @@ class RaySession:
     """Starts a local Ray, or joins the cluster that RAY_ADDRESS names; ends what it started."""
 
     def __init__(self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool) -> None:
+        """
+        Args:
+            policy_ranks: ranks of all models: policy, critic, frozen models.
+            engines: workers of all rollout engines.
+            env: environment of every Ray worker.
+            verbose: whether what workers print is shown.
+        """
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
         self.processes: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, list[Address]] = {}

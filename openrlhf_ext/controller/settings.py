@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def worker_env(config: Any) -> dict[str, str]:
 
 def _threads_per_process(config: Any) -> int:
     """For nodes like this one, over which the processes are spread evenly."""
-    processes = max(config.training_ranks, config.vllm.num_engines * config.vllm.tensor_parallel_size)
+    processes = max(config.training_ranks, config.engine_workers)
     return max(1, (os.cpu_count() or 1) * config.actor.num_nodes // processes)
 
 
@@ -80,8 +81,33 @@ def policy_settings(config: Any, steps: int):
             max_steps=optimizer_updates(config, steps - frozen_steps(config)),
             distributed=megatron.distributed_optimizer_enable,
         ),
-        keep_reference=config.has_reference and not config.reference_ranks,
+        host_copies={model.name: model.path for model in frozen_models(config) if not model.ranks},
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A language model that scores completions and is never trained.
+
+    Attributes:
+        name: 'reference' or 'guide'.
+        path: its checkpoint.
+        ranks: of its own; 0 = a copy in the host memory of the policy's ranks.
+    """
+
+    name: str
+    path: str
+    ranks: int
+
+
+def frozen_models(config: Any) -> list[FrozenModel]:
+    """Those that the run needs."""
+    models = []
+    if config.has_reference:
+        models.append(FrozenModel("reference", config.actor.model_name_or_path, config.reference_ranks))
+    if config.has_guide:
+        models.append(FrozenModel("guide", config.guide.model_name_or_path, config.guide_ranks))
+    return models
 
 
 def token_budgets(config: Any) -> dict[str, int]:
@@ -113,7 +139,7 @@ def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
         model_path=critic_path(config),
         layout=parallel_layout(config.critic_ranks, config.critic_layout),
         optimizer=optimizer,
-        keep_reference=False,
+        host_copies={},
     )
     return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
 
@@ -159,6 +185,7 @@ def rollout_options(config: Any) -> RolloutOptions:
     return RolloutOptions(
         batch_size=config.rollout.batch_size,
         samples=config.rollout.n_samples_per_prompt,
+        guide_samples=config.guide_samples,
         sampling=sampling(config, config.rollout.temperature),
         max_staleness=config.max_staleness,
         late=config.train.late_groups,

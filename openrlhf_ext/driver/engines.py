@@ -101,6 +101,7 @@ class EngineGuard:
         limits: RecoveryLimits,
         remember: Callable[[str, dict[str, Any]], None] = lambda *_: None,
         deadline: Deadline | None = None,
+        name: str = "rollout engine",
     ) -> None:
         """
         Args:
@@ -109,9 +110,11 @@ class EngineGuard:
             limits: when and how often.
             remember: told the name and ``process_info`` of every new engine.
             deadline: of the driver's phases; it stands still while engines are replaced, which has its own.
+            name: what messages call an engine.
         """
         self.engines, self.limits, self.restarts, self.changes = engines, limits, 0, 0
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
+        self._name = name
         self._processes: dict[int, list[psutil.Process]] = {}
         self._note_processes(dict(enumerate(engines)))
 
@@ -145,7 +148,7 @@ class EngineGuard:
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
         """The fault of engines that do not answer."""
         return EngineHangs(
-            f"rollout engines {sorted(indexes)} did not answer within {self.limits.hang_timeout_s:g} s: they hang"
+            f"{self._name}s {sorted(indexes)} did not answer within {self.limits.hang_timeout_s:g} s: they hang"
         )
 
     # ---- weight sync ------------------------------------------------------------------------------------------------
@@ -200,13 +203,13 @@ class EngineGuard:
             raise fault
         if self.restarts + len(indexes) > self.limits.max_restarts:
             raise EngineLost(
-                f"rollout engines {list(indexes)} have to be replaced, and all restarts are used up "
+                f"{self._name}s {list(indexes)} have to be replaced, and all restarts are used up "
                 f"(--vllm.max_restarts {self.limits.max_restarts}): {fault}"
             ) from fault
         self.restarts += len(indexes)
         logger.warning(
-            "replacing rollout engines %s (restart %d of at most %d): %s",
-            list(indexes), self.restarts, self.limits.max_restarts, _one_line(fault),
+            "replacing %ss %s (restart %d of at most %d): %s",
+            self._name, list(indexes), self.restarts, self.limits.max_restarts, _one_line(fault),
         )  # fmt: skip
 
     def _end(self, index: int) -> None:
@@ -227,13 +230,13 @@ class EngineGuard:
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]
         try:
-            wait_until_ready(fresh, self.limits.start_timeout_s)
+            wait_until_ready(fresh, self.limits.start_timeout_s, self._name)
         except EngineStartError as error:
             raise EngineStartError(str(error), [indexes[i] for i in error.engines]) from error
         self._note_processes(dict(zip(indexes, fresh, strict=True)))
         if self._policy is not None:
             self._tell_policy(indexes if with_weights else [])
-        logger.info("rollout engines %s are back after %.1f s", list(indexes), time.monotonic() - start)
+        logger.info("%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start)
 
     def _tell_policy(self, fresh: Sequence[int]) -> None:
         calls = self._policy.async_run_method("replace_engines", engines=list(self.engines), fresh=list(fresh))
@@ -249,7 +252,7 @@ class EngineGuard:
         """Find out which processes the engines are; those of other machines are left to Ray."""
         questions = [engine.process_info.remote() for engine in engines.values()]
         for index, info in zip(engines, ray.get(questions, timeout=self.limits.hang_timeout_s), strict=True):
-            self._remember(f"rollout engine {index}", info)
+            self._remember(f"{self._name} {index}", info)
             self._processes[index] = []
             if info["machine"] == machine_id():
                 for pid in (info["pid"], *info["children"]):
@@ -317,6 +320,16 @@ class GroupRequests:
     def __len__(self) -> int:
         """Groups asked for and not answered."""
         return len(self._backlog) + len(self._calls)
+
+    @property
+    def pending(self) -> list[Any]:
+        """The calls of which one will be answered next."""
+        return list(self._calls)
+
+    @property
+    def pause_s(self) -> float:
+        """The longest time between two calls of ``answers`` in which engines that hang are noticed in time."""
+        return self._watch.pause_s
 
     @property
     def load(self) -> tuple[int, ...]:

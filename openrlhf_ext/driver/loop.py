@@ -64,6 +64,7 @@ class TrainingLoop:
 
     Attributes:
         policy: actor group of the policy's ranks.
+        guide_guard: of the guide's engines; None = there are none.
         held_out: loader of the prompts of evaluations; None = there are none.
         sinks: OpenRLHF's loggers (W&B, TensorBoard).
         tokenizer: shows them a sample.
@@ -85,6 +86,7 @@ class TrainingLoop:
     tokenizer: Any = None
     drift: DriftCheck | None = None
     checkpointer: Checkpointer | None = None
+    guide_guard: EngineGuard | None = None
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
@@ -160,7 +162,8 @@ class TrainingLoop:
         metrics |= self._measured(metrics) | self.rollouts.gauges()
         now = time.perf_counter()
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
-        metrics |= {"engines/restarts": self.guard.restarts, "prompts/consumed": self.rollouts.prompts.drawn}
+        restarts = sum(guard.restarts for guard in self._guards)
+        metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
         record = self.recorder.step(self.step, metrics, self._engine_stats())
         if self.sinks and self.step % self.options.logging_steps == 0:
             sample = groups[0].responses[0]
@@ -235,11 +238,15 @@ class TrainingLoop:
         self.guard.ask("forget_requests")
 
     def _engine_stats(self) -> list[dict[str, Any]]:
-        """What the engines measured since the last call."""
-        results = self.guard.ask("rollout_stats")
+        """What the engines, those of a guide included, measured since the last call."""
+        results = [stats for guard in self._guards for stats in guard.ask("rollout_stats")]
         for message in (m for result in results for m in result["reward_failures"]):
             logger.error("grading failed: %s", message)  # the engine's own log is not on the user's terminal
         return results
+
+    @property
+    def _guards(self) -> list[EngineGuard]:
+        return [guard for guard in (self.guard, self.guide_guard) if guard is not None]
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from openrlhf_ext.driver.engines import GroupRequests
+from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.prompts import Prompt, PromptStream
 from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
@@ -35,8 +36,9 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights that sampled any of its tokens; None if the responses do not tell."""
-        return min((version for r in self.responses for version, _, _ in r.versions), default=None)
+        """Of the policy's weights that sampled any of its tokens; None if the responses do not tell."""
+        of_policy = [response for response in self.responses if not response.from_guide]
+        return min((version for r in of_policy for version, _, _ in r.versions), default=None)
 
     def is_late(self, version: int, max_staleness: int) -> bool:
         """Whether a token lags ``version`` by more than ``max_staleness``."""
@@ -55,6 +57,7 @@ class RolloutOptions:
     Attributes:
         batch_size: groups of a training step.
         samples: completions of a group.
+        guide_samples: how many of them a guide's engines make.
         sampling: of training.
         max_staleness: see the module.
         late: what happens to a group that exceeds it: it is trained all the same, with the importance correction, or
@@ -72,6 +75,7 @@ class RolloutOptions:
     filter_range: tuple[float, float] | None
     max_filter_batches: int
     timeout_s: float
+    guide_samples: int = 0
 
 
 class Rollouts:
@@ -79,7 +83,7 @@ class Rollouts:
 
     Args:
         prompts: of training.
-        requests: to the engines.
+        requests: to the engines, or to those of policy and guide (``driver.guided``).
         deadline: of the driver's phases.
         with_engines: context in which the engines may be used; shared GPUs change hands there.
 
@@ -90,7 +94,7 @@ class Rollouts:
     def __init__(
         self,
         prompts: PromptStream,
-        requests: GroupRequests,
+        requests: GroupRequests | GuidedRequests,
         options: RolloutOptions,
         deadline: Deadline,
         with_engines: Callable[[], AbstractContextManager] = nullcontext,
@@ -175,10 +179,9 @@ class Rollouts:
                 self._exhausted = True
                 return
             self._in_flight[prompt.number] = prompt
-            self._requests.ask(prompt.number, self._request(prompt, self.options.samples, self.options.sampling))
-
-    def _request(self, prompt: Prompt, samples: int, sampling: Sampling) -> GroupRequest:
-        return GroupRequest(prompt.text, prompt.label, samples, sampling)
+            options = self.options
+            request = GroupRequest(prompt.text, prompt.label, options.samples, options.sampling, options.guide_samples)
+            self._requests.ask(prompt.number, request)
 
     def _collect(self, timeout_s: float) -> None:
         for key, responses in self._requests.answers(timeout_s):
@@ -213,7 +216,7 @@ class Rollouts:
     # ---- other prompts ----------------------------------------------------------------------------------------------
 
     def sample(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str) -> list[Group]:
-        """Groups of prompts that are not trained on, in their order; training's go on beside them.
+        """Groups of prompts that are not trained on, by the policy, in their order; training's go on beside them.
 
         Raises:
             DeadlineExceeded: with ``rollout.timeout_s``.
@@ -222,7 +225,7 @@ class Rollouts:
         with self._deadline.limit(self.options.timeout_s, doing, "rollout.timeout_s"), self._with_engines():
             self._others = dict.fromkeys(keys)
             for key, prompt in zip(keys, prompts, strict=True):
-                self._requests.ask(key, self._request(prompt, samples, sampling))
+                self._requests.ask(key, GroupRequest(prompt.text, prompt.label, samples, sampling))
             while not all(self._others.values()):
                 self._collect(min(self._deadline.remaining, _LOOK_S))
         groups = [Group(prompt, self._others[key]) for key, prompt in zip(keys, prompts, strict=True)]

@@ -63,6 +63,7 @@ def _plain(group: Group) -> dict[str, Any]:
             "score": response.score, "truncated": response.truncated, "extra_logs": response.extra_logs,
             "tokens": len(response.tokens_S),
             "logprobs": None if response.logprobs_T is None else len(response.logprobs_T),
+            "from_guide": response.from_guide,
         }
         for response in group.responses
     ]  # fmt: skip

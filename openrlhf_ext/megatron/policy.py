@@ -24,8 +24,10 @@ from openrlhf_ext.megatron.base import (
 from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.grad_norms import gradient_norms
 from openrlhf_ext.megatron.packing import PackedBatch
+from openrlhf_ext.megatron.reference import HostReference
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.weight_map import hf_tensors
+from openrlhf_ext.megatron.weights import load_hf
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Algorithm, Loss, ShapedBatch
@@ -147,6 +149,12 @@ class MegatronPolicy(MegatronModel):
         return head.value, algorithm.loss(self.gather_tokens(head.logprob_T, part), shaped)
 
     # ---- weights ------------------------------------------------------------------------------------------------
+
+    def host_copy(self, path: str) -> HostReference:
+        """The weights of a checkpoint of this shape, this rank's share of them in host memory. Not a collective."""
+        if path == self.settings.model_path:
+            return HostReference(self.chunks)
+        return HostReference(self.chunks, load=lambda: load_hf(self.chunks, self.shape, path))
 
     def hf_specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """(name, shape, dtype) of every tensor that ``export`` yields, in order."""

@@ -1,13 +1,14 @@
-"""The reference policy as a copy of the starting weights in host memory, swapped in for one forward pass.
+"""Frozen weights in host memory, swapped into the policy's place for one forward pass: a reference policy, a guide.
 
-A KL penalty compares the policy with what it was before training. The copy costs host memory of the size of a rank's
+A KL penalty compares the policy with what it was before training, mixed_policy_dapo with another checkpoint of the same
+shape. Each copy costs host memory of the size of a rank's
 parameters (pinned where there is a GPU: ``offload.HostArena``) and no GPU memory: the exchange goes parameter by
 parameter, so what it needs on the device at any time is room for the largest one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,15 +17,23 @@ from openrlhf_ext.megatron.offload import HostArena
 
 
 class HostReference:
-    """This rank's weights as they are now, kept in host memory. Not a collective."""
+    """This rank's weights as they are now, kept in host memory. Not a collective.
 
-    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
+    Args:
+        load: puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit
+            for bit. It needs no more memory than the copy.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], load: Callable[[], None] | None = None) -> None:
         self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
         self._arena = HostArena(pinned=torch.cuda.is_available())
         self._copies = self._arena.places([parameter.nbytes for parameter in self._parameters])
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             for piece, own in zip(copy, _bytes(parameter, copy), strict=True):
                 piece.copy_(own)
+        if load is not None:
+            load()
+            self._exchange()
 
     @property
     def nbytes(self) -> int:

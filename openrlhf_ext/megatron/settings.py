@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from openrlhf_ext.megatron.layout import ParallelLayout
 
@@ -86,7 +87,8 @@ class PolicySettings:
     seed: int = 42
     collective_timeout_s: float = 600.0
     optimizer: OptimizerSettings | None = None  # None: a model that is never trained
-    keep_reference: bool = False  # keep the starting weights in host memory, as the reference of a KL penalty
+    # frozen models of the same shape that score in the policy's place: a folder's weights, kept in host memory, by name
+    host_copies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,24 @@ RESPONSE_TRUNCATED_RATE = _metric("response/truncated_rate", "fraction", "comple
 KL_ROLLOUT = _metric(
     "kl/rollout",
     "nats",
-    "mean over completion tokens of the k3 estimator exp(d) - d - 1, d = log-prob of the policy before the step "
-    "minus log-prob of the rollout engine: how far trainer and engine disagree on the same weights (asynchronous "
-    "runs: and how far the policy has moved on since)",
+    "mean over completion tokens (without a guide's, here and below) of the k3 estimator exp(d) - d - 1, d = log-prob "
+    "of the policy before the step minus log-prob of the rollout engine: how far trainer and engine disagree on the "
+    "same weights (asynchronous runs: and how far the policy has moved on since)",
 )
 KL_ROLLOUT_MAX_ABS = _metric("kl/rollout_max_abs", "nats", "largest absolute difference d of any completion token")
+GUIDE_FRACTION = _metric(
+    "guide/fraction", "fraction", "completions of the step that the guide sampled; only with a guide"
+)
+for source, whose in (("guide", "the guide's completions"), ("policy", "the policy's completions; only with a guide")):
+    _metric(f"{source}/reward_mean", "reward", f"`reward/mean` of {whose}")
+    _metric(f"{source}/accuracy_mean", "fraction", f"`accuracy/mean` of {whose}")
+    _metric(f"{source}/length_mean", "tokens", f"`response/length_mean` of {whose}")
+GUIDE_ROLLOUT_MAX_ABS = _metric(
+    "guide/rollout_max_abs",
+    "nats",
+    "largest absolute difference, on any token of the guide's completions, between the guide's log-prob and that of "
+    "its engine: how far the two agree on the same weights",
+)
 KL_REFERENCE = _metric(
     "kl/reference",
     "nats",
@@ -209,7 +222,9 @@ WEIGHT_SYNC_BYTES = _metric(
 WEIGHT_SYNC_LOAD_SECONDS = _metric(
     "weight_sync/load_seconds", "s", "of `weight_sync/seconds`: loading, not waiting; the slowest engine worker"
 )
-ENGINE_RESTARTS = _metric("engines/restarts", "restarts", "rollout engines restarted since the start of the run")
+ENGINE_RESTARTS = _metric(
+    "engines/restarts", "restarts", "rollout engines, a guide's included, restarted since the start of the run"
+)
 TIME_GENERATE = _metric("time/generate", "s", "generation of the step's completions, without exposed grading")
 TIME_GRADE = _metric("time/grade", "s", "grading that generation did not hide; the maximum over the engines")
 TIME_LOGPROB = _metric("time/logprob", "s", "old log-probs and entropies, reference log-probs and values")

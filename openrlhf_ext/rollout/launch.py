@@ -151,8 +151,8 @@ def engine_env(*, use_gpu: bool, model_path: str, cpu_threads: int = 1) -> dict[
     return environment
 
 
-def wait_until_ready(engines: Sequence[Any], timeout_s: float) -> None:
-    """Wait until every engine serves.
+def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "rollout engine") -> None:
+    """Wait until every engine serves; messages call one ``name``.
 
     Raises:
         EngineStartError: one failed, with that process's own error text; or `timeout_s` passed.
@@ -163,18 +163,18 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float) -> None:
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             missing = sorted(pending.values())
-            raise EngineStartError(_timeout_message(missing, timeout_s), missing)
+            raise EngineStartError(_timeout_message(name, missing, timeout_s), missing)
         index = pending.pop(ready[0])
         try:
             ray.get(ready[0])
         except Exception as error:
-            raise EngineStartError(f"rollout engine {index} did not start:\n{error}", [index]) from error
+            raise EngineStartError(f"{name} {index} did not start:\n{error}", [index]) from error
 
 
-def _timeout_message(missing: list[int], timeout_s: float) -> str:
+def _timeout_message(name: str, missing: list[int], timeout_s: float) -> str:
     free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
     return (
-        f"rollout engines {missing} were not ready within {timeout_s:g} s. The cluster has free: {free}; an engine "
+        f"{name}s {missing} were not ready within {timeout_s:g} s. The cluster has free: {free}; an engine "
         "whose resources are taken never starts. Otherwise see the RolloutEngine actors' logs in Ray's session "
         "directory (by default /tmp/ray/session_latest/logs)"
     )

@@ -32,12 +32,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, of which ``samples`` graded completions are wanted."""
+    """One prompt, of which ``samples`` graded completions are wanted.
+
+    Attributes:
+        guide_samples: how many of them a guide's engines make (``driver.guided``, which asks each engine for its part);
+            an engine makes all that it is asked for.
+    """
 
     prompt: str
     label: Any
     samples: int
     sampling: Sampling
+    guide_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Response:
         reward, score: what is trained on, and correctness.
         truncated: cut at the length limit without end of sequence.
         extra_logs: the reward function's own numbers, and ``reward_failed``.
+        from_guide: sampled by the guide, whose weights have no versions that count.
     """
 
     tokens_S: np.ndarray
@@ -62,6 +69,7 @@ class Response:
     score: float
     truncated: bool
     extra_logs: dict[str, float]
+    from_guide: bool = False
 
     @property
     def sampled(self) -> int:

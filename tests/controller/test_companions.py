@@ -1,4 +1,4 @@
-"""What the ranks of critic and reference are told."""
+"""What the ranks of critic, reference and guide are told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from openrlhf_ext.config import load_config
 from openrlhf_ext.controller.companions import Companions
 from openrlhf_ext.controller.settings import critic_settings, policy_settings
 from tests.e2e.jobs import Task
+from tests.models import make_tiny_policy
 
 GAE = {"algo__advantage__estimator": "gae", "critic__num_gpus_per_node": 2}
 
@@ -50,15 +51,32 @@ def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
 )  # fmt: skip
 def test_the_policy_keeps_its_starting_weights_only_for_a_reference_without_ranks(task, options, kept):
     config = load_config(task.options("out", **options))
-    assert policy_settings(config, steps=1).keep_reference is kept
+    settings = policy_settings(config, steps=1)
+    assert settings.host_copies == ({"reference": settings.model_path} if kept else {})
+
+
+def test_a_guide_is_kept_like_a_reference_or_scores_on_ranks_of_its_own(task, tmp_path):
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    guided = {"algo__advantage__estimator": "mixed_policy_dapo", "guide__model_name_or_path": tmp_path / "guide"}
+    config = load_config(task.options("out", **guided, algo__kl__init_coef=0.1, algo__kl__use_loss="true"))
+    settings = policy_settings(config, steps=1)
+    assert settings.host_copies == {"reference": settings.model_path, "guide": str(tmp_path / "guide")}
+    parts = Companions().experience_parts(config, policy="policy")
+    assert (parts["guide"].group, parts["guide"].method) == ("policy", "guide_logprobs")
+    assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
+
+    config = load_config(task.options("out", **guided, guide__num_gpus_per_node=4))
+    assert policy_settings(config, steps=1).host_copies == {}
+    scorer = Companions(frozen={"guide": "own"}).experience_parts(config, policy="policy")["guide"]
+    assert (scorer.group, scorer.method, scorer.replicas) == ("own", "forward", 2)
 
 
 def test_the_experience_maker_gets_only_what_the_run_needs(task):
     config = load_config(task.options("out"))
-    assert Companions().experience_parts(config, policy=None) == {"reference": None, "critic": None, "kl": None}
+    assert Companions().experience_parts(config, policy=None) == {"critic": None, "kl": None}
     config = load_config(task.options("out", algo__kl__init_coef=0.1, algo__kl__target=0.2))
     parts = Companions().experience_parts(config, policy="policy")
     assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
     assert (parts["kl"].value, parts["kl"].target, parts["kl"].horizon) == (0.1, 0.2, 10000)
-    parts = Companions(reference="own").experience_parts(config, policy="policy")
+    parts = Companions(frozen={"reference": "own"}).experience_parts(config, policy="policy")
     assert (parts["reference"].group, parts["reference"].method) == ("own", "forward")

@@ -13,7 +13,7 @@ _IMPORTS = """
 import sys
 from openrlhf_ext import patches
 patches.apply()
-from openrlhf_ext.controller import critic_actor, policy_actor, reference_actor
+from openrlhf_ext.controller import critic_actor, frozen_actor, policy_actor
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"openrlhf", "vllm", "deepspeed"}))
 """
 

@@ -7,11 +7,12 @@ import signal
 import time
 from typing import Any
 
+import numpy as np
 import ray
 
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, InvalidWeights
 from openrlhf_ext.rollout.identity import own_identity
-from openrlhf_ext.rollout.response import GroupRequest
+from openrlhf_ext.rollout.response import GroupRequest, Response
 
 
 class _Process:
@@ -48,6 +49,21 @@ class MisbehavingEngine(_Process):
         if prompt == "cannot grade":
             raise ValueError("reward_func failed")
         return [prompt, f"engine {self.index}.{self.life}"]
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=8)
+class SamplingEngine(_Process):
+    """Answers with responses of one token, its number; in its first life it dies, or stops, at the prompt "trouble"."""
+
+    def __init__(self, number: int, life: int, how: int = signal.SIGKILL) -> None:
+        self.number, self.life, self.how = number, life, how
+
+    def generate_group(self, request: GroupRequest) -> list[Response]:
+        if self.life == 0 and request.prompt == "trouble":
+            os.kill(os.getpid(), self.how)
+            time.sleep(3600)  # this thread may run on for a moment
+        one = Response(np.array([7, self.number], np.int32), None, ((1, 2),), ((0, 1, 2),), 0.5, 0.5, False, {})
+        return [one] * request.samples
 
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)

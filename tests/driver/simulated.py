@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,13 @@ class Requests:
     """In the place of ``GroupRequests``: a group is answered when the test has finished it.
 
     Attributes:
+        pending, pause_s: there are no calls to wait for.
         version: of the weights that sample now.
         asked: keys in the order in which they were asked for, also those that are finished.
         at_once: every group but the ``stuck`` ones is finished as soon as it is waited for.
     """
+
+    pending, pause_s = (), 1.0
 
     def __init__(self, at_once: bool = False, stuck: Iterable[int] = (), score: Any = lambda prompt: 0.5) -> None:
         self.version, self.at_once, self.stuck, self.score = 0, at_once, set(stuck), score
@@ -77,7 +81,9 @@ class Requests:
         for key in keys:
             request, begun = self.waiting.pop(key)
             made = response(request.prompt, begun, self.version, self.score(request.prompt))
-            self._finished.append((key, [made] * request.samples))
+            of_guide = replace(made, from_guide=True)
+            group = [made] * (request.samples - request.guide_samples) + [of_guide] * request.guide_samples
+            self._finished.append((key, group))
 
     def answers(self, timeout_s: float) -> list[tuple[Hashable, list[Response]]]:
         if self.at_once:

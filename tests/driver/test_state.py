@@ -36,7 +36,7 @@ class Maker:
 def make_loop(requests: Requests) -> SimpleNamespace:
     stream = PromptStream(Loader(20), episodes=2)
     return SimpleNamespace(
-        rollouts=Rollouts(stream, requests, options(max_staleness=1, filter_range=(0.2, 2.0)), Deadline()),
+        rollouts=Rollouts(stream, requests, options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1), Deadline()),
         experience=Maker(), step=7, initial_entropy=0.61, checkpointer=SimpleNamespace(best_value=0.5),
         recorder=SimpleNamespace(last_step=7, last_evaluation=6),
     )  # fmt: skip
@@ -75,6 +75,7 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
     assert not by_number.keys() & {*taken, 1}
     restored = by_number[waiting.prompt.number]
     assert restored.prompt == waiting.prompt
+    assert [one.from_guide for one in restored.responses] == [False, True]
     for one, other in zip(restored.responses, waiting.responses, strict=True):
         assert np.array_equal(one.tokens_S, other.tokens_S) and np.array_equal(one.logprobs_T, other.logprobs_T)
         assert one.tokens_S.dtype == np.int32 and one.logprobs_T.dtype == np.float32

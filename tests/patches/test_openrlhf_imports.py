@@ -13,7 +13,7 @@ from tests.patience import PATIENCE_S
 
 HEAVY = ("vllm", "deepspeed", "peft", "datasets", "transformers", "sympy", "megatron.core", "openrlhf.models")
 LIGHT = (
-    "compat", "rollout.launch", "controller.policy_actor", "controller.critic_actor", "controller.reference_actor",
+    "compat", "rollout.launch", "controller.policy_actor", "controller.critic_actor", "controller.frozen_actor",
     "controller.job", "driver.loop", "controller.companions", "controller.rank_group",
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The Ray actor that holds one rank of a reference policy with ranks of its own."""
+"""The Ray actor that holds one rank of a frozen model with ranks of its own: a reference policy, a guide."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from openrlhf_ext.megatron.phases import phase
 from openrlhf_ext.megatron.settings import PolicySettings
 
 
-class ReferenceActor(RankActor):
-    """One rank of the policy as it was at the start; never trained."""
+class FrozenActor(RankActor):
+    """One rank of a language model that scores completions and is never trained."""
 
     def init_model_from_pretrained(self, settings: PolicySettings) -> dict[str, Any]:
         """Builds the rank's model; returns what the process is."""
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
         info = self.join(settings)
-        with phase("building the reference"):
+        with phase("building the model"):
             self.policy = MegatronPolicy(settings)
         return info
 
-    @phase("reference log-probs")
+    @phase("log-probs")
     def forward(self, batch: SequenceBatch) -> Tensor:
-        """(N,) reference log-probs of the response tokens of this replica's sequences."""
+        """(N,) log-probs of the response tokens of this replica's sequences."""
         return batch.response_values(self.policy.logprobs(batch).logprobs_BT)
