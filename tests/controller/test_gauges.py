@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from types import SimpleNamespace
@@ -8,11 +9,14 @@ import pytest
 import ray
 import torch
 
+from openrlhf_ext.algorithms import RolloutBatch
 from openrlhf_ext.controller import gauges
+from openrlhf_ext.controller.experience import batch_metrics, staleness_metrics
 from openrlhf_ext.controller.gauges import (
     DEFAULT_BAND,
     StepGauges,
     correction_band,
+    guide_gauges,
     mismatch_gauges,
     rank_gauges,
     throughput_gauges,
@@ -22,6 +26,7 @@ from openrlhf_ext.megatron.batch import sequence_batch
 from openrlhf_ext.megatron.flops import ForwardFlops
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.reporting import is_documented
+from tests.driver.simulated import response
 
 # ---- trainer against engines
 
@@ -84,6 +89,37 @@ def test_effective_sample_size_of_long_completions_does_not_overflow():
 )
 def test_the_band_is_that_of_a_correction_by_token_ratio(correction, band):
     assert correction_band(SimpleNamespace(correction=correction)) == band
+
+
+# ---- the guide
+
+
+def test_completions_of_guide_and_policy_are_told_apart():
+    made = [response("p", 0, 0, score) for score in (1.0, 0.5, 0.0)]
+    samples = [made[0], made[1], dataclasses.replace(made[2], from_guide=True)]
+    logprobs_BT = torch.tensor([[-0.5, -1.0]] * 3)
+    rollout = RolloutBatch(
+        tokens=torch.ones(3, 2, dtype=torch.long), mask=torch.ones(3, 2, dtype=torch.bool), rewards=torch.zeros(3),
+        group_ids=torch.zeros(3, dtype=torch.long), old_logprobs=logprobs_BT - 1.0, rollout_logprobs=logprobs_BT,
+        entropies=logprobs_BT, truncated=torch.zeros(3, dtype=torch.bool),
+        guide_logprobs=logprobs_BT + torch.tensor([[-5.0, 0.0], [0.0, 0.0], [0.0, -0.25]]),
+        from_guide=torch.tensor([False, False, True]),
+    )  # fmt: skip
+    got = guide_gauges(samples, rollout)
+    assert got == pytest.approx({
+        "guide/fraction": 1 / 3, "guide/reward_mean": 0.0, "guide/accuracy_mean": 0.0, "guide/length_mean": 2.0,
+        "policy/reward_mean": 0.75, "policy/accuracy_mean": 0.75, "policy/length_mean": 2.0,
+        "guide/rollout_max_abs": 0.25,
+    })  # fmt: skip
+    assert all(map(is_documented, got))
+    assert batch_metrics(samples, rollout)["kl/rollout_max_abs"] == 1.0
+    rollout.rollout_logprobs[2] = 7.0
+    assert batch_metrics(samples, rollout)["kl/rollout_max_abs"] == 1.0, "a guide is meant to differ from the policy"
+
+
+def test_ages_are_those_of_the_policys_tokens():
+    samples = [response("p", 3, 4), dataclasses.replace(response("p", 0, 0), from_guide=True)]
+    assert staleness_metrics(samples, 5) == {"staleness/mean": 1.5, "staleness/max": 2, "staleness/mixed_fraction": 1.0}
 
 
 # ---- speed

@@ -202,3 +202,34 @@ def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypat
     monkeypatch.setattr(job, "run_with_restarts", lambda *_: pytest.fail("the run began"))
     with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
         job.run(config)
+
+
+GUIDED = ["--algo.advantage.estimator", "mixed_policy_dapo", "--guide.model_name_or_path"]
+
+
+def test_a_guide_without_ranks_of_its_own_has_the_policys_architecture(task, tmp_path):
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    words = [*GUIDED, str(tmp_path / "guide")]
+    assert problems(task, *words) == []
+    config = json.loads((tmp_path / "guide/config.json").read_text())
+    (tmp_path / "guide/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    (message,) = problems(task, *words)
+    assert "must have the architecture of actor.model_name_or_path" in message
+    assert "got rms_norm_eps 1e-05 and 1e-06; give the guide ranks of its own (guide.num_gpus_per_node)" in message
+    assert problems(task, *words, "--guide.num_gpus_per_node", "2") == []
+    (tmp_path / "guide/config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    (message,) = problems(task, *words)
+    assert message.startswith("guide.model_name_or_path: ") and "hidden_act must be 'silu'" in message
+
+
+def test_a_downloaded_guide_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    monkeypatch.setattr(job, "_download", lambda name: str(tmp_path / "guide"))
+    config = load(task, *GUIDED, "org/guide")
+    assert job.with_local_model(config).guide.model_name_or_path == str(tmp_path / "guide")
+    (tmp_path / "guide/tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    shape = json.loads((tmp_path / "guide/config.json").read_text())
+    (tmp_path / "guide/config.json").write_text(json.dumps(shape | {"rope_theta": 5e5, "rope_parameters": None}))
+    with pytest.raises(ConfigError, match="token ids mean different tokens") as error:
+        job.with_local_model(config)
+    assert "must have the architecture of actor.model_name_or_path" in str(error.value)

@@ -35,8 +35,9 @@ class Maker:
 
 def make_loop(requests: Requests) -> SimpleNamespace:
     stream = PromptStream(Loader(20), episodes=2)
+    how = options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1)
     return SimpleNamespace(
-        rollouts=Rollouts(stream, requests, options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1), Deadline()),
+        rollouts=Rollouts(stream, requests, how, Deadline()),
         experience=Maker(), step=7, initial_entropy=0.61, checkpointer=SimpleNamespace(best_value=0.5),
         recorder=SimpleNamespace(last_step=7, last_evaluation=6),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the ranks of the reference test run: training with and without a reference that is swapped in between."""
+"""What the ranks of the reference test run: training with and without frozen weights that are swapped in between."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.reference import HostReference
 from tests.megatron.parity import WeightedLogprob
+from tests.megatron.test_policy import TEMPERATURE
 from tests.patience import PATIENCE_S
 
 
@@ -29,6 +30,7 @@ def run_cases(cases: list[dict], batch, weights_BT) -> list[dict]:
         result = {"plain": train(plain, batch, weights_BT, 4)}
         policy = MegatronPolicy(settings)
         result |= train_with_reference(policy, batch, weights_BT)
+        result |= score_with_guide(policy, batch, case["guide"])
         results.append(result)
         parallel_state.destroy_model_parallel()
     return results
@@ -60,3 +62,14 @@ def train_with_reference(policy: MegatronPolicy, batch, weights_BT) -> dict:
         "start": start, "inside": inside, "later": later, "trained": trained, "exact": exact, "steps": steps,
         "bytes": (reference.nbytes, sum(p.nbytes for p in parameters)), "rank": dist.get_rank(),
     }  # fmt: skip
+
+
+def score_with_guide(policy: MegatronPolicy, batch, path: str) -> dict:
+    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    guide = policy.host_copy(path)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    with guide.swapped_in():
+        scores = policy.logprobs(batch, TEMPERATURE).logprobs_BT
+    exact = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    return {"guide": scores, "guide_exact": untouched and exact, "guide_bytes": guide.nbytes}

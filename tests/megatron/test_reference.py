@@ -1,4 +1,4 @@
-"""A reference in host memory scores with the starting weights and leaves the policy's training alone."""
+"""Frozen weights in host memory score, a reference's or a guide's, and leave the policy's training alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from openrlhf_ext.megatron.offload import HostArena
 from openrlhf_ext.megatron.reference import HostReference
 from tests.launch import launch
 from tests.megatron.test_policy import make_batch
+from tests.megatron.test_policy import reference as transformers_outcome
 from tests.models import make_tiny_model
 
 CASES = [
@@ -23,13 +24,16 @@ CASES = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    make_tiny_model(folder / "tied", tied=True, layers=2)
-    make_tiny_model(folder / "untied", layers=2)
-    cases = [
-        {**case, "world_size": 2, "model": str(folder / ("tied" if case.get("tied") else "untied"))} for case in CASES
-    ]
     batch, weights_BT = make_batch(61)
-    return launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_BT=weights_BT)
+    cases, truth = [], []
+    for case in CASES:
+        name = "tied" if case.get("tied") else "untied"
+        make_tiny_model(folder / name, tied="tied" in case, layers=2)
+        guide = make_tiny_model(folder / f"{name}_guide", tied="tied" in case, layers=2, seed=7)
+        truth.append(transformers_outcome(guide, batch, weights_BT, steps=1)["logprobs"])
+        cases.append({**case, "world_size": 2, "model": str(folder / name), "guide": str(folder / f"{name}_guide")})
+    results = launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_BT=weights_BT)
+    return [[result | {"truth": scores} for result, scores in zip(rank, truth, strict=True)] for rank in results]
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
@@ -42,6 +46,16 @@ def test_scores_with_the_starting_weights_and_changes_nothing(ranks, index):
         assert result["steps"] == result["plain"], "training differs from training without a reference"
         taken, needed = result["bytes"]
         assert needed <= taken < 1.05 * needed, "blocks are aligned, nothing else is added"
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_a_guide_scores_as_in_transformers_and_changes_nothing(ranks, index):
+    tolerance = 1e-4 if CASES[index]["dtype"] == "fp32" else 0.2
+    for result in (rank[index] for rank in ranks):
+        assert result["guide"].allclose(result["truth"], atol=tolerance)
+        assert not result["guide"].allclose(result["trained"], atol=0.5), "it is the policy that scores"
+        assert result["guide_exact"], "the policy's weights are not the same bits"
+        assert result["guide_bytes"] == result["bytes"][0], "a guide takes more memory than a reference"
 
 
 def test_parameters_may_lie_across_the_chunks_of_pinned_memory(monkeypatch):

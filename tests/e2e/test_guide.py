@@ -1,0 +1,79 @@
+"""A guide samples a part of every group and scores all completions, in every layout alike, and through a kill."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from openrlhf_ext.reporting import is_documented
+from tests.e2e.jobs import Job, Task
+from tests.e2e.test_resume import HOLDING_REWARD, hold_after, kill
+from tests.models import make_tiny_policy
+
+# both parts of the loss have groups: a success takes more letters and digits than a completion usually has
+MIXED = {
+    "algo__advantage__estimator": "mixed_policy_dapo", "algo__mixed_policy_dapo__zero_batch": "true",
+    "algo__mixed_policy_dapo__success_threshold": 0.45, "guide__samples_per_prompt": 2, "reward__timeout_s": 600,
+}  # fmt: skip
+# two copies of the policy, and the guide on a rank of its own instead of in host memory
+DP2 = {"megatron__tensor_parallel_size": 1, "guide__num_gpus_per_node": 1}
+EXACT = (
+    "reward/mean", "accuracy/mean", "tokens/generated", "guide/reward_mean", "guide/accuracy_mean", "guide/length_mean",
+    "policy/reward_mean", "policy/accuracy_mean", "policy/length_mean",
+)  # fmt: skip
+CLOSE = ("loss/policy", "algorithm/zero_batch_loss", "grad_norm", "entropy/mean")
+
+
+def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
+    more |= {"guide__model_name_or_path": task.folder / "guide", "ckpt__path": task.folder / f"{name}_ckpt"}
+    return [*task.options(name, **MIXED, **more), "--train.full_determinism_enable", *flags]
+
+
+def finish(job: Job) -> None:
+    assert job.finish() == 0, job.text
+
+
+@pytest.mark.e2e
+def test_a_guide_in_two_layouts_and_through_a_kill(tmp_path: Path) -> None:
+    task = Task.make(tmp_path, reward=HOLDING_REWARD)
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    finish(Job(options(task, "whole"), tmp_path / "whole.log"))
+    finish(Job(options(task, "dp2", **DP2), tmp_path / "dp2.log"))
+    whole = steps_of(task, "whole")
+    for expected, got in zip(whole, steps_of(task, "dp2"), strict=True):
+        assert {name: got[name] for name in EXACT} == {name: expected[name] for name in EXACT}
+        for name in CLOSE:
+            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (got["step"], name)
+
+    hold_after(task, 1)
+    job = Job(options(task, "cut", ckpt__save_steps=1), tmp_path / "cut.log")
+    job.wait_until((tmp_path / "held1").exists, "the second generation")
+    kill(job)
+    (tmp_path / "hold").unlink()
+    job = Job(options(task, "cut", "--ckpt.load_enable", ckpt__save_steps=1), tmp_path / "cut2.log")
+    finish(job)
+    assert "resumed from" in job.text
+    for expected, got in zip(whole, steps_of(task, "cut"), strict=True):
+        assert {name: got[name] for name in (*EXACT, *CLOSE)} == {name: expected[name] for name in (*EXACT, *CLOSE)}
+    weights, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(resumed[name].equal(tensor) for name, tensor in weights.items())
+
+
+def steps_of(task: Task, name: str) -> list[dict]:
+    records = task.metrics(name)
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert all(is_documented(metric) for metric in record)
+        assert record["guide/fraction"] == 0.5
+        # the engines' log-probs are those of the weights that they have; and the guide's are not the policy's
+        assert record["guide/rollout_max_abs"] < 1e-4 and record["kl/rollout_max_abs"] < 1e-4
+        assert record["guide/reward_mean"] != record["policy/reward_mean"]
+        means = [record[f"{source}/reward_mean"] for source in ("guide", "policy")]
+        assert sum(means) / 2 == pytest.approx(record["reward/mean"])
+        assert record["staleness/max"] == 0, "the weights of the guide are not old weights of the policy"
+        assert record["algorithm/zero_batch_loss"] > 0 and math.isfinite(record["loss/policy"])
+        assert 0 < record["algorithm/degenerate_groups"] < 1, "one of the two parts of the loss has no group"
+    return records
