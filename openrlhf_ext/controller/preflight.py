@@ -184,14 +184,14 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
 
 def guide_violations(config: RunConfig) -> Iterator[Violation]:
     """A guide that takes the policy's place for a forward pass differs from it in nothing but its weights."""
-    from openrlhf_ext.megatron.hf_config import UnsupportedModelError, read_model_shape
+    from openrlhf_ext.megatron.hf_config import read_model_shape
 
     folders = [config.guide.model_name_or_path, config.actor.model_name_or_path]
     if not config.has_guide or config.guide_ranks or not all(folder and os.path.isdir(folder) for folder in folders):
         return
     try:
         guide, policy = (dataclasses.asdict(read_model_shape(folder)) for folder in folders)
-    except (UnsupportedModelError, OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError):
         return  # reported by other rules
     names = [name for name in guide if guide[name] != policy[name] and name != "max_positions"]
     if names:

@@ -35,10 +35,12 @@ class GuidedRequests:
         """Ask for a group; ``key`` comes back with it."""
         policy, guide = self._sources
         of_guide = request.guide_samples
-        policy.ask(key, dataclasses.replace(request, samples=request.samples - of_guide, guide_samples=0))
+        of_policy = request.samples - of_guide
+        policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0))
         if of_guide:
             self._parts[key] = [None, None]
-            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0))
+            seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
+            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=seed))
 
     def answers(self, timeout_s: float) -> list[tuple[Hashable, list[Response]]]:
         """Groups whose two parts have come, as ``GroupRequests.answers``; after ``timeout_s`` seconds maybe none.

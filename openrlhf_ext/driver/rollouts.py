@@ -19,8 +19,10 @@ from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.prompts import Prompt, PromptStream
 from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
+from openrlhf_ext.rollout.seeding import derived_seed
 
 _LOOK_S = 1.0
+_TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
 
 
 class FilterExhaustedError(RuntimeError):
@@ -65,6 +67,7 @@ class RolloutOptions:
         filter_range: mean scores (exclusive) between which dynamic sampling keeps a group; None: all are kept.
         max_filter_batches: batches' worth of groups sampled for one step before dynamic sampling gives up.
         timeout_s: longest wait for a batch, or for an evaluation.
+        seed: every group has one of its own that follows from it; None: the engines' own random numbers.
     """
 
     batch_size: int
@@ -75,6 +78,7 @@ class RolloutOptions:
     filter_range: tuple[float, float] | None
     max_filter_batches: int
     timeout_s: float
+    seed: int | None = None
     guide_samples: int = 0
 
 
@@ -180,8 +184,15 @@ class Rollouts:
                 return
             self._in_flight[prompt.number] = prompt
             options = self.options
-            request = GroupRequest(prompt.text, prompt.label, options.samples, options.sampling, options.guide_samples)
+            request = self._request(prompt, options.samples, options.sampling, _TRAINING, options.guide_samples)
             self._requests.ask(prompt.number, request)
+
+    def _request(
+        self, prompt: Prompt, samples: int, sampling: Sampling, purpose: int, guide_samples: int = 0
+    ) -> GroupRequest:
+        base = self.options.seed
+        seed = None if base is None else derived_seed(base, purpose, prompt.number)
+        return GroupRequest(prompt.text, prompt.label, samples, sampling, seed, guide_samples)
 
     def _collect(self, timeout_s: float) -> None:
         for key, responses in self._requests.answers(timeout_s):
@@ -225,7 +236,7 @@ class Rollouts:
         with self._deadline.limit(self.options.timeout_s, doing, "rollout.timeout_s"), self._with_engines():
             self._others = dict.fromkeys(keys)
             for key, prompt in zip(keys, prompts, strict=True):
-                self._requests.ask(key, GroupRequest(prompt.text, prompt.label, samples, sampling))
+                self._requests.ask(key, self._request(prompt, samples, sampling, _OTHER))
             while not all(self._others.values()):
                 self._collect(min(self._deadline.remaining, _LOOK_S))
         groups = [Group(prompt, self._others[key]) for key, prompt in zip(keys, prompts, strict=True)]

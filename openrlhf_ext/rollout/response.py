@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf_ext.rollout.seeding import derived_seed
 from openrlhf_ext.rollout.token_versions import SPANS_KEY, Span
 
 
@@ -35,6 +36,7 @@ class GroupRequest:
     """One prompt, of which ``samples`` graded completions are wanted.
 
     Attributes:
+        seed: of the group; None = the engine's own random numbers.
         guide_samples: how many of them a guide's engines make (``driver.guided``, which asks each engine for its part);
             an engine makes all that it is asked for.
     """
@@ -43,7 +45,12 @@ class GroupRequest:
     label: Any
     samples: int
     sampling: Sampling
+    seed: int | None = None
     guide_samples: int = 0
+
+    def seed_of(self, sample: int) -> int | None:
+        """Of the completion at this place in the group."""
+        return None if self.seed is None else derived_seed(self.seed, sample)
 
 
 @dataclass(frozen=True)

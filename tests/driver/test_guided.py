@@ -61,6 +61,18 @@ def test_a_group_is_finished_when_both_parts_are_there() -> None:
         assert made.gauges()["groups/queued"] == queued + 1
 
 
+def test_the_parts_of_a_group_have_seeds_of_their_own() -> None:
+    def seeds() -> list[int]:
+        world = TwoSources(seed=3, max_staleness=1)
+        world.at_once()
+        world.policy.stuck = world.guide.stuck = {2, 3}
+        world.rollouts.take(0)
+        world.rollouts.pump()
+        return [request.seed for source in (world.policy, world.guide) for request, _ in source.waiting.values()]
+
+    assert len(set(seeds())) == 4 and seeds() == seeds()
+
+
 def test_completions_of_the_guide_are_not_stale() -> None:
     world = TwoSources(max_staleness=1).at_once()
     made = world.rollouts

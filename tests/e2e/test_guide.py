@@ -1,4 +1,4 @@
-"""A guide samples a part of every group and scores all completions, in every layout alike, and through a kill."""
+"""A guide samples a part of every group and scores all completions, in two layouts alike, and through kills."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finish(job: Job) -> None:
 
 
 @pytest.mark.e2e
-def test_a_guide_in_two_layouts_and_through_a_kill(tmp_path: Path) -> None:
+def test_a_guide_in_two_layouts_and_through_kills(tmp_path: Path) -> None:
     task = Task.make(tmp_path, reward=HOLDING_REWARD)
     make_tiny_policy(tmp_path / "guide", seed=1)
     finish(Job(options(task, "whole"), tmp_path / "whole.log"))
@@ -52,10 +52,18 @@ def test_a_guide_in_two_layouts_and_through_a_kill(tmp_path: Path) -> None:
     job = Job(options(task, "cut", ckpt__save_steps=1), tmp_path / "cut.log")
     job.wait_until((tmp_path / "held1").exists, "the second generation")
     kill(job)
-    (tmp_path / "hold").unlink()
+    hold_after(task, 2)
     job = Job(options(task, "cut", "--ckpt.load_enable", ckpt__save_steps=1), tmp_path / "cut2.log")
+    job.wait_for(r"resumed from .*global_step1\n")
+    job.wait_until((tmp_path / "held2").exists, "the third generation")
+    engines = job.named("ray::RolloutEngine")
+    assert len(engines) == 2, "one of the policy and one of the guide"
+    for engine in engines:
+        engine.kill()
+    (tmp_path / "hold").unlink()
     finish(job)
-    assert "resumed from" in job.text
+    assert "replacing rollout engines [0]" in job.text and "replacing guide engines [0]" in job.text
+    assert task.metrics("cut")[-1]["engines/restarts"] == 2
     for expected, got in zip(whole, steps_of(task, "cut"), strict=True):
         assert {name: got[name] for name in (*EXACT, *CLOSE)} == {name: expected[name] for name in (*EXACT, *CLOSE)}
     weights, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
