@@ -4,8 +4,8 @@ Positions are counted from the first token (forward) and from the last (backward
 group leaves the scan as soon as no run of its completions can grow any further, so that the usual short spans cost
 little.
 
-Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = signed rows in the scan, W = positions of a
-window, g = groups in the scan, S = slots of a group, c = cells (one group at one position).
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = signed rows in the scan, W = positions
+of a window, g = groups in the scan, S = slots of a group, c = cells (one group at one position).
 """
 
 from __future__ import annotations
@@ -178,9 +178,7 @@ class Spans:
         return mask_N
 
 
-def conflict_spans(
-    tokens_N: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start"
-) -> Spans:
+def conflict_spans(tokens_N: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start") -> Spans:
     """The run of consecutive conflicts of each completion.
 
     Args:

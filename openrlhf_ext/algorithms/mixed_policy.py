@@ -87,8 +87,6 @@ class MixedPolicyDapo(GroupRelative):
         tokens_N = shaped.segments.spread(shaped.exposed["zero_group"])
         log_ratio_N = torch.where(tokens_N, new_N - shaped.guide_logprobs, 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_N.dtype, device=log_ratio_N.device)
-        objective_N, _ = losses.clipped_surrogate(
-            log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high
-        )
+        objective_N, _ = losses.clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
         factor = self.options.zero_weight / shaped.denominators["zero_tokens"].clamp(min=1.0)
         return {"zero_batch_loss": -torch.where(tokens_N, objective_N, 0.0) * factor.to(log_ratio_N.dtype)}

@@ -33,7 +33,7 @@ class Segments:
 
     def __init__(self, lengths_B: Tensor, bounds: np.ndarray | None = None) -> None:
         self.lengths_B = lengths_B
-        self.bounds = np.concatenate([[0], np.cumsum(lengths_B.cpu().numpy())]) if bounds is None else bounds
+        self.bounds = np.concatenate([[0], np.cumsum(lengths_B.to("cpu").numpy())]) if bounds is None else bounds
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -229,4 +229,4 @@ def unpacked(value: Any) -> Any:
 def _on_host(rows: RowSelection) -> np.ndarray:
     index = torch.as_tensor(rows)
     index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-    return index.cpu().numpy()
+    return index.to("cpu").numpy()

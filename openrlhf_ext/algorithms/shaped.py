@@ -20,6 +20,7 @@ from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unp
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import Algorithm
 
+
 def _per_row(**kwargs: Any) -> Any:
     return field(metadata={"of": "row"}, **kwargs)
 
@@ -231,7 +232,7 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
     Raises:
         ValueError: naming a row that is selected twice.
     """
-    index = torch.as_tensor(rows).cpu()
+    index = torch.as_tensor(rows).to("cpu")
     index = torch.arange(count)[index if index.dtype == torch.bool else index.long()]
     unique, times = index.unique(return_counts=True)
     if len(unique) < len(index):

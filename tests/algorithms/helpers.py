@@ -10,6 +10,7 @@ import torch
 from openrlhf_ext.algorithms import RolloutBatch, SequenceAlgorithm, get_algorithm
 from tests.algorithms import reference
 
+
 def random_completion(rng: random.Random, vocabulary: int, max_length: int) -> dict:
     length = rng.randint(1, max_length)
     old = [-rng.expovariate(1.0) - 1e-3 for _ in range(length)]
