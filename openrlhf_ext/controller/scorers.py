@@ -6,7 +6,7 @@ Shape suffixes: B = completions, T = response tokens of a completion, N = those 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,10 @@ class PendingScores:
     refs: list[Any]
     ranks_per_part: int
 
-    def result(self) -> Tensor:
-        """(B, T) fp32 scores; waits for the ranks. The caller sets the deadline."""
+    def result(self, get: Callable[[list], list] = ray.get) -> Tensor:
+        """(B, T) fp32 scores; waits for the ranks by ``get``."""
         # the first rank of a replica answers for all, but all must have succeeded
-        answers = ray.get(self.refs)[:: self.ranks_per_part]
+        answers = get(self.refs)[:: self.ranks_per_part]
         return padded_scores(self.batch, self.parts, [answer[0] for answer in answers])
 
 

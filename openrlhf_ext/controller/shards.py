@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.controller.preparation import Preparation
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
@@ -29,16 +27,8 @@ class MiniBatchShard:
 
 @dataclass
 class TrainingShard:
-    """One data-parallel rank's share of a rollout batch, which OpenRLHF's trainer hands on to its actors.
+    """One data-parallel rank's share of a rollout batch."""
 
-    The tensors are those of OpenRLHF's ``Experience`` that its trainer describes the batch with; ranks read
-    ``mini_batches``. It is no ``Experience``, because ranks do not import OpenRLHF.
-    """
-
-    sequences: Tensor
-    response_length: Tensor
-    truncated: Tensor
-    info: dict[str, Tensor]
     mini_batches: list[MiniBatchShard]
 
 

@@ -13,7 +13,6 @@ _HOME = {
     "GradedSingleTurnExecutor": "executor",
     "GradedAgentExecutor": "agent",
     "Grader": "grader",
-    "GradingClock": "clock",
     "HttpReward": "http_reward",
     "RewardError": "errors",
     "RewardFailureLimit": "errors",

@@ -20,11 +20,13 @@ from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit, RewardI
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.failures import FailurePolicy
 from openrlhf_ext.rewards.result import InvalidAnswer, RewardResult, parse_answer
+from openrlhf_ext.rollout.response import GroupRequest, Response
+from openrlhf_ext.rollout.token_versions import ResponseRecorder
 
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 
 
-class GradedAgentExecutor(GradedExecutor, AgentExecutorBase):
+class GradedAgentExecutor(GradedExecutor):
     """Runs an agent, with a deadline for its own code, and lets no response leave without a finite reward.
 
     A response whose reward is not a finite number, and an agent that raises or passes the deadline, are failures. A
@@ -41,49 +43,48 @@ class GradedAgentExecutor(GradedExecutor, AgentExecutorBase):
         GradedExecutor.__init__(self, failures)
         self._agent = agent
         self._timeout_s = timeout_s
-        self.needs_text = getattr(agent, "needs_text", True)
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images: Any = None,
-    ) -> dict[str, Any]:
-        """One response; arguments and result as OpenRLHF's ``execute``.
+    async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
+        """See :class:`GradedExecutor`. Raises RewardFailureLimit also for an agent that fails before it generates."""
+        return await asyncio.gather(*(self._respond(request, tokenizer, engine) for _ in range(request.samples)))
 
-        Raises:
-            RewardFailureLimit: more responses failed than the run tolerates, or one without anything generated.
-        """
-        turns = _Turns(llm_engine)
-        response: dict[str, Any] = {}
+    async def _respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> Response:
+        recorder = ResponseRecorder(engine)
+        turns = _Turns(recorder)
+        answer: dict[str, Any] = {}
 
         def completion() -> str:
-            return hf_tokenizer.decode(turns.generated, skip_special_tokens=False)
+            return tokenizer.decode(turns.generated, skip_special_tokens=False)
 
         async def graded() -> RewardResult:
             try:
-                with self._clock.generating():
-                    answer = await self._run(
-                        turns, prompt=prompt, label=label, sampling_params=sampling_params, max_length=max_length,
-                        hf_tokenizer=hf_tokenizer, llm_engine=turns, images=images,
-                    )  # fmt: skip
-                response.update(_checked(answer))
-                return _reward_of(response)
+                answer.update(_checked(await self._run(turns, **self._arguments(request, tokenizer, turns))))
+                return _reward_of(answer)
             except _Failure as failure:
                 turns.raise_engine_error()
-                error = failure.kind(str(failure), prompt, completion(), label)
-                if not response and not turns.generated:
+                error = failure.kind(str(failure), request.prompt, completion(), request.label)
+                if not answer and not turns.generated:
                     raise RewardFailureLimit(f"the agent failed before it had generated anything: {error}") from failure
                 raise error from failure.__cause__
 
-        result = await self._settle(graded(), prompt, completion, label)
-        response = response or turns.last_response()
-        asked = {"prompt": prompt, "label": label, "images": images, "mm_train_inputs": None}
-        return {**asked, **response, "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs}
+        with self._counted():
+            result = await self._settle(graded(), request.prompt, completion, request.label)
+        graded_answer = {
+            **(answer or turns.last_response()),
+            "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs,
+        }  # fmt: skip
+        return Response.of_agent(recorder.annotate(graded_answer), request.sampling.max_len)
+
+    def _arguments(self, request: GroupRequest, tokenizer: Any, engine: Any) -> dict[str, Any]:
+        """What OpenRLHF gives an agent's ``execute``. An agent without need of ``text`` says so by ``needs_text``."""
+        sampling, needs_text = request.sampling, getattr(self._agent, "needs_text", True)
+        params = engine.sampling_params(
+            sampling, max_tokens=sampling.max_new_tokens, detokenize=needs_text, logprobs=1
+        )  # fmt: skip
+        return {
+            "prompt": request.prompt, "label": request.label, "sampling_params": params, "images": None,
+            "max_length": sampling.max_len, "hf_tokenizer": tokenizer, "llm_engine": engine,
+        }  # fmt: skip
 
     async def _run(self, turns: _Turns, **arguments: Any) -> Any:
         task = asyncio.ensure_future(self._agent.execute(**arguments))

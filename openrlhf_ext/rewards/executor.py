@@ -1,19 +1,21 @@
-"""Executors that cannot lose a reward, and OpenRLHF's single-turn executor as one of them."""
+"""Executors that cannot lose a reward: they turn a prompt into a group of graded completions."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from openrlhf_ext.compat import SingleTurnAgentExecutor
-from openrlhf_ext.rewards.clock import GradingClock
+import numpy as np
+
 from openrlhf_ext.rewards.errors import RewardError, RewardInvalid
 from openrlhf_ext.rewards.failures import FailurePolicy
 from openrlhf_ext.rewards.grader import Grader, RewardSettings, open_grader
 from openrlhf_ext.rewards.result import RewardResult
+from openrlhf_ext.rollout.response import GroupRequest, Response
 
 FAILED_KEY = "reward_failed"
 _KEYS_WAIT_S = 60.0
@@ -24,8 +26,8 @@ class GradedExecutor:
     """What every sample leaves with: a finite reward, and the same keys in ``extra_logs``.
 
     A sample that cannot be graded gets ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``,
-    until the policy stops the run. Upstream batches ``extra_logs``, so all have ``reward_failed`` and the keys of the
-    first graded sample. A later answer with other keys is a ``RewardInvalid``; a failed sample has 0 there.
+    until the policy stops the run. Records hold means of ``extra_logs``, so all have ``reward_failed`` and the keys of
+    the first graded sample. A later answer with other keys is a ``RewardInvalid``; a failed sample has 0 there.
 
     Args:
         failures: what happens to samples that cannot be graded.
@@ -33,8 +35,30 @@ class GradedExecutor:
 
     def __init__(self, failures: FailurePolicy) -> None:
         self._failures = failures
-        self._clock = GradingClock()
+        self._under_way = 0
         self._log_keys: frozenset[str] | None = None
+
+    async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
+        """The completions of one prompt, graded.
+
+        Args:
+            tokenizer: of the model.
+            engine: whose ``sampling_params`` and ``generate`` are asked.
+
+        Raises:
+            RewardFailureLimit: more samples failed than the run tolerates.
+            RewardImportError: the user's reward file cannot be used.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A sample is being generated or graded."""
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
 
     def take_failures(self) -> list[str]:
         """Messages of the gradings that failed since the last call."""
@@ -71,15 +95,13 @@ class GradedExecutor:
     async def _known_log_keys(self) -> frozenset[str]:
         """The keys of ``extra_logs``; waits for the first graded sample while one may still come."""
         deadline = time.monotonic() + _KEYS_WAIT_S
-        while self._log_keys is None and self._clock.active and time.monotonic() < deadline:
+        while self._log_keys is None and self._under_way and time.monotonic() < deadline:
             await asyncio.sleep(_KEYS_POLL_S)
         return self._log_keys or frozenset()
 
 
-class GradedSingleTurnExecutor(GradedExecutor, SingleTurnAgentExecutor):
-    """Generates as OpenRLHF 0.11.2 does, and grades through a :class:`Grader` under a :class:`FailurePolicy`.
-
-    Upstream swallows a failing reward call and goes on with a reward of ``None``.
+class GradedSingleTurnExecutor(GradedExecutor):
+    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`.
 
     Args:
         grader: where samples are graded; started here.
@@ -87,69 +109,48 @@ class GradedSingleTurnExecutor(GradedExecutor, SingleTurnAgentExecutor):
     """
 
     def __init__(self, grader: Grader, failures: FailurePolicy) -> None:
-        SingleTurnAgentExecutor.__init__(self, remote_rm_url=None)
-        GradedExecutor.__init__(self, failures)
+        super().__init__(failures)
         self._grader = grader
-        self._calls = 0
-        self._failed_before_reset = 0
         grader.start()
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images: Any = None,
-    ) -> dict[str, Any]:
-        """Generate and grade one sample; arguments and result as upstream's ``execute``.
-
-        Raises:
-            RewardFailureLimit: more samples failed than the run tolerates.
-            RewardImportError: the user's reward file cannot be used.
-        """
-        with self._clock.generating():
-            output = await super().execute(
-                prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
-            )
-        query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)
-        result = await self._settle(
-            self._grade(query, prompt, label), prompt, lambda: query.removeprefix(prompt), label
+    async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
+        """See :class:`GradedExecutor`; a prompt that leaves no room is cut from the left, as OpenRLHF does it."""
+        ids = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
+        sampling = request.sampling
+        room = sampling.max_new_tokens or max(1, sampling.max_len - len(ids))
+        ids = ids[max(0, len(ids) - (sampling.max_len - room)) :]
+        # log-probs of the sampled tokens alone, as one flat list
+        params = engine.sampling_params(sampling, max_tokens=room, detokenize=False, logprobs=0, flat_logprobs=True)
+        return await asyncio.gather(
+            *(self._respond(request, ids, params, tokenizer, engine) for _ in range(request.samples))
         )
-        output.update(reward=result.reward, scores=result.score, extra_logs=result.extra_logs)
-        return output
 
-    def grading_stats(self, reset: bool = False) -> dict[str, float]:
-        """Calls, failures and wall seconds of grading since the last reset.
-
-        Args:
-            reset: start counting anew. The failures counted against the limit of the run are not reset.
-
-        Returns:
-            ``calls``, ``failures``, ``busy_seconds`` (at least one sample being graded) and ``exposed_seconds`` (and
-            none being generated in this executor).
-        """
-        stats = {
-            "calls": self._calls,
-            "failures": self._failures.count - self._failed_before_reset,
-            "busy_seconds": self._clock.busy_seconds,
-            "exposed_seconds": self._clock.exposed_seconds,
-        }
-        if reset:
-            self._calls, self._failed_before_reset = 0, self._failures.count
-            self._clock.reset()
-        return stats
+    async def _respond(
+        self, request: GroupRequest, ids: list[int], params: Any, tokenizer: Any, engine: Any
+    ) -> Response:
+        with self._counted():
+            completion = (await engine.generate(ids, params)).outputs[0]
+            tokens = [*ids, *completion.token_ids]
+            query = tokenizer.decode(tokens, skip_special_tokens=False)
+            grading = self._grader.grade(query, request.prompt, request.label)
+            grade = await self._settle(
+                grading, request.prompt, lambda: query.removeprefix(request.prompt), request.label
+            )
+        start = len(ids)
+        return Response(
+            tokens_S=np.array(tokens, dtype=np.int32),
+            logprobs_T=np.array(completion.logprobs.logprobs, dtype=np.float32),
+            actions=((start, len(tokens)),),
+            versions=tuple((version, start + a, start + b) for version, a, b in completion.weight_versions),
+            reward=grade.reward,
+            score=grade.score,
+            truncated=completion.finish_reason == "length",
+            extra_logs=grade.extra_logs,
+        )
 
     async def aclose(self) -> None:
         """Release the grader's processes and connections."""
         await self._grader.aclose()
-
-    async def _grade(self, query: str, prompt: str, label: Any) -> RewardResult:
-        self._calls += 1
-        with self._clock.grading():
-            return await self._grader.grade(query, prompt, label)
 
 
 def make_executor(settings: RewardSettings) -> Callable[[], GradedSingleTurnExecutor]:

@@ -18,9 +18,9 @@ from openrlhf_ext.imports import without_collection
 from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
+from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 from openrlhf_ext.rollout.seeding import RequestSeeds
-from openrlhf_ext.rollout.shared import SharedValues
-from openrlhf_ext.rollout.token_versions import ResponseRecorder, TokenVersions, count_tokens
+from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
 from openrlhf_ext.rollout.weight_sync.base import Link
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
@@ -44,17 +44,16 @@ class _Request(NamedTuple):
 class RolloutEngine(compat.RolloutRayActor):
     """One vLLM engine in a Ray actor; `ray.remote` of this class is what `create_rollout_engines` starts.
 
-    It keeps the whole remote surface of OpenRLHF's actor (`generate`, `generate_responses`, `pause_generation`, ...)
-    and its agent executors, and adds: weights by buckets with a version, refusal to sample from weights that arrived
-    incompletely, a deadline per request, seeds per request, and what the controller asks about.
+    It is OpenRLHF's actor (`generate`, `pause_generation`, `sleep`, ...) with: groups of graded completions as flat
+    arrays, weights by buckets with a version, refusal to sample from weights that arrived incompletely, a deadline per
+    request, seeds per request, and what the driver asks about.
     """
 
     async def __init__(
         self,
         *args: Any,
-        executor_factory: Callable[[], compat.AgentExecutorBase] | None = None,
-        remote_rm_url: str | list[str] | None = None,
-        mm_pad_token_ids: set[int] | None = None,
+        executor_factory: Callable[[], Any],
+        fast_tokenizer: bool = True,
         bundle_indices: list[int] | None = None,
         num_gpus: float = 0,
         full_determinism: bool = False,
@@ -66,9 +65,10 @@ class RolloutEngine(compat.RolloutRayActor):
     ) -> None:
         """
         Args:
-            executor_factory: makes the executor that turns a prompt into a graded response; picklable. At most one of
-                this and `remote_rm_url`, which means what it means to OpenRLHF.
-            mm_pad_token_ids, bundle_indices, num_gpus, full_determinism: as OpenRLHF's actor.
+            executor_factory: makes what turns a prompt into graded completions, a `rewards.executor.GradedExecutor`;
+                picklable.
+            fast_tokenizer: which of the model's tokenizers the executor gets.
+            bundle_indices, num_gpus, full_determinism: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             seed_requests: give every request a seed of its own, see `RequestSeeds`.
@@ -86,18 +86,17 @@ class RolloutEngine(compat.RolloutRayActor):
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism)
-        self.executor = make_executor(executor_factory, remote_rm_url)
-        self._needs_text = _needs_text(self.executor)
+        self.executor = executor_factory()
+        self._tokenizer = compat.get_tokenizer(engine_args["model"], None, "left", None, use_fast=fast_tokenizer)
         self.kwargs = {
             "worker_extension_cls": worker_extension.QUALIFIED_NAME,
             "scheduling_policy": "priority",
             **engine_args,
         }
         self._in_process = in_process
-        self._mm_pad_token_ids = mm_pad_token_ids
+        self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._seeds = RequestSeeds(request_seed) if seed_requests else None
         self._request_timeout_s = request_timeout_s
-        self._shared = SharedValues()
         self._generating = BusyClock()
         self._responding = BusyClock()
         self._num_tokens = 0
@@ -143,7 +142,6 @@ class RolloutEngine(compat.RolloutRayActor):
 
         params = asked.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        params.detokenize = asked.detokenize and (self._needs_text or bool(asked.stop))
         if self._seeds is not None and params.seed is None:
             params.seed = self._seeds.next_seed(prompt_token_ids)
         return params
@@ -155,27 +153,23 @@ class RolloutEngine(compat.RolloutRayActor):
             # of several completions of one request only the oldest possible version is known
             completion.weight_versions = spans if len(lengths) == 1 else [(begun_with, 0, length)]
 
-    async def generate_responses(
-        self, prompt: str, label: Any, sampling_params: SamplingParams, max_length: int, hf_tokenizer: Any,
-        num_samples: int = 1, images: Any = None,
-    ) -> list[dict[str, Any]]:  # fmt: skip
-        """N graded responses to one prompt, as OpenRLHF's actor makes them, and which weights gave each token.
+    def sampling_params(self, sampling: Sampling, *, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """vLLM's parameters of a completion of `max_tokens` tokens at most.
 
-        Args:
-            hf_tokenizer: also as `Shared`.
+        OpenRLHF's `min_tokens` of 1 makes vLLM exclude EOS from the first token's distribution, which is then not the
+        policy's; a completion is at least its EOS anyway.
         """
-        hf_tokenizer = await self._shared.resolve(hf_tokenizer)
+        from vllm import SamplingParams
 
-        async def respond() -> dict[str, Any]:
-            recorder = ResponseRecorder(self)
-            response = await self.executor.execute(
-                prompt=prompt, label=label, sampling_params=sampling_params, max_length=max_length,
-                hf_tokenizer=hf_tokenizer, llm_engine=recorder, images=images,
-            )  # fmt: skip
-            return recorder.annotate(response)
+        return SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=max_tokens, min_tokens=0,
+            skip_special_tokens=False, **more,
+        )  # fmt: skip
 
+    async def generate_group(self, request: GroupRequest) -> list[Response]:
+        """Graded completions of one prompt."""
         with self._responding.running():
-            return await asyncio.gather(*(respond() for _ in range(num_samples)))
+            return await self.executor.respond(request, self._tokenizer, self)
 
     async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -324,9 +318,8 @@ class RolloutEngine(compat.RolloutRayActor):
 
         Returns:
             generated_tokens, generated_sequences; generation_s: time with at least one request in progress;
-            exposed_grading_s: time in which responses were awaited and nothing was being generated; and, if the
-            executor grades, `reward_failures`: messages of gradings that failed, and `grading`: what its
-            `grading_stats(reset=True)` says.
+            exposed_grading_s: time in which responses were awaited and nothing was being generated; reward_failures:
+            messages of gradings that failed.
         """
         generation_s, response_s = self._generating.take(), self._responding.take()
         stats = {
@@ -334,12 +327,9 @@ class RolloutEngine(compat.RolloutRayActor):
             "generated_sequences": self._num_sequences,
             "generation_s": generation_s,
             "exposed_grading_s": max(0.0, response_s - generation_s),
+            "reward_failures": self.executor.take_failures(),
         }
         self._num_tokens = self._num_sequences = 0
-        if hasattr(self.executor, "take_failures"):
-            stats["reward_failures"] = self.executor.take_failures()
-        if hasattr(self.executor, "grading_stats"):
-            stats["grading"] = self.executor.grading_stats(reset=True)
         return stats
 
     async def ping(self) -> None:
@@ -349,27 +339,6 @@ class RolloutEngine(compat.RolloutRayActor):
     async def process_info(self) -> dict[str, Any]:
         """Which process this actor is, pids of its child processes, and its log files (`describe_process`)."""
         return describe_process()
-
-
-def make_executor(
-    factory: Callable[[], compat.AgentExecutorBase] | None, remote_rm_url: str | list[str] | None
-) -> compat.AgentExecutorBase:
-    """What turns a prompt into a graded response; see `RolloutEngine`.
-
-    Raises:
-        ValueError: more than one way was given.
-    """
-    if factory is not None and remote_rm_url:
-        raise ValueError("one thing can turn prompts into graded responses, got executor_factory and remote_rm_url")
-    return factory() if factory is not None else compat.SingleTurnAgentExecutor(remote_rm_url)
-
-
-def _needs_text(executor: compat.AgentExecutorBase) -> bool:
-    """Whether outputs must carry text; to make it costs a quarter of the speed of a tiny model on CPU.
-
-    OpenRLHF's single-turn executor decodes the tokens itself; any executor may say otherwise with `needs_text`.
-    """
-    return getattr(executor, "needs_text", not isinstance(executor, compat.SingleTurnAgentExecutor))
 
 
 async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:

@@ -40,8 +40,8 @@ def create_rollout_engines(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     logprobs_mode: str = "processed_logprobs",
-    executor_factory: Callable[[], compat.AgentExecutorBase] | None = None,
-    remote_rm_url: str | list[str] | None = None,
+    executor_factory: Callable[[], Any],
+    fast_tokenizer: bool = True,
     seed_requests: bool = False,
     request_timeout_s: float = 600.0,
     enable_sleep: bool = False,
@@ -70,7 +70,7 @@ def create_rollout_engines(
         max_num_batched_tokens: tokens that an engine computes in one step; None: 8192 on a GPU, on CPU 4096 or
             `max_model_len`, whichever is larger.
         logprobs_mode: "processed_logprobs" returns log-probs of the distribution that was sampled from.
-        executor_factory, remote_rm_url, seed_requests, request_timeout_s: see `RolloutEngine`.
+        executor_factory, fast_tokenizer, seed_requests, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
         full_determinism: as OpenRLHF's `--train.full_determinism_enable`.
         trust_remote_code: run Python code found in the checkpoint.
@@ -98,7 +98,7 @@ def create_rollout_engines(
         "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
         "executor_factory": executor_factory,
-        "remote_rm_url": remote_rm_url,
+        "fast_tokenizer": fast_tokenizer,
         "seed_requests": seed_requests,
         "request_seed": seed,
         "request_timeout_s": request_timeout_s,

@@ -4,28 +4,32 @@ What counts as the engine's fault: its actor died, the vLLM engine inside died, 
 weight sync names it, it does not answer for ``hang_timeout_s``, or, being a new one, it does not start. Errors of the
 user's reward function or of a policy rank are not: they end the run.
 
-A prompt's group of responses comes whole from one call of one engine. Either that call returns and its samples count,
-or it fails and the whole group is asked for again, so no sample is lost or counted twice. With full determinism the
-seeds depend on the prompt and the weights only, and the repeated call draws the same samples.
+A group of completions comes whole from one call of one engine. Either that call returns and its completions count, or
+it fails and the whole group is asked for again, so none is lost or counted twice. With full determinism the seeds
+depend on the prompt and the weights only, and the repeated call draws the same completions.
+
+Everything here happens in the driver's one thread: no two weight syncs or replacements meet.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.identity import machine_id
+from openrlhf_ext.rollout.response import GroupRequest, Response
 from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
 
 logger = logging.getLogger(__name__)
@@ -36,10 +40,6 @@ _ASK_AGAIN_S = 1.0
 
 class EngineHangs(RuntimeError):
     """An engine does not answer."""
-
-
-class RunEnding(RuntimeError):
-    """Something else has ended the run."""
 
 
 class EngineLost(RuntimeError):
@@ -54,8 +54,7 @@ class RecoveryLimits:
         max_restarts: of all engines together, over the run.
         hang_timeout_s: an engine that does not answer for so long hangs.
         start_timeout_s: longest wait for a new engine to be ready.
-        policy_timeout_s: longest wait for the policy to give it the weights; in asynchronous training the policy may be
-            in the middle of a step.
+        policy_timeout_s: longest wait for the policy to give it the weights; the policy may be in the middle of a step.
     """
 
     max_restarts: int
@@ -79,20 +78,20 @@ def engines_at_fault(error: BaseException) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A method that has been called on an engine, and `EngineGuard.changes` at that time."""
+    """A method that has been called on an engine, and ``EngineGuard.changes`` at that time."""
 
     index: int
-    arguments: dict[str, Any]
     engine: Any
     reference: Any
     changes: int
 
 
 class EngineGuard:
-    """Replaces engines, at most ``max_restarts`` times; may be used from several threads.
+    """Replaces engines, at most ``max_restarts`` times.
 
     Attributes:
         restarts: engines replaced so far.
+        changes: weight syncs and replacements so far.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class EngineGuard:
         policy: Any,
         limits: RecoveryLimits,
         remember: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+        deadline: Deadline | None = None,
     ) -> None:
         """
         Args:
@@ -108,46 +108,30 @@ class EngineGuard:
             policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
             limits: when and how often.
             remember: told the name and ``process_info`` of every new engine.
+            deadline: of the driver's phases; it stands still while engines are replaced, which has its own.
         """
-        self.engines, self.limits, self.restarts = engines, limits, 0
-        self._policy, self._remember = policy, remember
-        self._lock = threading.RLock()
-        self._changes = 0
-        self.has_given_up = False
+        self.engines, self.limits, self.restarts, self.changes = engines, limits, 0, 0
+        self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
         self._processes: dict[int, list[psutil.Process]] = {}
         self._note_processes(dict(enumerate(engines)))
 
-    def give_up(self) -> None:
-        """The run is ending: nothing is replaced any more, and waits for responses end with ``RunEnding``."""
-        self.limits = replace(self.limits, max_restarts=0)
-        self.has_given_up = True
-
     # ---- asking -----------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, suspended: Callable[[], AbstractContextManager] = nullcontext) -> list[Any]:
+    def ask(self, method: str) -> list[Any]:
         """Call a method that answers quickly on every engine; one that dies or hangs is replaced, and asked anew.
-
-        Args:
-            suspended: the deadline of whatever is going on stands still in this context: replacing has its own.
 
         Raises:
             EngineLost: and no restart is left.
         """
-        asked = [self.call(index, method, {}, suspended) for index in range(len(self.engines))]
-        return [self._answer(call, method, suspended) for call in asked]
+        asked = [self.call(index, method) for index in range(len(self.engines))]
+        return [self._answer(call, method) for call in asked]
 
-    def call(
-        self, index: int, method: str, arguments: dict[str, Any], suspended: Callable[[], AbstractContextManager]
-    ) -> EngineCall:
-        """Call a method of engine ``index`` as soon as it is neither being replaced nor getting weights.
+    def call(self, index: int, method: str, *arguments: Any) -> EngineCall:
+        """Call a method of engine ``index``."""
+        engine = self.engines[index]
+        return EngineCall(index, engine, getattr(engine, method).remote(*arguments), self.changes)
 
-        A new engine has the weights of the disk until it gets the policy's, and does not answer before it has started.
-        """
-        with self._alone(suspended):
-            engine = self.engines[index]
-            return EngineCall(index, arguments, engine, getattr(engine, method).remote(**arguments), self._changes)
-
-    def _answer(self, call: EngineCall, method: str, suspended: Callable[[], AbstractContextManager]) -> Any:
+    def _answer(self, call: EngineCall, method: str) -> Any:
         while True:
             try:
                 return ray.get(call.reference, timeout=self.limits.hang_timeout_s)
@@ -155,9 +139,8 @@ class EngineGuard:
                 fault = self.silence([call.index]) if isinstance(error, GetTimeoutError) else error
                 if not is_engine_fault(fault):
                     raise
-                with suspended():
-                    self.replace({call.index: call.engine}, fault)
-            call = self.call(call.index, method, call.arguments, suspended)
+                self.replace({call.index: call.engine}, fault)
+            call = self.call(call.index, method)
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
         """The fault of engines that do not answer."""
@@ -167,54 +150,25 @@ class EngineGuard:
 
     # ---- weight sync ------------------------------------------------------------------------------------------------
 
-    def repeated(self, sync: Callable[[], Any], suspended: Callable[[], AbstractContextManager] = nullcontext) -> Any:
-        """Run a weight sync; as long as it blames engines, replace these and run it again.
-
-        Args:
-            suspended: the deadline of the step stands still in this context: replacing has deadlines of its own.
-        """
-        with self._changing(suspended):
-            while True:
-                handles = dict(enumerate(self.engines))
-                try:
-                    return sync()
-                except Exception as error:
-                    faulty = engines_at_fault(error)
-                    if not faulty:
-                        raise
-                    with suspended():  # without weights: the sync that is repeated brings them
-                        self.replace({index: handles[index] for index in faulty}, error, with_weights=False)
-
-    @property
-    def changes(self) -> int:
-        """Odd while a weight sync or a replacement is under way."""
-        return self._changes
-
-    @contextmanager
-    def _alone(self, suspended: Callable[[], AbstractContextManager]) -> Iterator[None]:
-        """No other thread sends weights or replaces engines; who has to wait for that is not late for it."""
-        if not self._lock.acquire(blocking=False):
-            with suspended():
-                self._lock.acquire()  # syncs and replacements have deadlines
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    @contextmanager
-    def _changing(self, suspended: Callable[[], AbstractContextManager] = nullcontext) -> Iterator[None]:
-        with self._alone(suspended):
-            outermost = self._changes % 2 == 0
-            self._changes += outermost
+    def repeated(self, sync: Callable[[], Any]) -> Any:
+        """Run a weight sync; as long as it blames engines, replace these and run it again."""
+        while True:
+            handles = dict(enumerate(self.engines))
             try:
-                yield
+                return sync()
+            except Exception as error:
+                faulty = engines_at_fault(error)
+                if not faulty:
+                    raise
+                # without weights: the sync that is repeated brings them
+                self.replace({index: handles[index] for index in faulty}, error, with_weights=False)
             finally:
-                self._changes += outermost
+                self.changes += 1
 
     # ---- replacing --------------------------------------------------------------------------------------------------
 
     def replace(self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True) -> None:
-        """Put new engines in the place of ``faulty`` (position -> handle), unless another thread has done so.
+        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done.
 
         Args:
             fault: what they did.
@@ -223,8 +177,10 @@ class EngineGuard:
         Raises:
             EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised.
         """
-        with self._changing():
-            indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
+        indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
+        if not to_start:
+            return
+        with self._deadline.suspended():
             while to_start:
                 self._spend(to_start, fault)
                 for index in to_start:
@@ -237,6 +193,7 @@ class EngineGuard:
                     to_start, fault = sorted(engines_at_fault(error)), error
                     if not to_start:
                         raise
+        self.changes += 1
 
     def _spend(self, indexes: Sequence[int], fault: BaseException) -> None:
         if self.limits.max_restarts == 0:
@@ -299,10 +256,6 @@ class EngineGuard:
                     with suppress(psutil.NoSuchProcess):
                         self._processes[index].append(psutil.Process(pid))
 
-    def watch(self) -> HangWatch:
-        """A watch over the engines while calls to them are pending."""
-        return HangWatch(self)
-
 
 class HangWatch:
     """Asks engines whether they are there, while calls that may take long are pending."""
@@ -320,14 +273,12 @@ class HangWatch:
     def silent(self, busy: set[int]) -> dict[int, Any]:
         """Ask the engines in ``busy``; position and handle of those that have not answered for too long.
 
-        A weight sync or a replacement in the middle of calls has a deadline of its own: after it, the time of silence
-        counts anew.
+        A weight sync or a replacement has a deadline of its own: after it, the time of silence counts anew.
         """
         now = time.monotonic()
-        if self._guard.changes != self._changes or self._changes % 2:
+        if self._guard.changes != self._changes:
             self._changes = self._guard.changes
             self._asked.clear()
-            return {}
         silent = {}
         for index in sorted(busy):
             engine = self._guard.engines[index]
@@ -344,65 +295,94 @@ class HangWatch:
 
 
 class GroupRequests:
-    """Pending calls of ``generate_responses``, each of which ends in exactly one list of responses."""
+    """Groups that the engines are asked for: as many as they can batch, each from the engine with the least to do.
 
-    def __init__(self, guard: EngineGuard, suspended: Callable[[], AbstractContextManager] = nullcontext) -> None:
+    What is more waits here, so that questions and weight updates never wait behind prompts in an engine's queue (an
+    asynchronous Ray actor takes 1,000 calls at a time).
+    """
+
+    def __init__(self, guard: EngineGuard, max_requests: int) -> None:
         """
         Args:
             guard: of the engines.
-            suspended: the deadline of the batch stands still in this context: replacing has deadlines of its own.
+            max_requests: completions that an engine is asked for at a time; a larger group goes to an idle one.
         """
-        self._guard, self._suspended = guard, suspended
-        self._calls: dict[Any, EngineCall] = {}
-        self._watch = guard.watch()
+        self._guard, self._max_requests = guard, max_requests
+        self._backlog: deque[tuple[Hashable, GroupRequest]] = deque()
+        self._calls: dict[Any, tuple[EngineCall, Hashable, GroupRequest]] = {}
+        self._load = [0] * len(guard.engines)
+        self._watch = HangWatch(guard)
+        self._looked = time.monotonic()
 
-    def send(self, index: int, arguments: dict[str, Any]) -> Any:
-        """Ask engine ``index``; the reference may be waited for here and nowhere else."""
-        call = self._guard.call(index, "generate_responses", arguments, self._suspended)
-        self._calls[call.reference] = call
-        return call.reference
+    def __len__(self) -> int:
+        """Groups asked for and not answered."""
+        return len(self._backlog) + len(self._calls)
 
-    def next_finished(self, pending: list[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Wait for one of the pending references; its responses, and the references still pending.
+    @property
+    def load(self) -> tuple[int, ...]:
+        """Completions that each engine has been asked for."""
+        return tuple(self._load)
 
-        References of engines that failed are exchanged for new ones.
+    def ask(self, key: Hashable, request: GroupRequest) -> None:
+        """Ask for a group; ``key`` comes back with it."""
+        self._backlog.append((key, request))
+        self._deal()
+
+    def answers(self, timeout_s: float) -> list[tuple[Hashable, list[Response]]]:
+        """Groups that have come; after ``timeout_s`` seconds without any, or a look after the engines, maybe none.
+
+        Groups of engines that failed are asked for again.
 
         Raises:
-            EngineLost: see `EngineGuard.replace`.
-            RayTaskError: the call failed for a reason that is not the engine's.
+            EngineLost: see ``EngineGuard.replace``.
+            RayTaskError: a call failed for a reason that is not the engine's.
         """
-        pending = list(pending)
-        while True:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=self._watch.pause_s)
-            if self._guard.has_given_up:
-                raise RunEnding("the run ends before the rollouts under way")
-            if not ready:
-                self._look({self._calls[reference].index for reference in pending})
-                continue
-            call = self._calls.pop(ready[0])
-            try:
-                return ray.get(ready[0]), pending
-            except (RayTaskError, RayActorError) as error:
-                if not self._met_a_void_sync(call, error):
-                    if not is_engine_fault(error):
-                        raise
-                    if self._guard.engines[call.index] is call.engine:  # the first of its calls to fail
-                        self._replace({call.index: call.engine}, error)
-            pending.append(self.send(call.index, call.arguments))
+        if not self._calls:
+            return []
+        ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=min(timeout_s, self._watch.pause_s))
+        if ready:  # and whatever else is there
+            ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        answered = [answer for reference in ready if (answer := self._take(reference)) is not None]
+        if time.monotonic() - self._looked > self._watch.pause_s:
+            self._look()
+        self._deal()
+        return answered
+
+    def _deal(self) -> None:
+        while self._backlog:
+            index = min(range(len(self._load)), key=self._load.__getitem__)
+            key, request = self._backlog[0]
+            if self._load[index] and self._load[index] + request.samples > self._max_requests:
+                return
+            self._backlog.popleft()
+            call = self._guard.call(index, "generate_group", request)
+            self._calls[call.reference] = call, key, request
+            self._load[index] += request.samples
+
+    def _take(self, reference: Any) -> tuple[Hashable, list[Response]] | None:
+        """An answer; None if the group has to be asked for again."""
+        call, key, request = self._calls.pop(reference)
+        self._load[call.index] -= request.samples
+        try:
+            return key, ray.get(reference)
+        except (RayTaskError, RayActorError) as error:
+            if not self._met_a_void_sync(call, error):
+                if not is_engine_fault(error):
+                    raise
+                self._guard.replace({call.index: call.engine}, error)  # once, for all of its calls
+        self._backlog.appendleft((key, request))
+        return None
 
     def _met_a_void_sync(self, call: EngineCall, error: BaseException) -> bool:
-        """Whether a weight sync that failed on another engine, and is repeated, spoiled the call (partial rollouts)."""
+        """Whether a weight sync that failed on another engine, and was repeated, spoiled the call."""
         is_void = isinstance(error, RayTaskError) and isinstance(error.cause, InvalidWeights)
         return is_void and self._guard.changes != call.changes
 
-    def _look(self, busy: set[int]) -> None:
+    def _look(self) -> None:
         """Replace what hangs; its calls then fail, and are repeated."""
-        if silent := self._watch.silent(busy):
-            self._replace(silent, self._guard.silence(silent))
-
-    def _replace(self, faulty: dict[int, Any], fault: BaseException) -> None:
-        with self._suspended():
-            self._guard.replace(faulty, fault)
+        self._looked = time.monotonic()
+        if silent := self._watch.silent({call.index for call, _, _ in self._calls.values()}):
+            self._guard.replace(silent, self._guard.silence(silent))
 
 
 def _one_line(error: BaseException) -> str:

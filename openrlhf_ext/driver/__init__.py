@@ -1,0 +1,1 @@
+"""What runs in the driver's process: the training loop, and the groups of completions that stream into it."""
