@@ -82,7 +82,7 @@ class Segments:
         spans = zip(self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True)
         return torch.cat([values_N[:0], *(values_N[start:stop] for start, stop in spans)])
 
-    def put(self, target_N: Tensor, values_n: Tensor, rows: RowSelection) -> None:
+    def put(self, target_N: Tensor | np.ndarray, values_n: Tensor | np.ndarray, rows: RowSelection) -> None:
         """Writes entries of some rows, as ``take`` gives them, to where these rows are."""
         index, start = _on_host(rows), 0
         for first, stop in zip(self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True):

@@ -319,6 +319,26 @@ class MegatronModel:
             )
             tensor.copy_(on_device)
 
+    # ---- what data-parallel ranks agree on --------------------------------------------------------------------------
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the last bit."""
+        on_device = tensor.to(self.device)
+        group = parallel_state.get_tensor_model_parallel_group()
+        dist.broadcast(on_device, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+        return on_device.cpu()
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks, the same bits on every rank if those of each replica agree."""
+        group, on_device = parallel_state.get_data_parallel_group(), tensor.to(self.device)
+        if not tensor.is_floating_point():
+            dist.all_reduce(on_device, group=group)
+            return on_device.to(tensor.device)
+        # in the order of the ranks: what a reduction adds first is its own business, and may differ between groups
+        parts = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, on_device, group=group)
+        return torch.stack(parts).sum(0).to(tensor.device)
+
     # ---- weights out ------------------------------------------------------------------------------------------------
 
     def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -93,8 +93,8 @@ def test_completions_of_a_guide_are_neither_corrected_nor_counted() -> None:
     guided = torch.arange(len(batch.rewards)) % 2 == 0
     batch = dataclasses.replace(batch, from_guide=guided, rollout_logprobs=batch.old_logprobs - 9.0)
     shaped = get_algorithm("mixed_policy_dapo", correction={"level": "token"}).shape(batch)
-    assert torch.equal(shaped.correction, torch.where(guided[:, None] | ~batch.mask, 1.0, 0.0).double())
-    own = batch.mask[~guided].sum() / batch.mask.sum()
+    assert torch.equal(shaped.correction, batch.segments.spread(guided).double())
+    own = batch.lengths[~guided].sum() / batch.lengths.sum()
     assert shaped.metrics["correction_filtered"].item() == pytest.approx(own.item())
 
 
