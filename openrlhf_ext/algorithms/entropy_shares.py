@@ -113,12 +113,15 @@ class TokenShares:
         self.run = run
         self._options = options
         self._prepared = PreparedEntropy.of(options)
-        self._entropies_N = inputs.batch.entropies
+        self._entropies_N, self._segments = inputs.batch.entropies, inputs.segments
         self._lengths_R = inputs.groups.lengths_B[run.rows]
         self._inverted_B, self._member_B = classes.inverted_B, classes.member_B
         self._columns = int(self._lengths_R.max()) if options.entropy_axis == "column" else 1
         self._only_n = self._x(run.blocks[0][1]) if len(run.blocks) == 1 else None
         self._set_R, sets = self._comparison_sets()
+        self._only_set_n: Tensor | None = None
+        if self._only_n is not None:
+            self._only_set_n = self._set_n(*run.blocks[0])
         self._scale_S = self._scales(sets)
         if self._only_n is not None:
             self._only_n.mul_(self._scale_of(*run.blocks[0]))
@@ -152,8 +155,9 @@ class TokenShares:
 
     def _set_n(self, local: slice, block: Block) -> Tensor:
         """(n,) comparison set of each token."""
-        set_n = block.spread(self._set_R[local])
-        return set_n.add_(block.position_n) if self._columns > 1 else set_n
+        if self._only_set_n is not None:
+            return self._only_set_n
+        return block.positions(self._set_R[local]) if self._columns > 1 else block.spread(self._set_R[local])
 
     def _scale_of(self, local: slice, block: Block) -> Tensor:
         return self._scale_S.take(self._set_n(local, block))
@@ -189,11 +193,12 @@ class TokenShares:
     def _require_finite(self, total: Tensor) -> None:
         if bool(torch.isfinite(total).all()):
             return
-        for local, block in self.run.blocks:
+        for _, block in self.run.blocks:
             x_n = self._x(block)
             legal_n = torch.isfinite(x_n) & (x_n > 0)
             bad = (~legal_n & block.spread(self._member_B[block.rows])).nonzero()
             if len(bad):
-                row, position = int(self.run.rows[local][block.row_n[bad[0]]]), int(block.position_n[bad[0]])
-                value = float(self._entropies_N[block.tokens][bad[0]])
+                token = block.token(int(bad[0]))
+                row, position = self._segments.place(token)
+                value = float(self._entropies_N[token])
                 raise no_share_error(f"entropy {value} at row {row}, position {position}", self._options)

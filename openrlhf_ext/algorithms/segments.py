@@ -160,11 +160,14 @@ class Block:
         rows_b = torch.arange(len(self.lengths_b), device=self.lengths_b.device)
         return torch.repeat_interleave(rows_b, self.lengths_b, output_size=self.size)
 
-    @cached_property
-    def position_n(self) -> Tensor:
-        """(n,) int64 position of each token in its row."""
+    def token(self, index: int) -> int:
+        """Which token of the batch the block's `index`-th is."""
+        return int(self.tokens[index]) if isinstance(self.tokens, Tensor) else self.tokens.start + index
+
+    def positions(self, first_b: Tensor) -> Tensor:
+        """(n,) int64 position of each token in its row, counted from `first_b`."""
         start_b = self.lengths_b.cumsum(0) - self.lengths_b
-        return torch.arange(self.size, device=self.lengths_b.device) - start_b[self.row_n]
+        return self.spread(first_b - start_b).add_(torch.arange(self.size, device=first_b.device))
 
     def spread(self, values_b: Tensor) -> Tensor:
         """(n,) each token's entry is that of its row."""

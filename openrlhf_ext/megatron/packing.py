@@ -133,5 +133,5 @@ def _whole_pack(batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor) ->
     """(P,) token ids, 0 in padding, and (P,) positions."""
     whole = batch.sequences.block(slice(None))
     tokens_P = torch.zeros(sum(slots), dtype=torch.long)
-    tokens_P[whole.spread(starts_B) + whole.position_n] = batch.tokens_M.long()
+    tokens_P[whole.positions(starts_B)] = batch.tokens_M.long()
     return tokens_P, torch.cat([torch.arange(slot) for slot in slots])

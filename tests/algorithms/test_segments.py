@@ -95,3 +95,5 @@ def test_places_and_last_tokens() -> None:
     cut = ragged(2, 3, 1)
     assert [cut.place(token) for token in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert cut.last().tolist() == [1, 4, 5]
+    assert cut.block(slice(None)).positions(torch.tensor([0, 10, 20])).tolist() == [0, 1, 10, 11, 12, 20]
+    assert cut.block(torch.tensor([2, 0])).tokens.tolist() == [5, 0, 1]
