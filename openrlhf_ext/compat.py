@@ -17,17 +17,10 @@ from typing import Any
 
 from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
-from openrlhf.trainer.ppo_trainer import BasePPOTrainer, compute_eval_metrics
-from openrlhf.trainer.ppo_trainer import PPOTrainer as _PPOTrainerRemote
-from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch as collect_prompt_batch
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
-from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
-from openrlhf.utils.agent import AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor
+from openrlhf.utils.agent import AgentExecutorBase
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
 from openrlhf.utils.utils import get_tokenizer
 
@@ -40,12 +33,11 @@ def plain_class(remote_class: object) -> type:
     return remote_class.__ray_metadata__.modified_class.__mro__[1]
 
 
-PPOTrainer = plain_class(_PPOTrainerRemote)
 RolloutRayActor = plain_class(_RolloutRayActorRemote)
 
 
 class DriverStrategy:
-    """What OpenRLHF's trainer and data sets ask of its DeepspeedStrategy in a process that is no rank.
+    """What OpenRLHF's data sets ask of its DeepspeedStrategy in a process that is no rank.
 
     (DeepspeedStrategy itself brings DeepSpeed and OpenRLHF's own models.)
     """
@@ -85,9 +77,7 @@ def quiet_upstream_logs(level: int = logging.WARNING) -> None:
 
 
 __all__ = [
-    "AgentExecutorBase", "BasePPOTrainer", "DriverStrategy", "Experience", "MultiTurnAgentExecutor", "PPOTrainer",
-    "PromptDataset", "RayActorGroup", "RemoteExperienceMaker", "RolloutRayActor", "SUPPORTED_OPENRLHF",
-    "SamplesGenerator", "SingleTurnAgentExecutor", "TensorboardLogger", "WandbLogger", "batch_vllm_engine_call",
-    "blending_datasets", "collect_prompt_batch", "compute_eval_metrics", "get_bundle_indices", "get_tokenizer",
-    "plain_class", "quiet_upstream_logs",
+    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor", "SUPPORTED_OPENRLHF",
+    "TensorboardLogger", "WandbLogger", "blending_datasets", "get_bundle_indices", "get_tokenizer", "plain_class",
+    "quiet_upstream_logs",
 ]  # fmt: skip

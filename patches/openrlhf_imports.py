@@ -5,17 +5,13 @@ Dependency: openrlhf 0.11.2.
 Wrong there: the modules of the controller import, at their top, what they use in actors that the controller only
 starts, or after those have started:
   trainer/ray/vllm_engine.py:7,11-12                 vllm (in the engine's process)
-  trainer/ppo_utils/samples_generator.py:7           vllm, for SamplingParams
   trainer/ray/launcher.py:12,14                      OpenRLHF's own models, DeepSpeed
-  trainer/ppo_trainer.py:19                          DeepSpeed, for an annotation
-  trainer/ppo_utils/experience_maker.py:9            OpenRLHF's own models, for three formulas that we do not use
   datasets/utils.py:3, utils/utils.py:5              datasets, transformers
   utils/__init__.py:1                                math_utils (sympy)
 That is eight seconds of a processor before the first actor can be started, and 1 GB of host memory.
 
 Changes: these import statements, and no others, bind names that import their module when they are first used.
-SamplingParams becomes a description that turns into vLLM's class where it is unpickled, in the engine. flash-attn,
-which openrlhf.models imports, is not needed any more.
+flash-attn, which openrlhf.models imports, is not needed any more.
 
 Remove when: openrlhf imports these inside the functions that use them.
 """
@@ -35,14 +31,10 @@ from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.import_hooks import patch_finder
 
 VERSIONS = ("0.11.2",)
-_SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
 
 # importing module -> what its import statements do not import yet
 DEFERRED = {
     "openrlhf.datasets.utils": ("datasets",),
-    "openrlhf.trainer.ppo_trainer": ("openrlhf.utils.deepspeed",),
-    "openrlhf.trainer.ppo_utils.experience_maker": ("openrlhf.models.utils",),
-    _SAMPLES: ("vllm",),
     "openrlhf.trainer.ray.launcher": ("openrlhf.models", "openrlhf.utils.deepspeed"),
     "openrlhf.trainer.ray.vllm_engine": ("vllm", "vllm.inputs", "vllm.utils"),
     "openrlhf.utils": ("openrlhf.utils.math_utils",),
@@ -60,7 +52,7 @@ PATCH = Patch(
     dependency="openrlhf",
     versions=VERSIONS,
     problem=(
-        "trainer/ray/vllm_engine.py:7, samples_generator.py:7, launcher.py:12-14 and others import vLLM, DeepSpeed and "
+        "trainer/ray/vllm_engine.py:7, launcher.py:12-14 and others import vLLM, DeepSpeed and "
         "flash-attn in the controller, which uses none of them"
     ),
     change="these import statements bind names that import their module when they are first used",
@@ -92,22 +84,6 @@ class DeferredName:
         return isinstance(instance, self.resolve())
 
 
-class RemoteSamplingParams:
-    """Arguments of vLLM's SamplingParams, which this becomes where it is unpickled."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __reduce__(self) -> tuple:
-        return _sampling_params, (self.arguments,)
-
-
-def _sampling_params(arguments: dict[str, Any]) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(**arguments)
-
-
 @contextmanager
 def _deferring(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]:
     """Runs the body of ``importer`` with an ``import`` that defers these modules; its functions get the usual one."""
@@ -128,8 +104,6 @@ def _deferring(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]
     finally:
         deferring = False  # functions of the module keep this __import__
         vars(importer)["__builtins__"] = builtins
-    if importer.__name__ == _SAMPLES:
-        importer.SamplingParams = RemoteSamplingParams
 
 
 class _DeferredModule(ModuleType):

@@ -122,8 +122,8 @@ def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
 
 
 def correction_level(config: RunConfig) -> str:
-    """``algo.advantage.is_correction_level``, its default resolved: tokens of an asynchronous run are off-policy."""
-    if config.train.async_enable and not is_set(config, "algo.advantage.is_correction_level"):
+    """``algo.advantage.is_correction_level``, its default resolved: tokens that lag are off-policy."""
+    if config.max_staleness > 0 and not is_set(config, "algo.advantage.is_correction_level"):
         return "token"
     return config.algo.advantage.is_correction_level
 

@@ -194,8 +194,17 @@ def _modes(config: RunConfig) -> Iterator[Violation]:
         gpus_per_node=config.actor.num_gpus_per_node,
         tp=config.megatron.tensor_parallel_size,
     )
-    yield from mode_rules.async_violations(
-        async_enable=train.async_enable, partial_rollout=train.partial_rollout_enable, colocate_all=train.colocate_all
+    yield from mode_rules.streaming_violations(
+        asked=train.max_staleness,
+        queue=train.async_queue_size if "async_queue_size" in train.model_fields_set else None,
+        staleness=config.max_staleness,
+        partial_rollout=train.partial_rollout_enable,
+        async_enable=train.async_enable,
+        colocate_all=train.colocate_all,
+        late=train.late_groups,
+        correction=correction_level(config),
+        max_requests=config.vllm.max_requests,
+        group_size=config.rollout.n_samples_per_prompt,
     )
 
 

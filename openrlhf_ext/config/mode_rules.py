@@ -1,4 +1,4 @@
-"""Rules between the options of colocated and asynchronous training; pure, like ``rules``."""
+"""Rules between the options of colocated and streaming training; pure, like ``rules``."""
 
 from __future__ import annotations
 
@@ -57,16 +57,51 @@ def node_violations(*, num_nodes: int, gpus_per_node: int, tp: int) -> Iterator[
         )
 
 
-def async_violations(*, async_enable: bool, partial_rollout: bool, colocate_all: bool) -> Iterator[Violation]:
-    """Engines that sample while the policy trains have GPUs of their own."""
+def streaming_violations(
+    *, asked: int | None, queue: int | None, staleness: int, partial_rollout: bool, async_enable: bool,
+    colocate_all: bool, late: str, correction: str, max_requests: int | None, group_size: int,
+) -> Iterator[Violation]:  # fmt: skip
+    """What may lag can be corrected or is dropped; engines that sample beside training have GPUs of their own.
+
+    Args:
+        asked: ``train.max_staleness``; None if it is not set.
+        queue: ``train.async_queue_size``; None if it is not set.
+        staleness: what both come to.
+    """
     if partial_rollout and not async_enable:
         yield Violation(
             ("train.partial_rollout_enable", "train.async_enable"),
-            "train.partial_rollout_enable needs train.async_enable: between synchronous steps no rollout is under way",
+            "train.partial_rollout_enable needs train.async_enable: between synchronous steps no rollout is under way; "
+            "add --train.async_enable, or leave it out and set --train.max_staleness, which implies it",
         )
-    if async_enable and colocate_all:
+    if async_enable and asked is not None and asked != (queue if queue is not None else asked):
         yield Violation(
-            ("train.async_enable", "train.colocate_all"),
-            "train.async_enable and train.colocate_all exclude each other: engines that sample while the policy trains "
-            "need GPUs of their own; leave one of them out",
+            ("train.max_staleness", "train.async_queue_size"),
+            f"train.max_staleness and train.async_queue_size are two names of one number, got {asked} and {queue}; "
+            "leave train.async_queue_size out",
+        )
+    if async_enable and asked == 0:
+        yield Violation(
+            ("train.max_staleness", "train.async_enable"),
+            "train.async_enable samples while the policy trains, which train.max_staleness 0 forbids: leave one of "
+            "them out, or set train.max_staleness to at least 1",
+        )
+    if staleness > 0 and colocate_all:
+        option = "train.async_enable" if asked is None else "train.max_staleness"
+        yield Violation(
+            (option, "train.colocate_all"),
+            f"{option} and train.colocate_all exclude each other: engines that sample while the policy trains need "
+            "GPUs of their own; leave one of them out",
+        )
+    if staleness > 0 and late == "train" and correction == "off":
+        yield Violation(
+            ("train.late_groups", "algo.advantage.is_correction_level"),
+            "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "
+            "groups may lag by any number of weight versions; set --train.late_groups drop, or a correction",
+        )
+    if max_requests is not None and max_requests < group_size:
+        yield Violation(
+            ("vllm.max_requests", "rollout.n_samples_per_prompt"),
+            f"vllm.max_requests must be at least rollout.n_samples_per_prompt, a group is asked for as a whole: got "
+            f"{max_requests} and {group_size}; raise it or leave it out",
         )

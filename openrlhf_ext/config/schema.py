@@ -150,6 +150,18 @@ class RunConfig(Entity):
         """Tokens of the probe prompt, with its default resolved; the engine generates one token after it."""
         return self.weight_sync.probe_length or max(2, min(_PROBE_LENGTH, self.data.max_len - 1))
 
+    @property
+    def max_staleness(self) -> int:
+        """``train.max_staleness`` with its default resolved."""
+        if self.train.max_staleness is not None:
+            return self.train.max_staleness
+        return self.train.async_queue_size if self.train.async_enable else 0
+
+    @property
+    def partial_rollouts(self) -> bool:
+        """Whether weights change in the middle of requests."""
+        return self.train.partial_rollout_enable or not self.train.async_enable
+
     def algorithm_options(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
         """Arguments of ``get_algorithm``: (name, options, importance correction or None)."""
         name, options, correction = merged_algorithm_options(self)

@@ -29,7 +29,9 @@ _OUR_OPTIONS = frozenset(
         "reward.timeout_s",
         "rollout.max_filter_batches",
         "rollout.timeout_s",
+        "train.late_groups",
         "train.max_restarts",
+        "train.max_staleness",
         "train.drift_check",
         "train.step_timeout_s",
         "vllm.dtype",
@@ -37,6 +39,7 @@ _OUR_OPTIONS = frozenset(
         "vllm.kv_cache_mib",
         "vllm.max_num_batched_tokens",
         "vllm.max_num_seqs",
+        "vllm.max_requests",
         "vllm.max_restarts",
         "vllm.start_timeout_s",
     }

@@ -36,10 +36,10 @@ def _mode_warnings(config: RunConfig) -> Iterator[str]:
             "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
             "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy"
         )
-    if train.partial_rollout_enable and train.full_determinism_enable:
+    if config.max_staleness > 0 and train.full_determinism_enable:
         yield (
-            "train.full_determinism_enable with train.partial_rollout_enable: which token meets new weights first "
-            "depends on timing, so two runs differ"
+            "train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and which "
+            "token meets new weights first, depends on timing, so two runs differ"
         )
     if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
         yield (
@@ -55,6 +55,8 @@ def _mode_warnings(config: RunConfig) -> Iterator[str]:
         )
     if not train.async_enable:
         yield from _no_effect(config, "train.async_queue_size", "train.async_enable is off")
+    if config.max_staleness == 0:
+        yield from _no_effect(config, "train.late_groups", "train.max_staleness is 0: no group is late")
 
 
 def _input_warnings(config: RunConfig, model: ModelFacts | None) -> Iterator[str]:

@@ -3,7 +3,8 @@
 A checkpoint holds
 
     policy/, critic/    what ``openrlhf_ext.megatron.checkpoint`` writes
-    controller.json     the driver's state: data cursor, leftovers of sampling, KL coefficient, random states, ...
+    controller.json     the driver's state: place in the data, prompts in flight, KL coefficient, random states, ...
+    groups.safetensors  tokens and log-probs of the groups that are finished and not trained
     config.yaml         the resolved configuration
     manifest.json       size and SHA-256 of all of the above
 """
@@ -18,7 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
@@ -27,7 +30,12 @@ from openrlhf_ext.checkpoints.plain import write_plain
 logger = logging.getLogger(__name__)
 
 CONTROLLER = "controller.json"
+GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
+
+
+DriverState = tuple[dict[str, Any], dict[str, np.ndarray]]
+"""Plain values, and arrays by name."""
 
 
 class RanksTimeoutError(TimeoutError):
@@ -157,12 +165,12 @@ class Checkpointer:
         self.best_value: float | None = None
         self._pending: _Pending | None = None
 
-    def after_step(self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], dict]) -> None:
+    def after_step(self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], DriverState]) -> None:
         """Saves if the step is due, or if its evaluation is the best so far.
 
         Args:
             evaluation: of the weights after the step, if it was evaluated.
-            state: makes the driver's state; called only if it is saved.
+            state: makes the driver's state, plain values and arrays; called only if it is saved.
         """
         self.poll()
         best = self._best_of(evaluation)
@@ -170,7 +178,7 @@ class Checkpointer:
             return
         if best is not None:
             self.best_value = best[1]
-        self.save(step, state(), best)
+        self.save(step, *state(), best=best)
 
     def _best_of(self, evaluation: Mapping[str, float] | None) -> tuple[str, float] | None:
         name = self.options.best_metric
@@ -179,10 +187,12 @@ class Checkpointer:
         value = float(evaluation[name])
         return (name, value) if self.best_value is None or value > self.best_value else None
 
-    def save(self, step: int, state: dict[str, Any], best: tuple[str, float] | None = None) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None = None
+    ) -> None:
         """Writes the checkpoint of a step, in the forms that are asked for."""
         if self.options.resumable:
-            self._save_resumable(step, state, best)
+            self._save_resumable(step, state, arrays, best)
         if self.options.hf:
             self._save_hf(step)
         if best is not None and not self.options.resumable:
@@ -194,12 +204,15 @@ class Checkpointer:
         path = f"{self.store.path_of(step)}_hf"
         save_hf(policy, group_name, path, "ckpt.path", self.options.timeout_s)
 
-    def _save_resumable(self, step: int, state: dict[str, Any], best: tuple[str, float] | None) -> None:
+    def _save_resumable(
+        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None
+    ) -> None:
         self.finish()
         started, folder = time.monotonic(), self.store.begin(step)
         try:
             entries = [
                 write_plain(folder, CONTROLLER, {**state, **self.constants}),
+                write_file(folder, GROUPS, [safetensors.numpy.save(dict(arrays))]),
                 write_file(folder, CONFIG, [self.config_text.encode()]),
             ]
             pending = _Pending(step, started, entries, best)

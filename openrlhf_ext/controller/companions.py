@@ -11,6 +11,7 @@ import ray
 
 from openrlhf_ext.controller.checkpointing import save_hf
 from openrlhf_ext.controller.settings import critic_path, critic_settings, parallel_layout
+from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.megatron.hf_config import read_model_shape
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ class Companions:
         """
         return cls(_start_critic(config, policy_places), _start_reference(config))
 
-    def initialize(self, config: Any, session: Any, policy_settings: Any, steps: int) -> None:
+    def initialize(
+        self, config: Any, session: Any, policy_settings: Any, steps: int, deadline: Deadline
+    ) -> None:
         """Loads the models on all ranks and remembers their processes.
 
         Args:
@@ -50,7 +53,7 @@ class Companions:
             settings = dataclasses.replace(policy_settings, layout=layout, optimizer=None, keep_reference=False)
             refs["reference"] = self.reference.async_init_model_from_pretrained(settings)
         for name, ranks in refs.items():
-            infos = ray.get(ranks)
+            infos = deadline.get(ranks)
             for info in infos:
                 session.remember(f"{name} rank {info['rank']}", info)
             session.watch(name, [info["phases"] for info in infos])

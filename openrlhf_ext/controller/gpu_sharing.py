@@ -8,8 +8,8 @@ docs/modes.md has the order of one step and the peaks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import ray
 from openrlhf_ext.rollout.weight_sync.engine_calls import EngineCalls
 
 if TYPE_CHECKING:
-    from openrlhf_ext.controller.engine_recovery import EngineGuard
+    from openrlhf_ext.driver.engines import EngineGuard
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,15 @@ class GpuSharing:
         groups: Sequence[Any],
         guard: EngineGuard,
         timeout_s: float,
-        suspended: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         """
         Args:
             groups: actor groups that train, with a method ``offload_states``.
             guard: of the rollout engines; one that does not fall asleep or wake up is replaced.
             timeout_s: longest time in which what is trained may leave the GPUs.
-            suspended: see ``EngineGuard.ask``.
         """
         self._sleepers, self._groups, self._guard = sleepers, list(groups), guard
-        self._timeout_s, self._suspended = timeout_s, suspended
-
-    def add(self, group: Any) -> None:
-        """Another group that trains on these GPUs."""
-        self._groups.append(group)
+        self._timeout_s = timeout_s
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -61,7 +55,7 @@ class GpuSharing:
             refs = [ref for group in self._groups for ref in group.async_run_method("offload_states")]
             ray.get(refs, timeout=self._timeout_s)
         if self._sleepers.engines:
-            self._guard.ask("wake_up", self._suspended)
+            self._guard.ask("wake_up")
         yield
         self.make_room_for_policy()
 
@@ -79,4 +73,4 @@ class GpuSharing:
     def make_room_for_policy(self) -> None:
         """The engines give up weights and KV caches; the weights come back as they were."""
         if self._sleepers.engines:
-            self._guard.ask("sleep", self._suspended)
+            self._guard.ask("sleep")

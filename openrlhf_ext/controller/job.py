@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from openrlhf_ext.config.algorithm_options import algorithm_name
 from openrlhf_ext.controller import preflight
 from openrlhf_ext.controller.checkpointing import Checkpointer, CheckpointOptions, save_hf
 from openrlhf_ext.controller.companions import Companions
-from openrlhf_ext.controller.deadline import Deadline
-from openrlhf_ext.controller.engine_recovery import EngineGuard
+from openrlhf_ext.controller.experience import ExperienceMaker
+from openrlhf_ext.controller.gpu_sharing import GpuSharing, Sleepers
 from openrlhf_ext.controller.processes import initialize_everything, reserve_policy_places, start_engines, start_policy
+from openrlhf_ext.controller.records import StepRecorder
 from openrlhf_ext.controller.resume import (
     Resumed,
     check_prompts,
@@ -35,11 +35,19 @@ from openrlhf_ext.controller.session import RaySession
 from openrlhf_ext.controller.settings import (
     build_algorithm,
     check_frozen_steps,
+    loop_options,
     policy_settings,
     recovery_limits,
+    rollout_options,
     training_steps,
     worker_env,
 )
+from openrlhf_ext.driver.engines import EngineGuard, GroupRequests
+from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.prompts import PromptStream, all_prompts
+from openrlhf_ext.driver.rollouts import Rollouts
+from openrlhf_ext.driver.state import restore_loop
+from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.hf_config import read_model_shape
 
@@ -90,9 +98,11 @@ class Parts:
     prompts: Any
     held_out: Any
     steps: int
+    deadline: Deadline
+    use_gpu: bool
+    guard: EngineGuard
     companions: Companions = Companions()
     resumed: Resumed | None = None
-    guard: EngineGuard | None = None
 
 
 def train(config: Any, session: RaySession) -> None:
@@ -100,13 +110,13 @@ def train(config: Any, session: RaySession) -> None:
     prepare_folder(config)
     parts = build_parts(config, session)
     check_shared_folders(config, parts.policy)
-    trainer = build_trainer(config, parts)
+    loop = build_loop(config, parts)
     session.remember_children()
     if config.initial_entropy_prompts:
-        set_initial_entropy(config, trainer, parts)
-    trainer.fit()
-    trainer.recorder.close()
-    trainer.sharing.make_room_for_policy()
+        set_initial_entropy(config, loop, parts)
+    loop.run()
+    loop.recorder.close()
+    loop.sharing.make_room_for_policy()
     logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
     save_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", config.train.step_timeout_s)
     parts.companions.save(config)
@@ -138,13 +148,16 @@ def build_parts(config: Any, session: RaySession) -> Parts:
         check_frozen_steps(config, steps)
         logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
         start.doing = "building the policy and connecting it to the engines"
-        initialize_everything(config, session, policy, engines, steps)
-        companions.initialize(config, session, policy_settings(config, steps), steps)
+        initialize_everything(config, session, policy, engines, steps, start)
+        companions.initialize(config, session, policy_settings(config, steps), steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
         resumed = restore(config, checkpointed_groups(policy, companions))
         check_prompts(resumed, prompts_fingerprint(prompts.dataset))
-    guard = EngineGuard(engines, policy, recovery_limits(config), session.remember)
-    return Parts(strategy, tokenizer, policy, engines, prompts, held_out, steps, companions, resumed, guard)
+    guard = EngineGuard(engines, policy, recovery_limits(config), session.remember, start)
+    return Parts(
+        strategy, tokenizer, policy, engines, prompts, held_out, steps, start, session.use_gpu, guard, companions,
+        resumed,
+    )  # fmt: skip
 
 
 def checkpointed_groups(policy: Any, companions: Companions) -> dict[str, Any]:
@@ -165,33 +178,26 @@ def build_checkpointer(config: Any, parts: Parts) -> Checkpointer:
     )
 
 
-def build_trainer(config: Any, parts: Parts):
-    """OpenRLHF's trainer with our experience maker and records."""
+def build_loop(config: Any, parts: Parts) -> TrainingLoop:
+    """The training loop with everything that it drives, at the place where the run begins or goes on."""
     from openrlhf_ext.controller.data import dataloader
-    from openrlhf_ext.controller.experience import ShapingExperienceMaker
-    from openrlhf_ext.controller.records import StepRecorder
-    from openrlhf_ext.controller.trainer import TrainerLimits
 
-    torch.manual_seed(config.train.seed)  # OpenRLHF's data loader takes its shuffle from the global generator
-    workers, held_out = config.data.dataloader_num_workers, parts.held_out
-    return trainer_class(config)(
-        strategy=parts.strategy,
-        tokenizer=parts.tokenizer,
-        policy_group=parts.policy,
-        guard=parts.guard,
-        prompts_dataloader=dataloader(parts.strategy, parts.prompts, shuffle=True, workers=workers),
-        eval_dataloader=dataloader(parts.strategy, held_out) if held_out else None,
-        generate_kwargs={
-            "max_len": config.data.max_len,
-            "max_new_tokens": config.rollout.max_new_tokens,
-            "temperature": config.rollout.temperature,
-            "top_p": config.rollout.top_p,
-            # OpenRLHF's default of 1 makes vLLM exclude EOS from the first token's distribution, which is then not the
-            # policy's; a response is at least its EOS anyway
-            "min_new_tokens": 0,
-        },
-        make_experience_maker=partial(
-            ShapingExperienceMaker,
+    torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
+    deadline, groups = parts.deadline, checkpointed_groups(parts.policy, parts.companions)
+    sharing = GpuSharing(
+        Sleepers(config.ds.enable_sleep, config.vllm.enable_sleep), list(groups.values()), parts.guard,
+        config.train.step_timeout_s,
+    )  # fmt: skip
+    loader = dataloader(parts.strategy, parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
+    loop = TrainingLoop(
+        options=loop_options(config),
+        policy=parts.policy,
+        rollouts=Rollouts(
+            PromptStream(loader, config.train.num_episodes), GroupRequests(parts.guard, max_requests(config, parts)),
+            rollout_options(config), deadline, sharing.generation,
+        ),
+        experience=ExperienceMaker(
+            parts.policy,
             algorithm=build_algorithm(config),
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
@@ -199,6 +205,9 @@ def build_trainer(config: Any, parts: Parts):
             attention_length=read_model_shape(config.actor.model_name_or_path).attention_length,
             **parts.companions.experience_parts(config, parts.policy),
         ),
+        guard=parts.guard,
+        sharing=sharing,
+        deadline=deadline,
         recorder=StepRecorder(
             Path(config.logger.metrics_path),
             Path(config.logger.figure_path),
@@ -207,12 +216,33 @@ def build_trainer(config: Any, parts: Parts):
             title=f"{algorithm_name(config)}, {Path(config.actor.model_name_or_path).name}",
             resume_step=parts.resumed.step if parts.resumed is not None else 0,
         ),
-        limits=TrainerLimits(config.train.step_timeout_s, config.rollout.timeout_s, config.rollout.max_filter_batches),
-        checkpointer=build_checkpointer(config, parts),
-        resumed=parts.resumed,
         gauges=step_gauges(config, parts.policy),
+        held_out=dataloader(parts.strategy, parts.held_out) if parts.held_out else None,
+        sinks=build_sinks(parts.strategy.args),
+        tokenizer=parts.tokenizer,
         drift=drift_check(config, parts.policy),
-    )
+        checkpointer=build_checkpointer(config, parts),
+    )  # fmt: skip
+    if parts.resumed is not None:
+        restore_loop(loop, parts.resumed.state, dict(parts.resumed.arrays))
+    return loop
+
+
+def max_requests(config: Any, parts: Parts) -> int:
+    """Responses that an engine is asked for at a time: by default as many as it can batch."""
+    from openrlhf_ext.rollout.launch import batch_limits
+
+    vllm = config.vllm
+    limits = batch_limits(parts.use_gpu, vllm.max_num_seqs, vllm.max_num_batched_tokens, config.data.max_len)
+    return vllm.max_requests or max(limits["max_num_seqs"], config.rollout.n_samples_per_prompt)
+
+
+def build_sinks(args: Any) -> list:
+    """OpenRLHF's loggers that the options ask for."""
+    from openrlhf_ext.compat import TensorboardLogger, WandbLogger
+
+    wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
+    return [logger(args) for logger, is_wanted in wanted if is_wanted]
 
 
 def step_gauges(config: Any, policy: Any):
@@ -234,28 +264,17 @@ def drift_check(config: Any, policy: Any):
     return DriftCheck(policy, config.probe_tolerance, config.train.step_timeout_s)
 
 
-def trainer_class(config: Any) -> Any:
-    """``PolicyTrainer``, or with train.async_enable one whose rollouts are made in another thread."""
-    from openrlhf_ext.controller.async_trainer import AsyncPolicyTrainer, AsyncSettings
-    from openrlhf_ext.controller.trainer import PolicyTrainer
-
-    if not config.train.async_enable:
-        return PolicyTrainer
-    settings = AsyncSettings(config.train.async_queue_size, config.train.partial_rollout_enable)
-    return partial(AsyncPolicyTrainer, settings=settings)
-
-
-def set_initial_entropy(config: Any, trainer: Any, parts: Parts) -> None:
+def set_initial_entropy(config: Any, loop: TrainingLoop, parts: Parts) -> None:
     """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and tells the algorithm."""
     from openrlhf_ext.controller.data import dataloader
 
-    entropy = trainer.initial_entropy  # of the first part of a run that was resumed
+    entropy = loop.initial_entropy  # of the first part of a run that was resumed
     if entropy is None:
-        first = parts.prompts.first(config.initial_entropy_prompts)
-        entropy = trainer.initial_entropy = trainer.measure_initial_entropy(dataloader(parts.strategy, first))
+        first = dataloader(parts.strategy, parts.prompts.first(config.initial_entropy_prompts))
+        entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
         logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
-        trainer.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
-    trainer.experience_maker.algorithm = build_algorithm(config, h_ini=entropy)
+        loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
+    loop.experience.algorithm = build_algorithm(config, h_ini=entropy)
 
 
 def with_local_model(config: Any) -> Any:

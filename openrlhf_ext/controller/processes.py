@@ -11,6 +11,7 @@ import ray
 from openrlhf_ext.controller.gpu_sharing import Sleepers
 from openrlhf_ext.controller.session import RaySession
 from openrlhf_ext.controller.settings import policy_settings, sync_settings
+from openrlhf_ext.driver.waiting import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,9 @@ def start_policy(config: Any, places: Any):
     return group
 
 
-def initialize_everything(config: Any, session: RaySession, policy: Any, engines: list, steps: int) -> None:
+def initialize_everything(
+    config: Any, session: RaySession, policy: Any, engines: list, steps: int, deadline: Deadline
+) -> None:
     """Waits for the engines, loads the policy on every rank, connects both, proves that they agree.
 
     Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
@@ -122,11 +125,11 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
     from openrlhf_ext.rollout import wait_until_ready
 
     wait_until_ready(engines, config.vllm.start_timeout_s)
-    for i, info in enumerate(ray.get([engine.process_info.remote() for engine in engines])):
+    for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):
         session.remember(f"rollout engine {i}", info)
     if config.vllm.enable_sleep:
-        ray.get([engine.sleep.remote() for engine in engines])
-    infos = ray.get(
+        deadline.get([engine.sleep.remote() for engine in engines])
+    infos = deadline.get(
         policy.async_init_model_from_pretrained(
             policy_settings(config, steps),
             sync_settings(config, session.use_gpu),
@@ -138,7 +141,7 @@ def initialize_everything(config: Any, session: RaySession, policy: Any, engines
     for info in infos:
         session.remember(f"policy rank {info['rank']}", info)
     session.watch("policy", [info["phases"] for info in infos])
-    gauge = ray.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
+    gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
     logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
     if config.vllm.enable_sleep:
-        ray.get([engine.sleep.remote() for engine in engines])
+        deadline.get([engine.sleep.remote() for engine in engines])

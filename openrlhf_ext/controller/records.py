@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,14 @@ class StepRecorder:
         self._drawing: threading.Thread | None = None
         self._drawn_at = 0.0
 
-    def step(
-        self, step: int, logs: dict[str, Any], engines: Iterable[Mapping[str, float]], **more: float
-    ) -> dict[str, Any]:
-        """Writes the record of one step and returns it with the sample that OpenRLHF's loggers show."""
-        record = step_record(logs, list(engines)) | {"prompts/skipped_overlong": self.skipped_overlong, **more}
+    def step(self, step: int, logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Writes the record of one step and returns it."""
+        record = step_record(logs, engines) | {"prompts/skipped_overlong": self.skipped_overlong}
         self.last_step = step
         self.writer.write(step, record)
         self.progress.show(step, record)
         self.draw()
-        return {**record, "generated_samples": logs.get("generated_samples")}
+        return record
 
     def evaluation(self, step: int, logs: dict[str, float]) -> None:
         """Writes the record of an evaluation made after ``step`` steps."""
@@ -77,24 +75,22 @@ class StepRecorder:
         self.writer.close()
 
 
-# names that the algorithms' losses and OpenRLHF's trainer use -> documented names
+# names that the algorithms' losses use -> documented names
 _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
 
-def step_record(logs: Mapping[str, Any], engines: list[Mapping[str, float]]) -> dict[str, float]:
-    """One step under the names of docs/metrics.md; other numbers go under ``algorithm/``."""
-    record: dict[str, float] = {}
-    for name, value in logs.items():
-        if name.startswith("timing/") or name in ("generated_samples", "dynamic_filtering_pass_rate"):
-            continue
-        name = _RENAMED.get(name, name)
-        record[name if is_documented(name) else f"algorithm/{name}"] = value
-    grade = max((e["exposed_grading_s"] for e in engines), default=0.0)
-    record["time/generate"] = max(0.0, logs["timing/generation"] - grade)
-    record["time/grade"] = grade
-    if "time/step" not in record:  # asynchronous phases overlap: the trainer says itself how long a step took
-        record["time/step"] = sum(
-            logs[k] for k in ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast")
-        )
+def step_record(logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """One step under the names of docs/metrics.md; other numbers go under ``algorithm/``.
+
+    Args:
+        logs: with ``time/step`` and ``tokens/generated``.
+        engines: ``rollout_stats`` of each engine in the step.
+    """
+    named = {_RENAMED.get(name, name): value for name, value in logs.items()}
+    record = {name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()}
+    record["time/generate"] = max(stats["generation_s"] for stats in engines)
+    record["time/grade"] = max(stats["exposed_grading_s"] for stats in engines)
+    busy = [stats["generation_s"] + stats["exposed_grading_s"] for stats in engines]
+    record["time/idle_engines"] = max(0.0, record["time/step"] - sum(busy) / len(busy))
     record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]
     return record

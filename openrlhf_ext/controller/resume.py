@@ -1,11 +1,9 @@
-"""Going on where an earlier run stopped: which checkpoint, what the ranks and the driver take from it, restarts."""
+"""Going on where an earlier run stopped: which checkpoint, what the ranks take from it, restarts."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +11,12 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
-import torch
+import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_manifest
 from openrlhf_ext.checkpoints.plain import read_plain
 from openrlhf_ext.checkpoints.store import step_of
-from openrlhf_ext.controller.checkpointing import CONTROLLER, CheckpointOptions, ask_ranks
+from openrlhf_ext.controller.checkpointing import CONTROLLER, GROUPS, CheckpointOptions, ask_ranks
 from openrlhf_ext.megatron.hf_files import finish_interrupted
 
 logger = logging.getLogger(__name__)
@@ -29,11 +27,12 @@ _IMMATERIAL = ("ckpt.", "logger.", "dry_run", "train.max_restarts", "train.step_
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that this run goes on from: its folder, its step, and the driver's part of it."""
+    """A checkpoint that this run goes on from: its folder, its step, and the driver's part of it (``driver.state``)."""
 
     folder: Path
     step: int
     state: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
 
 
 # ---- before training ------------------------------------------------------------------------------------------------
@@ -123,7 +122,7 @@ def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
         ask_ranks(group, name, "load_state", options.timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
     logger.info("resumed from %s", folder)
-    return Resumed(folder, step_of(folder), state)
+    return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
 
 
 def find_good(store: CheckpointStore, groups: Mapping[str, Any], options: CheckpointOptions, *, fallback: bool) -> Path:
@@ -157,96 +156,7 @@ def _problems(folder: Path, groups: Mapping[str, Any], options: CheckpointOption
     return [problem for part in parts for problem in part]
 
 
-# ---- the driver's state ---------------------------------------------------------------------------------------------
-
-
-def trainer_state(trainer: Any, progress: Mapping[str, Any]) -> dict[str, Any]:
-    """The driver's part of a checkpoint.
-
-    Args:
-        progress: what OpenRLHF's loop knows: ``episode``, ``global_step``, ``total_consumed_prompts``,
-            ``data_loader_state_dict``; and ``generator`` (:func:`generator_state`) where the generator is further than
-            training, in another thread.
-    """
-    maker = trainer.experience_maker
-    generator = progress.get("generator") or generator_state(trainer.samples_generator)
-    exhausted = generator["loader_ended"] and not generator["samples"]
-    return {
-        "progress": {
-            "global_step": progress["global_step"],
-            # the loader has ended its episode: its state says how the next one is shuffled
-            "episode": progress["episode"] + int(exhausted),
-            "total_consumed_prompts": progress["total_consumed_prompts"],
-            "data_loader_state_dict": progress["data_loader_state_dict"],
-        },
-        **generator,
-        "batches": maker._batches,
-        "kl": maker.kl.state_dict() if maker.kl is not None else None,
-        "initial_entropy": trainer.initial_entropy,
-        "best_value": trainer.checkpointer.best_value if trainer.checkpointer is not None else None,
-        "last_evaluation": trainer.recorder.last_evaluation,
-        "random_states": {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-        },
-    }
-
-
-def generator_state(generator: Any) -> dict[str, Any]:
-    """Samples that are left over, and whether the loader has ended its episode.
-
-    A step takes all that was sampled for it as long as one call of the engines samples one batch (the only value that
-    ``rollout.vllm_generate_batch_size`` may have): there are none then. OpenRLHF's generator keeps what is more here.
-    """
-    buffer = getattr(generator, "_sample_buffer", None) or []
-    return {
-        "loader_ended": getattr(generator, "_dataloader_iter", None) is None,
-        "samples": [_sample_to_plain(sample) for sample in buffer],
-    }
-
-
-def restore_trainer(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Gives a trainer that was just built the state that :func:`trainer_state` described."""
-    generator, maker = trainer.samples_generator, trainer.experience_maker
-    trainer.initial_entropy = state["initial_entropy"]
-    if state["samples"]:
-        generator._sample_buffer = [_sample_from_plain(sample) for sample in state["samples"]]
-        # the leftovers are used first; then the loader goes on, or has ended
-        trainer.prompts_dataloader.load_state_dict(state["progress"]["data_loader_state_dict"])
-        generator._dataloader_iter = None if state["loader_ended"] else iter(trainer.prompts_dataloader)
-    maker._batches = state["batches"]
-    if maker.kl is not None and state["kl"] is not None:
-        maker.kl.load_state_dict(state["kl"])
-    trainer.recorder.last_step = state["progress"]["global_step"]
-    trainer.recorder.last_evaluation = state["last_evaluation"]
-    if trainer.checkpointer is not None:
-        trainer.checkpointer.best_value = state["best_value"]
-    random.setstate(state["random_states"]["python"])
-    np.random.set_state(state["random_states"]["numpy"])
-    torch.set_rng_state(state["random_states"]["torch"])
-
-
-def loop_states(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Where OpenRLHF's loop begins; the loader's place is left out where it is restored already.
-
-    Args:
-        state: the driver's state of a checkpoint; None for a run that starts anew.
-    """
-    if state is None:
-        return {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
-    return {**state["progress"], **({"data_loader_state_dict": {}} if state["samples"] else {})}
-
-
-def _sample_to_plain(sample: Any) -> dict[str, Any]:
-    return {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-
-
-def _sample_from_plain(plain: Mapping[str, Any]) -> Any:
-    # not at the top: importing OpenRLHF takes long, ranks start meanwhile
-    from openrlhf_ext.controller.rollout_sample import RolloutSample
-
-    return RolloutSample(**plain)
+# ---- the prompts -----------------------------------------------------------------------------------------------------
 
 
 def prompts_fingerprint(dataset: Any) -> str:

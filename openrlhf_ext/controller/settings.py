@@ -13,9 +13,12 @@ import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config.entities.algo import CUSTOM
-from openrlhf_ext.controller.engine_recovery import RecoveryLimits
+from openrlhf_ext.driver.engines import RecoveryLimits
+from openrlhf_ext.driver.loop import LoopOptions
+from openrlhf_ext.driver.rollouts import RolloutOptions
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
+from openrlhf_ext.rollout.response import Sampling
 
 
 def worker_env(config: Any) -> dict[str, str]:
@@ -147,8 +150,42 @@ def optimizer_updates(config: Any, steps: int) -> int:
 
 
 def training_steps(config: Any, prompts: int) -> int:
-    """Rollout batches of the whole run (fewer prompts make the last batch of an episode smaller)."""
-    return math.ceil(prompts / config.rollout.batch_size) * config.train.num_episodes
+    """Batches of groups of the whole run; the last one may be smaller, and dynamic sampling makes them fewer."""
+    return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
+
+
+def rollout_options(config: Any) -> RolloutOptions:
+    """What is sampled for training, how far ahead, and what is dropped."""
+    return RolloutOptions(
+        batch_size=config.rollout.batch_size,
+        samples=config.rollout.n_samples_per_prompt,
+        sampling=sampling(config, config.rollout.temperature),
+        max_staleness=config.max_staleness,
+        late=config.train.late_groups,
+        filter_range=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
+        max_filter_batches=config.rollout.max_filter_batches,
+        timeout_s=config.rollout.timeout_s,
+    )
+
+
+def sampling(config: Any, temperature: float) -> Sampling:
+    """How completions are sampled at this temperature."""
+    rollout = config.rollout
+    return Sampling(temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)
+
+
+def loop_options(config: Any) -> LoopOptions:
+    """When the loop does what."""
+    return LoopOptions(
+        step_timeout_s=config.train.step_timeout_s,
+        eval_steps=None if config.eval.steps == -1 else config.eval.steps,
+        eval_samples=config.eval.n_samples_per_prompt,
+        eval_sampling=sampling(config, config.eval.temperature),
+        partial_rollouts=config.partial_rollouts,
+        critic_steps=frozen_steps(config),
+        take_turns=config.ds.enable_sleep,
+        logging_steps=config.logger.logging_steps,
+    )
 
 
 def sync_settings(config: Any, use_gpu: bool):

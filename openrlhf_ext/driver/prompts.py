@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,3 +56,8 @@ class PromptStream:
         self._episode, self.drawn = state["episode"], state["drawn"]
         self._loader.load_state_dict(state["loader"])
         self._iterator = None
+
+
+def all_prompts(loader: Iterable[Any]) -> list[Prompt]:
+    """One pass over a loader."""
+    return [Prompt(number, text, label) for number, (_, (text,), (label,), _) in enumerate(loader)]

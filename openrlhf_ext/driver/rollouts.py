@@ -2,8 +2,8 @@
 
 How far sampling may be ahead is one number, ``max_staleness`` N: the weight versions that a trained token may lag. A
 group that begins at version v has at most N batches before it, so it is trained at version v + N at the latest, unless
-it takes longer to sample than that: a straggler holds up nobody, its own group is late. With N = 0 the engines are asked
-for one batch at a time and stand still while the policy trains.
+it takes longer to sample than that: a straggler holds up nobody, its own group is late. With N = 0 the engines are
+asked for one batch at a time and stand still while the policy trains.
 """
 
 from __future__ import annotations
@@ -96,14 +96,16 @@ class Rollouts:
         with_engines: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.prompts, self.options = prompts, options
-        self.dropped: Counter[str] = Counter()
+        self.dropped = Counter(filtered=0, late=0)
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}
+        self._again: list[Prompt] = []  # in flight when the checkpoint was written
         self._finished: list[Group] = []
         self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
         self._batches_wanted = 0
         self._filtered_for_batch = 0
         self._exhausted = False
+        self._taken: dict[str, float] = {}
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class Rollouts:
             FilterExhaustedError: dynamic sampling drops almost everything.
         """
         options = self.options
-        self._batches_wanted, self._filtered_for_batch = options.max_staleness + 1, 0
+        self._batches_wanted = options.max_staleness + 1
         with (
             self._deadline.limit(options.timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
             self._with_engines(),
@@ -128,6 +130,12 @@ class Rollouts:
         self._batches_wanted = options.max_staleness
         self._finished.sort(key=lambda group: (group.oldest_version or 0, group.prompt.number))
         batch, self._finished = self._finished[: options.batch_size], self._finished[options.batch_size :]
+        if batch:
+            self._taken = {
+                "groups/kept_fraction": len(batch) / (len(batch) + self._filtered_for_batch),
+                "groups/trained_late": float(sum(g.is_late(version, options.max_staleness) for g in batch)),
+            }
+        self._filtered_for_batch = 0
         return batch
 
     def pump(self) -> None:
@@ -135,14 +143,16 @@ class Rollouts:
         self._collect(0.0)
 
     def drain(self) -> None:
-        """Waits until nothing is in flight, and asks for nothing meanwhile (``_batches_wanted`` is as ``take`` left it).
+        """Waits until nothing is in flight, and asks for nothing meanwhile.
 
-        The caller sets the deadline.
+        Raises:
+            DeadlineExceeded: with ``rollout.timeout_s``.
         """
-        wanted, self._batches_wanted = self._batches_wanted, 0
-        while self._in_flight:
-            self._collect(min(self._deadline.remaining, _LOOK_S))
-        self._batches_wanted = wanted
+        self._batches_wanted, doing = 0, "waiting for the groups in flight before the weight sync"
+        with self._deadline.limit(self.options.timeout_s, doing, "rollout.timeout_s"):
+            while self._in_flight:
+                self._collect(min(self._deadline.remaining, _LOOK_S))
+        self._batches_wanted = self.options.max_staleness
 
     def _has_batch(self, version: int) -> bool:
         self._fill()
@@ -160,15 +170,12 @@ class Rollouts:
         """Asks for as many groups as may be on their way."""
         wanted = self._batches_wanted * self.options.batch_size
         while not self._exhausted and len(self._in_flight) + len(self._finished) < wanted:
-            prompt = self.prompts.draw()
+            prompt = self._again.pop(0) if self._again else self.prompts.draw()
             if prompt is None:
                 self._exhausted = True
                 return
-            self._ask(prompt)
-
-    def _ask(self, prompt: Prompt) -> None:
-        self._in_flight[prompt.number] = prompt
-        self._requests.ask(prompt.number, self._request(prompt, self.options.samples, self.options.sampling))
+            self._in_flight[prompt.number] = prompt
+            self._requests.ask(prompt.number, self._request(prompt, self.options.samples, self.options.sampling))
 
     def _request(self, prompt: Prompt, samples: int, sampling: Sampling) -> GroupRequest:
         return GroupRequest(prompt.text, prompt.label, samples, sampling)
@@ -225,8 +232,9 @@ class Rollouts:
     # ---- records and checkpoints ------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        """What is where."""
+        """What is where, and what the batch last taken was like."""
         return {
+            **self._taken,
             "groups/in_flight": float(len(self._in_flight)),
             "groups/queued": float(len(self._finished)),
             **{f"groups/dropped_{reason}": float(count) for reason, count in self.dropped.items()},
@@ -235,12 +243,10 @@ class Rollouts:
     def snapshot(self) -> tuple[dict[str, Any], list[Group], list[Prompt]]:
         """The place in the data and counts; groups that are finished and not taken; prompts in flight."""
         state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped)}
-        return state, list(self._finished), list(self._in_flight.values())
+        return state, list(self._finished), [*self._in_flight.values(), *self._again]
 
     def restore(self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]) -> None:
         """Goes on from a snapshot; what was in flight is asked for again."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
-        self._finished = list(finished)
-        for prompt in in_flight:
-            self._ask(prompt)
+        self._finished, self._again = list(finished), list(in_flight)

@@ -192,9 +192,6 @@ PROMPTS_CONSUMED = _metric("prompts/consumed", "prompts", "prompts taken from th
 PROMPTS_SKIPPED_OVERLONG = _metric(
     "prompts/skipped_overlong", "prompts", "prompts left out because they are too long, since the start"
 )
-GROUPS_KEPT_FRACTION = _metric(
-    "groups/kept_fraction", "fraction", "groups of the step kept by dynamic filtering; 1 without it"
-)
 WEIGHT_SYNC_PROBE = _metric(
     "weight_sync/probe_max_abs_diff",
     "nats",
@@ -235,16 +232,32 @@ STALENESS_MIXED_FRACTION = _metric(
     "fraction",
     "completions whose tokens were sampled with more than one version of the weights (partial rollouts)",
 )
-QUEUE_BATCHES = _metric(
-    "queue/batches", "batches", "asynchronous runs: batches of rollouts that wait when the step ends"
+GROUPS_KEPT_FRACTION = _metric(
+    "groups/kept_fraction", "fraction", "groups of the step over those and the ones that dynamic sampling dropped"
+)
+GROUPS_IN_FLIGHT = _metric("groups/in_flight", "groups", "asked for and not finished when the step ends")
+GROUPS_QUEUED = _metric("groups/queued", "groups", "finished and waiting for training when the step ends")
+GROUPS_FILTERED = _metric(
+    "groups/dropped_filtered", "groups", "dropped by dynamic sampling since the start: all right or all wrong"
+)
+GROUPS_LATE = _metric(
+    "groups/dropped_late",
+    "groups",
+    "dropped since the start because they lagged by more than `train.max_staleness` (`train.late_groups drop`)",
+)
+GROUPS_TRAINED_LATE = _metric(
+    "groups/trained_late", "groups", "groups of the step that lagged by more than `train.max_staleness`"
 )
 TIME_WAIT_ROLLOUTS = _metric(
-    "time/wait_rollouts", "s", "asynchronous runs: training waited for a batch of rollouts; part of `time/step`"
+    "time/wait_rollouts", "s", "the policy was idle: training waited for groups; part of `time/step`"
+)
+TIME_IDLE_ENGINES = _metric(
+    "time/idle_engines", "s", "the engines were idle: neither generating nor grading, mean over the engines"
 )
 TIME_WAIT_SYNC = _metric(
     "time/wait_sync",
     "s",
-    "asynchronous runs without partial rollouts: the weight sync waited for the batch under way; part of `time/sync`",
+    "without partial rollouts: the weight sync waited for the groups in flight; part of `time/sync`",
 )
 OFFLOAD_FREED_MIB = _metric(
     "offload/freed_mib",

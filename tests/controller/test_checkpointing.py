@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from openrlhf_ext.checkpoints import CheckpointError, read_manifest, write_file
 from openrlhf_ext.checkpoints.plain import read_plain
@@ -68,14 +70,17 @@ def steps(folder: Path) -> list[str]:
 def run(checkpointer: Checkpointer, evaluations: dict[int, float], last: int) -> None:
     for step in range(1, last + 1):
         evaluation = {"eval/accuracy": evaluations[step]} if step in evaluations else None
-        checkpointer.after_step(step, evaluation, lambda step=step: {"at": step})
+        checkpointer.after_step(step, evaluation, lambda step=step: ({"at": step}, {"tokens": np.arange(step)}))
 
 
 def test_every_second_step_and_the_newest_two(tmp_path, ranks):
     run(make(tmp_path), {}, last=7)
     assert steps(tmp_path) == ["global_step4", "global_step6"]
     manifest = read_manifest(tmp_path / "global_step6")
-    assert {f.path for f in manifest.files} == {"controller.json", "config.yaml", "policy/rank0", "policy/rank1"}
+    assert {f.path for f in manifest.files} == {
+        "controller.json", "groups.safetensors", "config.yaml", "policy/rank0", "policy/rank1",
+    }  # fmt: skip
+    assert load_file(tmp_path / "global_step6/groups.safetensors")["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
     assert read_plain(tmp_path / "global_step6/controller.json") == {"at": 6, "prompts": "p"}
 
 
@@ -96,12 +101,12 @@ def test_a_kill_before_the_best_is_noted_does_not_cost_it(tmp_path, ranks, monke
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpointer.store, "mark_best", killed)
-        checkpointer.after_step(2, {"eval/accuracy": 0.5}, lambda: {})
+        checkpointer.after_step(2, {"eval/accuracy": 0.5}, lambda: ({}, {}))
     assert checkpointer.store.best()["step"] == 1
     resumed = make(tmp_path, save_steps=1, keep=1, best_metric="eval/accuracy")
     resumed.store.recover_best(tmp_path / "global_step2")
     for step in (3, 4):
-        resumed.after_step(step, None, lambda: {})
+        resumed.after_step(step, None, lambda: ({}, {}))
     assert resumed.store.best() == {"step": 2, "metric": "eval/accuracy", "value": 0.5}
     assert steps(tmp_path) == ["best.json", "global_step2", "global_step4"]
 
@@ -137,7 +142,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, ranks):
     run(checkpointer, {}, last=2)
     ranks.full_disk = True
     with pytest.raises(CheckpointError, match="No space left"):
-        checkpointer.after_step(4, None, lambda: {"at": 4})
+        checkpointer.after_step(4, None, lambda: ({"at": 4}, {}))
     assert steps(tmp_path) == ["global_step2"]
 
 
@@ -169,42 +174,8 @@ def test_a_failed_background_save_surfaces_and_leaves_nothing(tmp_path, ranks):
 
     ranks.saved_files = fail
     with pytest.raises(CheckpointError, match="No space left"):
-        checkpointer.after_step(3, None, dict)
+        checkpointer.after_step(3, None, lambda: ({}, {}))
     assert steps(tmp_path) == []
-
-
-# ---- what the trainer asks for
-
-
-@pytest.mark.parametrize(
-    ("evaluates", "expected"), [(True, [(1, None), (2, 0.5), (3, None)]), (False, [(1, None), (2, None), (3, None)])]
-)
-def test_a_step_is_saved_once_and_after_its_evaluation(evaluates, expected):
-    from openrlhf_ext.controller.deadline import Deadline
-    from openrlhf_ext.controller.trainer import PolicyTrainer
-
-    calls: list[tuple[int, float | None]] = []
-
-    class Recording:
-        def after_step(self, step, evaluation, state):
-            calls.append((step, evaluation and evaluation["eval/accuracy"]))
-
-    trainer = object.__new__(PolicyTrainer)
-    trainer.args = SimpleNamespace(
-        eval=SimpleNamespace(steps=2), ckpt=SimpleNamespace(save_steps=float("inf")),
-        logger=SimpleNamespace(logging_steps=1), rollout=SimpleNamespace(n_samples_per_prompt=1),
-    )  # fmt: skip
-    trainer.wandb_logger = trainer.tensorboard_logger = None
-    trainer.eval_dataloader = [object()] if evaluates else None
-    trainer.guard = SimpleNamespace(ask=lambda method: [], restarts=0)
-    trainer.recorder = SimpleNamespace(step=lambda *arguments, **more: {})
-    trainer.deadline, trainer.limits, trainer.checkpointer = Deadline(), SimpleNamespace(step_timeout_s=5), Recording()
-    for step in (1, 2, 3):  # as OpenRLHF's loop does
-        trainer.save_logs_and_checkpoints(step, {}, {"total_consumed_prompts": 0})
-        if evaluates and step % 2 == 0:
-            assert (step, None) not in calls
-            trainer.save_best_checkpoint({"eval/accuracy": 0.5}, step, {})
-    assert calls == expected
 
 
 # ---- waiting for ranks

@@ -11,12 +11,12 @@ import pytest
 import ray
 
 from openrlhf_ext.controller import processes
-from openrlhf_ext.controller.engine_recovery import EngineGuard, EngineLost, RecoveryLimits
 from openrlhf_ext.controller.gpu_sharing import GpuSharing, Sleepers
+from openrlhf_ext.driver.engines import EngineGuard, EngineLost, RecoveryLimits
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.weight_sync import EngineFailed
 from tests.cluster import start_local_ray
-from tests.controller.fake_engines import SleepyEngine, outcome
+from tests.driver.fake_engines import SleepyEngine, outcome
 from tests.patience import PATIENCE_S
 
 BOTH = Sleepers(policy=True, engines=True)
@@ -138,6 +138,6 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
     monkeypatch.setattr("openrlhf_ext.rollout.wait_until_ready", lambda *_: None, raising=False)
     monkeypatch.setattr(processes, "policy_settings", lambda *_: None)
     monkeypatch.setattr(processes, "sync_settings", lambda *_: None)
-    monkeypatch.setattr(processes.ray, "get", lambda references: references)
-    processes.initialize_everything(config, session, policy, [engine], steps=1)
+    deadline = SimpleNamespace(get=lambda references: references)
+    processes.initialize_everything(config, session, policy, [engine], steps=1, deadline=deadline)
     assert order == ["info", "engine sleeps", "policy is built", "prove_sync", "engine sleeps"]

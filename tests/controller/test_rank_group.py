@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import ray
@@ -14,14 +13,12 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.controller import session as session_module
-from openrlhf_ext.controller.deadline import Deadline, DeadlineExceeded
-from openrlhf_ext.controller.interrupt import MainThreadInterrupt
 from openrlhf_ext.controller.placement import PlacementError
 from openrlhf_ext.controller.rank_group import SHARE, RankGroup, reserve
 from openrlhf_ext.controller.ray_start import patiently
 from openrlhf_ext.controller.session import RaySession
-from tests.controller.fake_ranks import Mortal, Rank, slow
-from tests.patience import PATIENCE_S, SOONER_S, until
+from tests.controller.fake_ranks import Mortal, Rank
+from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -100,15 +97,3 @@ def test_a_rank_that_dies_on_another_machine_is_named_with_its_last_words(cluste
         text = session.describe_failure(error)
         assert f"\ndead processes: {name}\n" in text, text
         assert "CUDA error: an illegal memory access" in text.partition(f"--- last output of {name}\n")[2], text
-
-
-@pytest.mark.parametrize("wait", [ray.get, lambda ref: ray.wait([ref], timeout=3600)], ids=["get", "wait"])
-def test_deadlines_and_errors_of_other_threads_end_a_wait_inside_ray(cluster, wait: Callable):
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="waited 0.5 s while training"):
-        with Deadline().limit(0.5, "training", "train.step_timeout_s"):
-            wait(slow.remote())
-    with pytest.raises(ZeroDivisionError, match="of another thread"), MainThreadInterrupt() as interrupt:
-        threading.Timer(0.5, interrupt.raise_in_main, args=(ZeroDivisionError("of another thread"),)).start()
-        wait(slow.remote())
-    assert time.monotonic() - started < SOONER_S, "the waits ended by themselves"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
+from safetensors.numpy import save as save_arrays
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.controller import job, resume
-from openrlhf_ext.controller.kl_control import KLCoefficient
-
-PROGRESS = {"episode": 1, "global_step": 7, "total_consumed_prompts": 50}
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -74,82 +71,19 @@ def test_foreign_and_missing_manifests_are_damage_too(store):
 def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store):
     best = {"step": 2, "metric": "eval/accuracy", "value": 0.5}
     folder = store.begin(11)
-    files = write_file(folder, "policy/data", [b"x"]), write_plain(folder, "controller.json", {"options": {}})
+    arrays = {"tokens": np.arange(3, dtype=np.int32)}
+    files = (
+        write_file(folder, "policy/data", [b"x"]), write_plain(folder, "controller.json", {"options": {}}),
+        write_file(folder, "groups.safetensors", [save_arrays(arrays)]),
+    )  # fmt: skip
     store.commit(Manifest(11, files, {"best": best}))
     store.mark_best(1, "eval/accuracy", 0.1)
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     resumed = resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
-    assert resumed.step == 11 and store.best() == best
+    assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
 
 
-# ---- the driver's state
-
-
-def make_trainer(samples: list, iterator: object) -> SimpleNamespace:
-    class Loader:
-        state = None
-
-        def load_state_dict(self, state):
-            self.state = state
-
-        def __iter__(self):
-            return iter(["from", self.state])
-
-    return SimpleNamespace(
-        samples_generator=SimpleNamespace(_sample_buffer=samples, _dataloader_iter=iterator),
-        experience_maker=SimpleNamespace(_batches=7, kl=KLCoefficient(0.1, target=1.0)),
-        recorder=SimpleNamespace(last_step=7, last_evaluation=6),
-        checkpointer=SimpleNamespace(best_value=0.5),
-        prompts_dataloader=Loader(),
-        initial_entropy=0.61,
-    )
-
-
-def through_a_file(folder: Path, state: dict) -> dict:
-    write_plain(folder, "controller.json", state)
-    return read_plain(folder / "controller.json")
-
-
-def test_the_driver_continues_with_the_same_state(tmp_path):
-    trainer = make_trainer([], iter(()))
-    trainer.experience_maker.kl.value = 0.25
-    state = resume.trainer_state(trainer, {**PROGRESS, "data_loader_state_dict": {"cursor": 3}})
-    expected = random.random(), float(torch.rand(()))
-    state = through_a_file(tmp_path, state)
-    fresh = make_trainer([], None)
-    fresh.experience_maker._batches, fresh.recorder.last_evaluation, fresh.initial_entropy = 0, -1, None
-    fresh.recorder.last_step, fresh.checkpointer.best_value = 0, None
-    resume.restore_trainer(fresh, state)
-    assert (random.random(), float(torch.rand(()))) == expected
-    assert (fresh.experience_maker._batches, fresh.experience_maker.kl.value, fresh.initial_entropy) == (7, 0.25, 0.61)
-    assert (fresh.recorder.last_step, fresh.recorder.last_evaluation, fresh.checkpointer.best_value) == (7, 6, 0.5)
-    assert resume.loop_states(state) == {**PROGRESS, "data_loader_state_dict": {"cursor": 3}}
-
-
-def test_an_ended_episode_is_not_run_again(tmp_path):
-    state = resume.trainer_state(make_trainer([], None), {**PROGRESS, "data_loader_state_dict": {"cursor": "end"}})
-    assert resume.loop_states(state)["episode"] == 2
-
-
-def test_leftovers_of_sampling_are_used_before_new_prompts(tmp_path):
-    from openrlhf_ext.compat import Experience
-
-    sample = Experience(
-        sequences=torch.tensor([[1, 2, 3]]), action_mask=torch.tensor([[0, 1]]), prompts=["1 + 1"], labels=["2"],
-        rewards=torch.tensor([0.5]), info={"reward": torch.tensor([0.5])},
-    )  # fmt: skip
-    for iterator, loader_goes_on in ((iter(()), True), (None, False)):
-        trainer = make_trainer([sample], iterator)
-        progress = {**PROGRESS, "data_loader_state_dict": {"cursor": 3}}
-        state = through_a_file(tmp_path, resume.trainer_state(trainer, progress))
-        fresh = make_trainer([], None)
-        resume.restore_trainer(fresh, state)
-        (back,) = fresh.samples_generator._sample_buffer
-        assert back.sequences.equal(sample.sequences) and back.prompts == ["1 + 1"] and back.info["reward"] == 0.5
-        assert (fresh.samples_generator._dataloader_iter is not None) == loader_goes_on
-        assert fresh.prompts_dataloader.state == {"cursor": 3}
-        # the loader is where it should be: the loop must not move it again
-        assert resume.loop_states(state) == {**PROGRESS, "data_loader_state_dict": {}}
+# ---- the prompts
 
 
 def test_other_prompts_are_refused():
@@ -157,7 +91,7 @@ def test_other_prompts_are_refused():
         return SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts))
 
     first = resume.prompts_fingerprint(dataset("a", "b"))
-    resumed = resume.Resumed(Path("/runs/global_step3"), 3, {"prompts": first})
+    resumed = resume.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
     resume.check_prompts(None, first)
     resume.check_prompts(resumed, resume.prompts_fingerprint(dataset("a", "b")))
     for other in (dataset("b", "a"), dataset("a"), dataset("a", "c")):
@@ -210,7 +144,7 @@ def test_a_run_asks_before_it_trains(monkeypatch):
     monkeypatch.setattr(job, "prepare_folder", lambda config: None)
     monkeypatch.setattr(job, "build_parts", lambda config, session: SimpleNamespace(policy="the ranks"))
     monkeypatch.setattr(job, "check_shared_folders", refuse)
-    monkeypatch.setattr(job, "build_trainer", lambda *_: pytest.fail("the run went on"))
+    monkeypatch.setattr(job, "build_loop", lambda *_: pytest.fail("the run went on"))
     with pytest.raises(CheckpointError, match="the ranks do not see it"):
         job.train(None, None)
 

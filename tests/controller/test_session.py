@@ -8,8 +8,8 @@ import sys
 
 from ray.exceptions import RayTaskError
 
-from openrlhf_ext.controller.deadline import DeadlineExceeded
 from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.driver.waiting import DeadlineExceeded
 from openrlhf_ext.rewards import RewardFailureLimit
 from openrlhf_ext.rollout.identity import own_identity
 from tests.megatron.test_phases import monitors

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from types import ModuleType
@@ -9,13 +8,13 @@ import pytest
 
 from openrlhf_ext.patches import openrlhf_imports
 from openrlhf_ext.patches.base import PatchRefused
-from openrlhf_ext.patches.openrlhf_imports import DeferredName, RemoteSamplingParams
+from openrlhf_ext.patches.openrlhf_imports import DeferredName
 from tests.patience import PATIENCE_S
 
 HEAVY = ("vllm", "deepspeed", "peft", "datasets", "transformers", "sympy", "megatron.core", "openrlhf.models")
 LIGHT = (
     "compat", "rollout.launch", "controller.policy_actor", "controller.critic_actor", "controller.reference_actor",
-    "controller.job", "controller.trainer", "controller.companions", "controller.rank_group",
+    "controller.job", "driver.loop", "controller.companions", "controller.rank_group",
 )  # fmt: skip
 
 
@@ -48,15 +47,6 @@ def test_only_the_named_imports_of_the_body_are_deferred() -> None:
     assert module.fractions.Fraction(1, 2) == fractions.Fraction(1, 2)
     assert str(module.Decimal("1.5")) == "1.5"
     assert module.get() is fractions.Fraction
-
-
-def test_sampling_parameters_become_vllms_where_they_arrive() -> None:
-    from openrlhf.trainer.ppo_utils import samples_generator
-    from vllm import SamplingParams
-
-    assert samples_generator.SamplingParams is RemoteSamplingParams
-    arguments = {"temperature": 0.5, "max_tokens": 7, "logprobs": 1}
-    assert pickle.loads(pickle.dumps(RemoteSamplingParams(**arguments))) == SamplingParams(**arguments)
 
 
 def test_another_openrlhf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ class Advantage(Entity):
     is_correction_level: Literal["off", "token", "seq"] = option(
         "off",
         "importance correction between policy and engine: off, per token, or per sequence",
-        default_text="off; token with train.async_enable",
+        default_text="off; token with train.max_staleness above 0",
     )
     is_correction_mode: Literal["mask", "clip"] = option(
         "mask", "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)"

@@ -45,6 +45,13 @@ class Vllm(Entity):
     max_num_seqs: int | None = option(
         None, "requests that an engine works on at a time", ge=1, default_text="1024 on GPU, 256 on CPU"
     )
+    max_requests: int | None = option(
+        None,
+        "responses that an engine is asked for at a time; what is more waits in the driver, for the engine that is "
+        "free first",
+        ge=1,
+        default_text="vllm.max_num_seqs",
+    )
     max_num_batched_tokens: int | None = option(
         None,
         "tokens that an engine computes in one step; on CPU at least data.max_len",

@@ -35,16 +35,26 @@ class Train(Entity):
         "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep and "
         "vllm.enable_sleep",
     )
+    max_staleness: int | None = option(
+        None,
+        "weight versions that a trained token may lag behind the policy; above 0 the engines sample while the policy "
+        "trains (docs/modes.md), and algo.advantage.is_correction_level is token unless it is set",
+        ge=0,
+        default_text="0; train.async_queue_size with train.async_enable",
+    )
+    late_groups: Literal["train", "drop"] = option(
+        "train",
+        "what happens to a group that took longer to sample than train.max_staleness allows: it is trained with the "
+        "importance correction, or dropped; either way it is counted",
+    )
     async_enable: bool = option(
-        False,
-        "sample the next batches while training on this one (docs/modes.md); algo.advantage.is_correction_level is "
-        "then token unless it is set",
+        False, "OpenRLHF's name for train.max_staleness = train.async_queue_size, see train.partial_rollout_enable"
     )
-    async_queue_size: int = option(
-        1, "batches of rollouts sampled ahead of training, which is also the largest age of a batch's weights", ge=1
-    )
+    async_queue_size: int = option(1, "with train.async_enable: train.max_staleness", ge=1)
     partial_rollout_enable: bool = option(
-        False, "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on"
+        False,
+        "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on, as "
+        "train.max_staleness alone does; without it a weight sync waits for the groups in flight",
     )
     enable_ema: bool = not_yet(False, "keep a moving average of the weights", **_EMA)
     ema_beta: Float = not_yet(0.992, "decay of the moving average", **_EMA)

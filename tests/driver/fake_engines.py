@@ -11,6 +11,7 @@ import ray
 
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, InvalidWeights
 from openrlhf_ext.rollout.identity import own_identity
+from openrlhf_ext.rollout.response import GroupRequest
 
 
 class _Process:
@@ -31,7 +32,8 @@ class MisbehavingEngine(_Process):
     def __init__(self, index: int, life: int) -> None:
         self.index, self.life, self.void_before = index, life, False
 
-    def generate_responses(self, prompt: str) -> list[str]:
+    def generate_group(self, request: GroupRequest) -> list[str]:
+        prompt = request.prompt
         time.sleep(0.05)
         if self.life == 0 and prompt == "die":
             os._exit(1)
@@ -46,30 +48,6 @@ class MisbehavingEngine(_Process):
         if prompt == "cannot grade":
             raise ValueError("reward_func failed")
         return [prompt, f"engine {self.index}.{self.life}"]
-
-
-@ray.remote(num_cpus=0.1, max_concurrency=8)
-class ScoringEngine(_Process):
-    """Scores prompt i with the mean i % 3 / 2: 0 and 1 are filtered. Dies at one prompt in its first life."""
-
-    def __init__(self, dies_at: str) -> None:
-        self.dies_at = dies_at
-
-    def get_num_unfinished_requests(self) -> int:
-        return 0
-
-    def generate_responses(self, prompt: str, label: str, num_samples: int, **_: Any) -> list[dict[str, Any]]:
-        if prompt == self.dies_at:
-            os._exit(1)
-        mean = int(prompt) % 3 / 2
-        scores = [mean] * num_samples if mean != 0.5 else [0.0, 1.0]
-        return [self._response(prompt, label, score) for score in scores]
-
-    def _response(self, prompt: str, label: str, score: float) -> dict[str, Any]:
-        return {
-            "prompt": prompt, "label": label, "observation_tokens": [1, 2, 3, int(prompt)], "action_ranges": [(2, 4)],
-            "rollout_log_probs": [0.0, 0.0, -1.0, -2.0], "reward": score, "scores": score, "truncated": False,
-        }  # fmt: skip
 
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)

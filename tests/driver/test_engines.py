@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
 
-from openrlhf_ext.controller.engine_recovery import (
+from openrlhf_ext.driver.engines import (
     EngineGuard,
     EngineLost,
     GroupRequests,
@@ -21,13 +19,17 @@ from openrlhf_ext.controller.engine_recovery import (
     engines_at_fault,
     is_engine_fault,
 )
+from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
 from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from openrlhf_ext.rollout.weight_sync import EngineFailed, WeightStreamMismatch
 from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
 from tests.cluster import start_local_ray
-from tests.controller.fake_engines import MisbehavingEngine, NotStarting, outcome
-from tests.patience import PATIENCE_S, until
+from tests.driver.fake_engines import MisbehavingEngine, NotStarting, outcome
+from tests.patience import PATIENCE_S
+
+SAMPLING = Sampling(1.0, 1.0, 4, 8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,8 +53,9 @@ class FakePolicy:
 
 
 def guard(
-    policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = PATIENCE_S
-) -> EngineGuard:
+    policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = PATIENCE_S,
+    deadline: Deadline | None = None,
+) -> EngineGuard:  # fmt: skip
     lives = [0] * engines
 
     def start(index: int) -> Any:
@@ -61,76 +64,93 @@ def guard(
 
     fleet = EngineFleet(start, engines)
     ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
-    return EngineGuard(fleet, policy, RecoveryLimits(max_restarts, hang_timeout_s, PATIENCE_S, PATIENCE_S))
+    limits = RecoveryLimits(max_restarts, hang_timeout_s, PATIENCE_S, PATIENCE_S)
+    return EngineGuard(fleet, policy, limits, deadline=deadline)
 
 
-def answers(requests: GroupRequests, prompts: list[str], engines: int = 2) -> list[tuple[str, str]]:
-    """All responses, in the order in which they came."""
-    pending = [requests.send(number % engines, {"prompt": prompt}) for number, prompt in enumerate(prompts)]
+def answers(requests: GroupRequests, prompts: list[str]) -> list[tuple[str, str]]:
+    """All groups, in the order in which they came."""
+    for number, prompt in enumerate(prompts):
+        requests.ask(number, GroupRequest(prompt, "", 2, SAMPLING))
     got = []
-    while pending:
-        responses, pending = requests.next_finished(pending)
-        got.append(tuple(responses))
+    while len(requests):
+        for number, responses in requests.answers(1.0):
+            assert responses[0] == prompts[number]
+            got.append(tuple(responses))
+    assert set(requests.load) == {0}
     return got
+
+
+def sequential(guard: EngineGuard) -> GroupRequests:
+    """Requests of which an engine gets two at a time."""
+    return GroupRequests(guard, max_requests=4)
 
 
 @pytest.mark.parametrize("trouble", ["die", "lose the engine"])
 def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str) -> None:
     policy = FakePolicy()
     recovering = guard(policy)
-    prompts = ["a", "b", trouble, "c", "d", "e"]  # engine 0 has a, the trouble and d
-    got = dict(answers(GroupRequests(recovering), prompts))
+    prompts = ["a", "b", trouble, "c", "d", "e"]  # engine 0 has a and the trouble
+    got = dict(answers(sequential(recovering), prompts))
     assert sorted(got) == sorted(prompts)
-    assert got[trouble] == "engine 0.1" and got["b"] == got["c"] == "engine 1.0"
-    assert recovering.restarts == 1 and policy.told == [(2, [0])]
+    assert got["b"] == "engine 1.0" and recovering.restarts == 1 and policy.told == [(2, [0])]
     recovering._end(0), recovering._end(1)
 
 
-def test_an_engine_that_hangs_is_replaced_and_the_batch_gets_a_new_deadline() -> None:
-    stood_still = []
+def test_an_engine_that_hangs_is_replaced_and_the_phase_gets_its_time_anew() -> None:
+    deadline = Deadline()
+    recovering = guard(FakePolicy(), hang_timeout_s=20.0, deadline=deadline)
+    with deadline.limit(PATIENCE_S, "waiting", "x"):
+        got = dict(answers(sequential(recovering), ["stop", "b", "c"]))
+        left = deadline.remaining
+    assert got["b"] == "engine 1.0" and set(got) == {"stop", "b", "c"} and recovering.restarts == 1
+    assert left > PATIENCE_S - 5, "the clock did not start anew after the replacement"
 
-    @contextmanager
-    def suspended() -> Iterator[None]:
-        stood_still.append(True)
-        yield
 
-    recovering = guard(FakePolicy(), hang_timeout_s=5.0)
-    got = dict(answers(GroupRequests(recovering, suspended), ["stop", "b", "c"]))
-    assert got["stop"] == "engine 0.1" and got["b"] == "engine 1.0" and got["c"].startswith("engine 0.")
-    assert recovering.restarts == 1 and stood_still == [True]
+def test_requests_beyond_what_an_engine_can_batch_wait_here_and_go_to_who_is_free() -> None:
+    recovering = guard(engines=2)
+    requests = GroupRequests(recovering, max_requests=5)
+    for number in range(7):
+        requests.ask(number, GroupRequest(f"{number}", "", 2, SAMPLING))
+        assert max(requests.load) <= 4, "two groups of two fit into five"
+    assert requests.load == (4, 4) and len(requests) == 7
+    assert len(requests.answers(PATIENCE_S)) >= 1 and max(requests.load) <= 4
+    while len(requests):
+        requests.answers(1.0)
+    requests.ask("large", GroupRequest("large", "", 9, SAMPLING))
+    assert sorted(requests.load) == [0, 9], "a group that is too large for the bound goes to an idle engine"
+    assert requests.answers(PATIENCE_S)[0][0] == "large"
 
 
 def test_an_error_of_the_users_code_is_not_cured_by_a_restart() -> None:
     recovering = guard()
     with pytest.raises(ValueError, match="reward_func failed"):
-        answers(GroupRequests(recovering), ["a", "cannot grade"])
+        answers(sequential(recovering), ["a", "cannot grade"])
     assert recovering.restarts == 0
 
 
 def test_samples_from_a_sync_that_was_void_are_drawn_again_after_the_next_one() -> None:
-    recovering = guard(engines=1)
-    requests = GroupRequests(recovering)
     with pytest.raises(InvalidWeights):  # no sync since it was asked: the engine should not have been used
-        answers(requests, ["void"], engines=1)
+        answers(sequential(guard(engines=1)), ["void"])
     recovering = guard(engines=1)
-    requests = GroupRequests(recovering)
-    pending = [requests.send(0, {"prompt": "void"})]
+    requests = sequential(recovering)
+    requests.ask("a", GroupRequest("void", "", 2, SAMPLING))
     assert recovering.repeated(lambda: "sent") == "sent"
-    assert requests.next_finished(pending) == (["void", "engine 0.0"], [])
+    assert requests.answers(PATIENCE_S) == [] and requests.answers(PATIENCE_S) == [("a", ["void", "engine 0.0"])]
     assert recovering.restarts == 0
 
 
 def test_restarts_end_and_the_last_fault_is_told() -> None:
     with pytest.raises(EngineLost, match="all restarts are used up \\(--vllm.max_restarts 1\\)"):
-        answers(GroupRequests(guard(max_restarts=1)), ["die", "die"])
+        answers(sequential(guard(max_restarts=1)), ["die", "x", "die"])
     with pytest.raises(ray.exceptions.RayActorError):
-        answers(GroupRequests(guard(max_restarts=0, engines=1)), ["die"], engines=1)
+        answers(sequential(guard(max_restarts=0, engines=1)), ["die"])
 
 
 def test_a_new_engine_that_fails_while_it_gets_its_weights_is_replaced_too() -> None:
     policy = FakePolicy(EngineFailed("rollout engine 0 failed while receiving weights", [0]))
     recovering = guard(policy, engines=1)
-    assert answers(GroupRequests(recovering), ["die"], engines=1) == [("die", "engine 0.2")]
+    assert answers(sequential(recovering), ["die"]) == [("die", "engine 0.2")]
     assert recovering.restarts == 2 and policy.told == [(1, [0]), (1, [0])]
 
 
@@ -160,48 +180,6 @@ def test_questions_are_asked_again_of_the_engine_that_took_the_place() -> None:
     assert again[0] == pids[0] and again[1] != pids[1] and recovering.restarts == 1
 
 
-def test_the_deadline_of_a_step_stands_still_while_a_question_waits_for_a_new_engine() -> None:
-    stood_still = []
-
-    @contextmanager
-    def suspended() -> Iterator[None]:
-        stood_still.append(recovering.restarts)
-        yield
-        stood_still.append(recovering.restarts)
-
-    recovering = guard(FakePolicy(), engines=1)
-    os.kill(ray.get(recovering.engines[0].process_info.remote())["pid"], signal.SIGKILL)
-    recovering.ask("process_info", suspended)
-    assert stood_still == [0, 1]
-
-
-def test_nobody_asks_a_new_engine_before_it_has_its_weights() -> None:
-    answers_then, late = [], []
-
-    @contextmanager
-    def suspended() -> Iterator[None]:
-        late.append("stands still")
-        yield
-        late.append("goes on")
-
-    class AskedMeanwhile(FakePolicy):
-        """A batch of another thread is about to begin while the new engine gets its weights."""
-
-        def async_run_method(self, *args: Any, **kwargs: Any) -> list:
-            self.other = threading.Thread(target=lambda: answers_then.append(recovering.ask("process_info", suspended)))
-            self.other.start()
-            until(lambda: late, "the other thread waits")
-            self.other.join(0.5)
-            assert not answers_then and late == ["stands still"]
-            return super().async_run_method(*args, **kwargs)
-
-    policy = AskedMeanwhile()
-    recovering = guard(policy, engines=1)
-    recovering.replace({0: recovering.engines[0]}, EngineDied("gone"))
-    policy.other.join(PATIENCE_S)
-    assert answers_then == [recovering.ask("process_info")] and late[-1] == "goes on" and recovering.restarts == 1
-
-
 def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:
     policy, tries = FakePolicy(), []
 
@@ -220,7 +198,7 @@ def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:
         recovering.repeated(lambda: ray.get(outcome.remote(WeightStreamMismatch("missing: ['norm']"))))
 
 
-def test_another_thread_that_saw_the_same_fault_replaces_nothing() -> None:
+def test_a_second_call_that_saw_the_same_fault_replaces_nothing() -> None:
     recovering = guard(FakePolicy(), engines=1)
     old = recovering.engines[0]
     recovering.replace({0: old}, EngineDied("gone"))

@@ -1,0 +1,264 @@
+"""The training loop, top to bottom: take finished groups, score, shape, train, publish, record, evaluate, save.
+
+It is one loop: synchronous training is the streaming one with ``train.max_staleness`` 0. Everything happens in this
+thread; while the policy is at work, the rollouts are looked after between two looks at the policy (``Rollouts.pump``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from openrlhf_ext.algorithms import mean_entropies
+from openrlhf_ext.controller.checkpointing import Checkpointer
+from openrlhf_ext.controller.drift import DriftCheck
+from openrlhf_ext.controller.experience import ExperienceMaker, sequences_of
+from openrlhf_ext.controller.gauges import StepGauges
+from openrlhf_ext.controller.gpu_sharing import GpuSharing
+from openrlhf_ext.controller.records import StepRecorder
+from openrlhf_ext.controller.shards import TrainingShard
+from openrlhf_ext.driver.engines import EngineGuard
+from openrlhf_ext.driver.prompts import Prompt, all_prompts
+from openrlhf_ext.driver.rollouts import Group, Rollouts
+from openrlhf_ext.driver.state import loop_state
+from openrlhf_ext.driver.waiting import Deadline
+from openrlhf_ext.rollout.response import Sampling
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """When the loop does what.
+
+    Attributes:
+        step_timeout_s: longest time that a training step, a weight sync or a checkpoint may take.
+        eval_steps: training steps between evaluations; None = only before the first and after the last step.
+        eval_samples: completions of a held-out prompt.
+        eval_sampling: how they are sampled.
+        partial_rollouts: weights change in the middle of requests; otherwise a sync waits until none is in flight.
+        critic_steps: training steps at the start in which only the critic is trained.
+        take_turns: critic and policy share GPUs and train one after the other.
+        logging_steps: training steps between two records for the sinks.
+    """
+
+    step_timeout_s: float
+    eval_steps: int | None
+    eval_samples: int
+    eval_sampling: Sampling
+    partial_rollouts: bool
+    critic_steps: int
+    take_turns: bool
+    logging_steps: int
+
+
+@dataclass
+class TrainingLoop:
+    """One run's training.
+
+    Attributes:
+        policy: actor group of the policy's ranks.
+        held_out: loader of the prompts of evaluations; None = there are none.
+        sinks: OpenRLHF's loggers (W&B, TensorBoard).
+        tokenizer: shows them a sample.
+        step: training steps done.
+        version: of the policy's weights, which the engines have.
+    """
+
+    options: LoopOptions
+    policy: Any
+    rollouts: Rollouts
+    experience: ExperienceMaker
+    guard: EngineGuard
+    sharing: GpuSharing
+    deadline: Deadline
+    recorder: StepRecorder
+    gauges: StepGauges
+    held_out: Iterable[Any] | None = None
+    sinks: Sequence[Any] = ()
+    tokenizer: Any = None
+    drift: DriftCheck | None = None
+    checkpointer: Checkpointer | None = None
+    step: int = 0
+    version: int = 0
+    initial_entropy: float | None = None
+    _ended: float = field(default=0.0, init=False)
+
+    def run(self) -> None:
+        """Trains until the prompts are used up, with an evaluation before the first and after the last step."""
+        self.begin()
+        while groups := self.take():
+            shards = self.score_and_shape(groups)
+            trained = self.train(shards)
+            synced = self.publish()
+            self.record(groups, trained | synced)
+            self.evaluate_and_save()
+        self.end()
+
+    def begin(self) -> None:
+        """The engines get what a checkpoint holds, or the untrained policy is evaluated."""
+        if self.step:
+            self.publish()
+        else:
+            self.evaluate()
+        self._ended = time.perf_counter()
+
+    def take(self) -> list[Group]:
+        """The groups of the next step, oldest first; none when the prompts are used up."""
+        started = time.perf_counter()
+        groups = self.rollouts.take(self.version)
+        self._waited_s = time.perf_counter() - started
+        return groups
+
+    def score_and_shape(self, groups: Sequence[Group]) -> list[TrainingShard]:
+        """Old log-probs, values and reference log-probs; then advantages of whole groups, and every rank's shard."""
+        with self._limit(f"training step {self.step + 1}"):
+            return self.experience.make(groups, self.version, self._get)
+
+    def train(self, shards: list[TrainingShard]) -> dict[str, float]:
+        """Optimizer steps of policy and critic; all ranks of each return the same reduced metrics."""
+        started = time.perf_counter()
+        with self._limit(f"training step {self.step + 1}"):
+            if self.drift is not None:
+                self.drift.before_training()
+            critic, metrics = self.experience.critic, {}
+            values = critic.start_fit() if critic is not None else []
+            if self.options.take_turns:
+                self._get(values)  # only one of the two has its states on the device at a time
+            if self.step >= self.options.critic_steps:
+                self._get(self.policy.async_run_method_batch("append", experience=shards))
+                metrics |= self._get(self.policy.async_run_method("fit"))[0]
+            if values:
+                metrics |= self._get(values)[0][0]
+        self.step += 1
+        return metrics | {"time/train": time.perf_counter() - started}
+
+    def publish(self) -> dict[str, float]:
+        """Sends the weights to the engines and proves that they sample from them; measurements of rank 0."""
+        started = time.perf_counter()
+        if not self.options.partial_rollouts:
+            self.rollouts.drain()
+        drained = time.perf_counter()
+        with self._limit(f"sending the weights of step {self.step}"):
+            metrics = self.guard.repeated(self._send)
+        self.version = int(metrics["weight_sync/version"])
+        return metrics | {"time/wait_sync": drained - started, "time/sync": time.perf_counter() - started}
+
+    def _send(self) -> dict[str, float]:
+        self.sharing.wake_weights()
+        return self.deadline.get(self.policy.async_run_method("broadcast_to_vllm"))[0]
+
+    def record(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """Measures what the step was like, and writes it down."""
+        metrics = {**self.experience.metrics, **metrics}
+        metrics |= self._measured(metrics) | self.rollouts.gauges()
+        now = time.perf_counter()
+        metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
+        metrics |= {"engines/restarts": self.guard.restarts, "prompts/consumed": self.rollouts.prompts.drawn}
+        record = self.recorder.step(self.step, metrics, self._engine_stats())
+        if self.sinks and self.step % self.options.logging_steps == 0:
+            sample = groups[0].responses[0]
+            shown = {"generated_samples": [self.tokenizer.decode(sample.tokens_S.tolist()), sample.reward]}
+            for sink in self.sinks:
+                sink.log_train(self.step, record | shown)
+        self._ended = now
+
+    def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it changed nothing."""
+        made, measured = self.experience, {}
+        if self.drift is not None:
+            with self._limit(f"the drift check of step {self.step}"):
+                self.sharing.make_room_for_policy()
+                again = made.old_logprobs(made.batch, self._get)
+                measured |= self.drift.after_training(made.old, again, metrics.get("mismatch/mean_abs"))
+        return measured | self.gauges.collect(made.batch, metrics)
+
+    def evaluate_and_save(self) -> None:
+        """What is due after the step; neither is part of a step's time."""
+        evaluation = None
+        if self.options.eval_steps is not None and self.step % self.options.eval_steps == 0:
+            evaluation = self.evaluate()
+        if self.checkpointer is not None:
+            with self._limit(f"saving after step {self.step}"):
+                self.checkpointer.after_step(self.step, evaluation, self._state_to_save)
+        self._ended = time.perf_counter()
+
+    def _state_to_save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.sharing.make_room_for_policy()
+        return loop_state(self)
+
+    def end(self) -> None:
+        """Completes what is being written; evaluates the last weights if that was not due."""
+        if self.checkpointer is not None:
+            with self._limit("completing the last checkpoint"):
+                self.checkpointer.finish()
+        if self.recorder.last_evaluation != self.step:
+            self.evaluate()
+        for sink in self.sinks:
+            sink.close()
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Samples every held-out prompt; accuracy is the mean of the reward function's ``scores``."""
+        if self.held_out is None:
+            return None
+        started, options = time.perf_counter(), self.options
+        prompts = all_prompts(self.held_out)
+        groups = self.rollouts.sample(prompts, options.eval_samples, options.eval_sampling, "evaluating")
+        self._forget_other_samples()
+        logs = evaluation_metrics(groups) | {"time/eval": time.perf_counter() - started}
+        self.recorder.evaluation(self.step, logs)
+        for sink in self.sinks:
+            sink.log_eval(self.step, logs)
+        return logs
+
+    def measure_initial_entropy(self, prompts: Sequence[Prompt]) -> float:
+        """Mean over completions of their mean token entropy, before training (``<H>_ini`` of gtpo_conflict), nats."""
+        options, doing = self.rollouts.options, "measuring the initial entropy"
+        groups = self.rollouts.sample(prompts, options.samples, options.sampling, doing)
+        self._forget_other_samples()
+        batch = sequences_of([response for group in groups for response in group.responses])
+        with self._limit(doing):
+            entropies_N = self.experience.old_logprobs(batch, self._get).entropies_N
+        return float(mean_entropies(entropies_N, batch.responses).mean())
+
+    def _forget_other_samples(self) -> None:
+        """They do not count as a step's rollouts, nor do they change the seeds of the next ones."""
+        self._engine_stats()
+        self.guard.ask("forget_requests")
+
+    def _engine_stats(self) -> list[dict[str, Any]]:
+        """What the engines measured since the last call."""
+        results = self.guard.ask("rollout_stats")
+        for message in (m for result in results for m in result["reward_failures"]):
+            logger.error("grading failed: %s", message)  # the engine's own log is not on the user's terminal
+        return results
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    def _limit(self, doing: str) -> AbstractContextManager:
+        return self.deadline.limit(self.options.step_timeout_s, doing, "train.step_timeout_s")
+
+    def _get(self, refs: list) -> list:
+        """Waits for ranks, and looks after the rollouts meanwhile."""
+        return self.deadline.get(refs, meanwhile=self.rollouts.pump)
+
+
+def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Accuracy (mean of ``scores``) and its standard error over prompts, mean reward and length."""
+    responses = [response for group in groups for response in group.responses]
+    accuracy_P = torch.tensor([group.mean_score for group in groups], dtype=torch.float64)
+    return {
+        "eval/accuracy": float(accuracy_P.mean()),
+        "eval/accuracy_stderr": float(accuracy_P.std(correction=1) / len(groups) ** 0.5) if len(groups) > 1 else 0.0,
+        "eval/reward_mean": sum(response.reward for response in responses) / len(responses),
+        "eval/response_length_mean": sum(response.span for response in responses) / len(responses),
+        "eval/samples": float(len(responses)),
+    }

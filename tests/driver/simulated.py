@@ -1,0 +1,87 @@
+"""Engines and prompts in the hand of a test: which group is finished when, and with which weights, it says."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import numpy as np
+
+from openrlhf_ext.driver.rollouts import RolloutOptions
+from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=4, max_len=16)
+
+
+def options(**changes: Any) -> RolloutOptions:
+    """Two groups of two completions a step, on policy."""
+    given = {
+        "batch_size": 2, "samples": 2, "sampling": SAMPLING, "max_staleness": 0, "late": "train", "filter_range": None,
+        "max_filter_batches": 10, "timeout_s": 600.0,
+    }  # fmt: skip
+    return RolloutOptions(**{**given, **changes})
+
+
+def response(text: str, begun: int, ended: int, score: float = 0.5) -> Response:
+    """A prompt of two tokens and a completion of two, the second sampled with the weights at its end."""
+    spans = ((begun, 2, 4),) if begun == ended else ((begun, 2, 3), (ended, 3, 4))
+    tokens_S = np.array([1, 2, len(text), 4], dtype=np.int32)
+    logprobs_T = np.array([-0.5, -1.0], dtype=np.float32)
+    return Response(tokens_S, logprobs_T, ((2, 4),), spans, score, score, False, {"reward_failed": 0.0})
+
+
+class Loader(list):
+    """A loader of prompts ``first``, ``first + 1``, ... whose state is how many were drawn in this episode."""
+
+    def __init__(self, count: int, first: int = 0) -> None:
+        super().__init__((["source"], [f"{first + i}"], [f"label {first + i}"], [None]) for i in range(count))
+        self._start = self._drawn = 0
+
+    def __iter__(self):
+        self._drawn, self._start = self._start, 0
+        while self._drawn < len(self):
+            self._drawn += 1
+            yield self[self._drawn - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["drawn"]
+
+
+class Requests:
+    """In the place of ``GroupRequests``: a group is answered when the test has finished it.
+
+    Attributes:
+        version: of the weights that sample now.
+        asked: keys in the order in which they were asked for, also those that are finished.
+        at_once: every group but the ``stuck`` ones is finished as soon as it is waited for.
+    """
+
+    def __init__(self, at_once: bool = False, stuck: Iterable[int] = (), score: Any = lambda prompt: 0.5) -> None:
+        self.version, self.at_once, self.stuck, self.score = 0, at_once, set(stuck), score
+        self.asked: list[Hashable] = []
+        self.waiting: dict[Hashable, tuple[GroupRequest, int]] = {}
+        self._finished: list[tuple[Hashable, list[Response]]] = []
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self._finished)
+
+    def ask(self, key: Hashable, request: GroupRequest) -> None:
+        self.asked.append(key)
+        self.waiting[key] = request, self.version
+
+    def finish(self, *keys: Hashable) -> None:
+        """These groups come with the next answers."""
+        for key in keys:
+            request, begun = self.waiting.pop(key)
+            made = response(request.prompt, begun, self.version, self.score(request.prompt))
+            self._finished.append((key, [made] * request.samples))
+
+    def answers(self, timeout_s: float) -> list[tuple[Hashable, list[Response]]]:
+        if self.at_once:
+            self.finish(*(key for key in list(self.waiting) if key not in self.stuck))
+        assert self._finished or timeout_s == 0 or not self.waiting, "waits for groups that the test does not finish"
+        finished, self._finished = self._finished, []
+        return finished

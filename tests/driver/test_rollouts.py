@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_ext.driver.prompts import PromptStream
+from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Rollouts
+from openrlhf_ext.driver.waiting import Deadline, DeadlineExceeded
+from tests.driver.simulated import Loader, Requests, options
+
+
+def rollouts(requests: Requests, prompts: int = 8, episodes: int = 1, **changes: Any) -> Rollouts:
+    return Rollouts(PromptStream(Loader(prompts), episodes), requests, options(**changes), Deadline())
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    return [group.prompt.number for group in groups]
+
+
+def test_on_policy_the_engines_are_asked_for_one_batch_and_stand_still_while_the_policy_trains() -> None:
+    requests = Requests(at_once=True)
+    made = rollouts(requests)
+    assert numbers(made.take(0)) == [0, 1] and requests.asked == [0, 1]
+    made.pump()
+    assert requests.asked == [0, 1] and len(requests) == 0
+    assert numbers(made.take(1)) == [2, 3]
+
+
+def test_batches_are_whole_until_the_prompts_of_all_episodes_are_used_up() -> None:
+    made = rollouts(Requests(at_once=True), prompts=5, episodes=2, batch_size=4)
+    batches = []
+    while batch := made.take(0):
+        batches.append([group.prompt.text for group in batch])
+    assert batches == [["0", "1", "2", "3"], ["4", "0", "1", "2"], ["3", "4"]]
+
+
+def test_streaming_keeps_so_many_groups_on_their_way_that_none_can_be_older_than_the_bound() -> None:
+    requests = Requests()
+    made = rollouts(requests, prompts=20, max_staleness=1)
+    requests.at_once = True
+    assert numbers(made.take(0)) == [0, 1]
+    assert requests.asked == [0, 1, 2, 3], "this batch and the next one"
+    requests.at_once = False
+    made.pump()
+    assert requests.asked == [0, 1, 2, 3], "while the policy trains, one batch may be on its way or waiting"
+    requests.version = 1
+    assert numbers(made.take(1)) == [2, 3] and requests.asked == list(range(6))
+
+
+@pytest.mark.parametrize("late", ["train", "drop"])
+def test_a_straggler_holds_up_nobody_and_is_trained_late_or_dropped(late: str) -> None:
+    requests = Requests(at_once=True, stuck={0})
+    made = rollouts(requests, prompts=20, max_staleness=1, late=late)
+    for version, expected in enumerate(([1, 2], [3, 4], [5, 6])):
+        requests.version = version
+        assert numbers(made.take(version)) == expected, "0 takes long"
+    requests.stuck.clear()
+    requests.version = 3
+    last = made.take(3)
+    assert numbers(last) == ([0, 7] if late == "train" else [7, 8])
+    gauges = made.gauges()
+    assert (gauges["groups/trained_late"], gauges["groups/dropped_late"]) == ((1, 0) if late == "train" else (0, 1))
+
+
+def test_filtered_groups_are_replaced_at_once() -> None:
+    requests = Requests(at_once=True, score=lambda prompt: float(prompt in "0145"))
+    made = rollouts(requests, prompts=10, batch_size=3, filter_range=(0.5, 2.0))
+    assert numbers(made.take(0)) == [0, 1, 4]
+    assert made.gauges()["groups/kept_fraction"] == pytest.approx(3 / 5) and made.dropped["filtered"] == 2
+    assert numbers(made.take(1)) == [5], "the rest was filtered"
+    assert made.take(2) == []
+
+
+def test_filtering_that_leaves_nothing_ends_the_run() -> None:
+    made = rollouts(Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3)
+    with pytest.raises(FilterExhaustedError, match="used 7 prompts for one batch of 2.*--rollout.max_filter_batches"):
+        made.take(0)
+
+
+def test_other_prompts_are_sampled_beside_those_of_training() -> None:
+    requests = Requests(at_once=True)
+    made = rollouts(requests, prompts=20, max_staleness=1)
+    made.take(0)
+    stream = PromptStream(Loader(3, first=100), 1)
+    held_out = list(iter(stream.draw, None))
+    groups = made.sample(held_out, 5, options().sampling, "evaluating")
+    assert [group.prompt.text for group in groups] == ["100", "101", "102"]
+    assert all(len(group.responses) == 5 for group in groups)
+    assert numbers(made.take(1)) == [2, 3], "training's groups were not lost to the evaluation"
+
+
+def test_without_partial_rollouts_a_sync_waits_until_nothing_is_in_flight() -> None:
+    requests = Requests()
+    made = rollouts(requests, prompts=20, max_staleness=2)
+    requests.at_once = True
+    made.take(0)
+    requests.at_once = False
+    made.pump()
+    asked = list(requests.asked)
+    requests.at_once = True
+    made.drain()
+    assert len(requests) == 0 and requests.asked == asked, "new groups began before the sync"
+
+
+def test_a_batch_that_does_not_come_ends_the_wait() -> None:
+    class Silent(Requests):
+        def answers(self, timeout_s: float) -> list:
+            return []
+
+    made = rollouts(Silent(), timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match="waiting for a batch of rollouts; raise --rollout.timeout_s"):
+        made.take(0)
+
+
+@given(
+    data=st.data(), staleness=st.integers(0, 3), batch=st.integers(1, 4), prompts=st.integers(0, 30),
+    late=st.sampled_from(["train", "drop"]),
+)  # fmt: skip
+def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_bound(
+    data, staleness: int, batch: int, prompts: int, late: str
+) -> None:
+    """Groups finish in any order, also while the policy trains; the run is cut and resumed at any place."""
+
+    class Adversary(Requests):
+        def answers(self, timeout_s: float) -> list:
+            waiting = list(self.waiting)
+            at_least = 1 if timeout_s and waiting else 0
+            chosen = data.draw(st.integers(at_least, len(waiting)))
+            self.finish(*data.draw(st.permutations(waiting))[:chosen])
+            return super().answers(timeout_s)
+
+    requests, version, trained = Adversary(), 0, []
+    made = rollouts(requests, prompts, batch_size=batch, max_staleness=staleness, late=late)
+    begun_at: dict[int, int] = {}
+    while True:
+        groups = made.take(version)
+        if not groups:
+            break
+        for group in groups:
+            begun_at.setdefault(group.prompt.number, group.oldest_version)
+            lag = version - group.oldest_version
+            assert lag <= staleness or (late == "train" and staleness > 0)
+        trained += numbers(groups)
+        made.pump()
+        version += 1
+        requests.version = version
+        if data.draw(st.booleans()):  # killed, and resumed from here
+            state, finished, in_flight = made.snapshot()
+            fresh = Adversary()
+            fresh.version = version
+            made, requests = rollouts(fresh, prompts, batch_size=batch, max_staleness=staleness, late=late), fresh
+            made.restore(state, finished, in_flight)
+    assert len(set(trained)) == len(trained), "a group was trained twice"
+    assert len(trained) + made.dropped["late"] == prompts, "a group was lost"
