@@ -100,7 +100,10 @@ class Segments:
 
     def sums(self, values_N: Tensor) -> Tensor:
         """(B,) float64 sum over each row's tokens, differentiable."""
-        sums = [block.sums(values_N[block.tokens]) for block in self.blocks()]
+        blocks = list(self.blocks())
+        # split once: the gradients of many slices would be a whole tensor each
+        parts = values_N.split([block.size for block in blocks])
+        sums = [block.sums(values_n) for block, values_n in zip(blocks, parts, strict=True)]
         return torch.cat([values_N[:0].to(torch.float64), *sums])
 
     def maxima(self, values_N: Tensor) -> Tensor:
