@@ -93,7 +93,9 @@ def streaming_violations(
             f"{option} and train.colocate_all exclude each other: engines that sample while the policy trains need "
             "GPUs of their own; leave one of them out",
         )
-    if staleness > 0 and late == "train" and correction == "off":
+    # without partial rollouts nothing is in flight at a sync, so no group can be late
+    streams = staleness > 0 and (partial_rollout or not async_enable)
+    if streams and late == "train" and correction == "off":
         yield Violation(
             ("train.late_groups", "algo.advantage.is_correction_level"),
             "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "

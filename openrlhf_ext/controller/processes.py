@@ -70,7 +70,6 @@ def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
         logprobs_mode="processed_logprobs",
         executor_factory=executor_factory(config),
         fast_tokenizer=not config.data.disable_fast_tokenizer,
-        seed_requests=config.train.full_determinism_enable,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
         request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
         enable_sleep=config.vllm.enable_sleep and use_gpu,

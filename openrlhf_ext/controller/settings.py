@@ -165,6 +165,7 @@ def rollout_options(config: Any) -> RolloutOptions:
         filter_range=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
         max_filter_batches=config.rollout.max_filter_batches,
         timeout_s=config.rollout.timeout_s,
+        seed=config.train.seed if config.train.full_determinism_enable else None,
     )
 
 

@@ -106,6 +106,7 @@ class TrainingLoop:
         if self.step:
             self.publish()
         else:
+            self.version = self.guard.ask("weight_version")[0]
             self.evaluate()
         self._ended = time.perf_counter()
 
@@ -212,7 +213,7 @@ class TrainingLoop:
         started, options = time.perf_counter(), self.options
         prompts = all_prompts(self.held_out)
         groups = self.rollouts.sample(prompts, options.eval_samples, options.eval_sampling, "evaluating")
-        self._forget_other_samples()
+        self._engine_stats()  # these do not count as a step's rollouts
         logs = evaluation_metrics(groups) | {"time/eval": time.perf_counter() - started}
         self.recorder.evaluation(self.step, logs)
         for sink in self.sinks:
@@ -223,16 +224,11 @@ class TrainingLoop:
         """Mean over completions of their mean token entropy, before training (``<H>_ini`` of gtpo_conflict), nats."""
         options, doing = self.rollouts.options, "measuring the initial entropy"
         groups = self.rollouts.sample(prompts, options.samples, options.sampling, doing)
-        self._forget_other_samples()
+        self._engine_stats()
         batch = sequences_of([response for group in groups for response in group.responses])
         with self._limit(doing):
             entropies_N = self.experience.old_logprobs(batch, self._get).entropies_N
         return float(mean_entropies(entropies_N, batch.responses).mean())
-
-    def _forget_other_samples(self) -> None:
-        """They do not count as a step's rollouts, nor do they change the seeds of the next ones."""
-        self._engine_stats()
-        self.guard.ask("forget_requests")
 
     def _engine_stats(self) -> list[dict[str, Any]]:
         """What the engines measured since the last call."""

@@ -18,8 +18,10 @@ from openrlhf_ext.driver.engines import GroupRequests
 from openrlhf_ext.driver.prompts import Prompt, PromptStream
 from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
+from openrlhf_ext.rollout.seeding import derived_seed
 
 _LOOK_S = 1.0
+_TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
 
 
 class FilterExhaustedError(RuntimeError):
@@ -62,6 +64,7 @@ class RolloutOptions:
         filter_range: mean scores (exclusive) between which dynamic sampling keeps a group; None: all are kept.
         max_filter_batches: batches' worth of groups sampled for one step before dynamic sampling gives up.
         timeout_s: longest wait for a batch, or for an evaluation.
+        seed: every group has one of its own that follows from it; None: the engines' own random numbers.
     """
 
     batch_size: int
@@ -72,6 +75,7 @@ class RolloutOptions:
     filter_range: tuple[float, float] | None
     max_filter_batches: int
     timeout_s: float
+    seed: int | None = None
 
 
 class Rollouts:
@@ -175,10 +179,13 @@ class Rollouts:
                 self._exhausted = True
                 return
             self._in_flight[prompt.number] = prompt
-            self._requests.ask(prompt.number, self._request(prompt, self.options.samples, self.options.sampling))
+            options = self.options
+            self._requests.ask(prompt.number, self._request(prompt, options.samples, options.sampling, _TRAINING))
 
-    def _request(self, prompt: Prompt, samples: int, sampling: Sampling) -> GroupRequest:
-        return GroupRequest(prompt.text, prompt.label, samples, sampling)
+    def _request(self, prompt: Prompt, samples: int, sampling: Sampling, purpose: int) -> GroupRequest:
+        base = self.options.seed
+        seed = None if base is None else derived_seed(base, purpose, prompt.number)
+        return GroupRequest(prompt.text, prompt.label, samples, sampling, seed)
 
     def _collect(self, timeout_s: float) -> None:
         for key, responses in self._requests.answers(timeout_s):
@@ -222,7 +229,7 @@ class Rollouts:
         with self._deadline.limit(self.options.timeout_s, doing, "rollout.timeout_s"), self._with_engines():
             self._others = dict.fromkeys(keys)
             for key, prompt in zip(keys, prompts, strict=True):
-                self._requests.ask(key, self._request(prompt, samples, sampling))
+                self._requests.ask(key, self._request(prompt, samples, sampling, _OTHER))
             while not all(self._others.values()):
                 self._collect(min(self._deadline.remaining, _LOOK_S))
         groups = [Group(prompt, self._others[key]) for key, prompt in zip(keys, prompts, strict=True)]

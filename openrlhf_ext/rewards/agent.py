@@ -46,10 +46,12 @@ class GradedAgentExecutor(GradedExecutor):
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
         """See :class:`GradedExecutor`. Raises RewardFailureLimit also for an agent that fails before it generates."""
-        return await asyncio.gather(*(self._respond(request, tokenizer, engine) for _ in range(request.samples)))
+        return await asyncio.gather(
+            *(self._respond(request, sample, tokenizer, engine) for sample in range(request.samples))
+        )
 
-    async def _respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> Response:
-        recorder = ResponseRecorder(engine)
+    async def _respond(self, request: GroupRequest, sample: int, tokenizer: Any, engine: Any) -> Response:
+        recorder = ResponseRecorder(engine, request.seed_of(sample))
         turns = _Turns(recorder)
         answer: dict[str, Any] = {}
 

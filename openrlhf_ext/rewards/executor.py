@@ -120,10 +120,11 @@ class GradedSingleTurnExecutor(GradedExecutor):
         room = sampling.max_new_tokens or max(1, sampling.max_len - len(ids))
         ids = ids[max(0, len(ids) - (sampling.max_len - room)) :]
         # log-probs of the sampled tokens alone, as one flat list
-        params = engine.sampling_params(sampling, max_tokens=room, detokenize=False, logprobs=0, flat_logprobs=True)
-        return await asyncio.gather(
-            *(self._respond(request, ids, params, tokenizer, engine) for _ in range(request.samples))
-        )
+        asked = {"max_tokens": room, "detokenize": False, "logprobs": 0, "flat_logprobs": True}
+        params = [
+            engine.sampling_params(sampling, seed=request.seed_of(sample), **asked) for sample in range(request.samples)
+        ]
+        return await asyncio.gather(*(self._respond(request, ids, each, tokenizer, engine) for each in params))
 
     async def _respond(
         self, request: GroupRequest, ids: list[int], params: Any, tokenizer: Any, engine: Any

@@ -19,7 +19,6 @@ from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
-from openrlhf_ext.rollout.seeding import RequestSeeds
 from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
 from openrlhf_ext.rollout.weight_sync.base import Link
 from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
@@ -46,7 +45,7 @@ class RolloutEngine(compat.RolloutRayActor):
 
     It is OpenRLHF's actor (`generate`, `pause_generation`, `sleep`, ...) with: groups of graded completions as flat
     arrays, weights by buckets with a version, refusal to sample from weights that arrived incompletely, a deadline per
-    request, seeds per request, and what the driver asks about.
+    request, and what the driver asks about.
     """
 
     async def __init__(
@@ -58,8 +57,6 @@ class RolloutEngine(compat.RolloutRayActor):
         num_gpus: float = 0,
         full_determinism: bool = False,
         in_process: bool = False,
-        seed_requests: bool = False,
-        request_seed: int = 0,
         request_timeout_s: float = 600.0,
         **engine_args: Any,
     ) -> None:
@@ -71,8 +68,6 @@ class RolloutEngine(compat.RolloutRayActor):
             bundle_indices, num_gpus, full_determinism: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
-            seed_requests: give every request a seed of its own, see `RequestSeeds`.
-            request_seed: base of these seeds; the same for every engine, because load decides which engine serves.
             request_timeout_s: deadline of every request, in seconds.
             *args, **engine_args: vLLM's engine arguments (`model`, `dtype`, `max_model_len`, ...).
 
@@ -95,7 +90,6 @@ class RolloutEngine(compat.RolloutRayActor):
         }
         self._in_process = in_process
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
-        self._seeds = RequestSeeds(request_seed) if seed_requests else None
         self._request_timeout_s = request_timeout_s
         self._generating = BusyClock()
         self._responding = BusyClock()
@@ -126,7 +120,7 @@ class RolloutEngine(compat.RolloutRayActor):
             EngineDied: vLLM's process is gone; with the end of its log.
         """
         self._require_valid_weights()
-        params = self._effective_params(prompt_token_ids, sampling_params)
+        params = _final_only(sampling_params)
         begun_with = self._weight_version
         with self._generating.running():
             output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
@@ -136,15 +130,6 @@ class RolloutEngine(compat.RolloutRayActor):
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self._num_sequences += len(output.outputs)
         return output
-
-    def _effective_params(self, prompt_token_ids: Sequence[int], asked: SamplingParams) -> SamplingParams:
-        from vllm.sampling_params import RequestOutputKind
-
-        params = asked.clone()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        if self._seeds is not None and params.seed is None:
-            params.seed = self._seeds.next_seed(prompt_token_ids)
-        return params
 
     def _note_versions(self, output: vllm.RequestOutput, begun_with: int) -> None:
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -240,8 +225,6 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.reset_prefix_cache()
         await self._change_version(version)
         self._weight_error = None
-        if self._seeds is not None:
-            self._seeds.start_version(version)
         return max(load_s)
 
     async def _change_version(self, version: int) -> None:
@@ -308,11 +291,6 @@ class RolloutEngine(compat.RolloutRayActor):
 
     # ---- what the controller asks
 
-    async def forget_requests(self) -> None:
-        """An evaluation is over: seeds of the rollouts that follow do not depend on whether there was one."""
-        if self._seeds is not None:
-            self._seeds.forget_requests()
-
     async def rollout_stats(self) -> dict[str, Any]:
         """Counts since the last call.
 
@@ -339,6 +317,15 @@ class RolloutEngine(compat.RolloutRayActor):
     async def process_info(self) -> dict[str, Any]:
         """Which process this actor is, pids of its child processes, and its log files (`describe_process`)."""
         return describe_process()
+
+
+def _final_only(asked: SamplingParams) -> SamplingParams:
+    """The same parameters for a request whose output is wanted once, at its end."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = asked.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
 
 
 async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:

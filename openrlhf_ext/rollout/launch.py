@@ -42,7 +42,6 @@ def create_rollout_engines(
     logprobs_mode: str = "processed_logprobs",
     executor_factory: Callable[[], Any],
     fast_tokenizer: bool = True,
-    seed_requests: bool = False,
     request_timeout_s: float = 600.0,
     enable_sleep: bool = False,
     full_determinism: bool = False,
@@ -59,7 +58,7 @@ def create_rollout_engines(
         num_engines: engines, each a vLLM instance with a whole copy of the model.
         tensor_parallel_size: workers per engine.
         model_path: Hugging Face checkpoint (directory or hub name).
-        seed: engine i samples with seed + i; also the base of `seed_requests`.
+        seed: engine i samples with seed + i, where a request has no seed of its own.
         dtype: "float32", "bfloat16" or "float16".
         max_model_len: prompt plus response, in tokens.
         enable_prefix_caching: reuse keys and values of common prompt prefixes.
@@ -70,7 +69,7 @@ def create_rollout_engines(
         max_num_batched_tokens: tokens that an engine computes in one step; None: 8192 on a GPU, on CPU 4096 or
             `max_model_len`, whichever is larger.
         logprobs_mode: "processed_logprobs" returns log-probs of the distribution that was sampled from.
-        executor_factory, fast_tokenizer, seed_requests, request_timeout_s: see `RolloutEngine`.
+        executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
         full_determinism: as OpenRLHF's `--train.full_determinism_enable`.
         trust_remote_code: run Python code found in the checkpoint.
@@ -99,8 +98,6 @@ def create_rollout_engines(
         "disable_log_stats": True,
         "executor_factory": executor_factory,
         "fast_tokenizer": fast_tokenizer,
-        "seed_requests": seed_requests,
-        "request_seed": seed,
         "request_timeout_s": request_timeout_s,
         "full_determinism": full_determinism,
     }

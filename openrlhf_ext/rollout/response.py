@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf_ext.rollout.seeding import derived_seed
 from openrlhf_ext.rollout.token_versions import SPANS_KEY, Span
 
 
@@ -32,12 +33,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, of which ``samples`` graded completions are wanted."""
+    """One prompt, of which ``samples`` graded completions are wanted.
+
+    Attributes:
+        seed: of the group; None = the engine's own random numbers.
+    """
 
     prompt: str
     label: Any
     samples: int
     sampling: Sampling
+    seed: int | None = None
+
+    def seed_of(self, sample: int) -> int | None:
+        """Of the completion at this place in the group."""
+        return None if self.seed is None else derived_seed(self.seed, sample)
 
 
 @dataclass(frozen=True)

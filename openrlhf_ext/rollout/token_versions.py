@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf_ext.rollout.seeding import derived_seed
+
 Span = tuple[int, int, int]
 """(version of the weights, first token, end)"""
 
@@ -52,16 +54,24 @@ class ResponseRecorder:
     Everything that executors know of an engine works; only the outputs of ``generate`` are noted in passing.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, seed: int | None = None) -> None:
+        """
+        Args:
+            seed: of the response, from which every request without one gets a seed of its own.
+        """
+        self._engine, self._seed, self._turns = engine, seed, 0
         self._sampled: list[tuple[list[int], list[Span]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine's ``generate``."""
-        output = await self._engine.generate(*args, **kwargs)
+        if self._seed is not None and sampling_params.seed is None:
+            sampling_params = sampling_params.clone()
+            sampling_params.seed = derived_seed(self._seed, self._turns)
+        self._turns += 1
+        output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
         for completion in output.outputs:
             self._sampled.append((list(completion.token_ids), completion.weight_versions))
         return output

@@ -1,4 +1,4 @@
-"""Colocated and asynchronous training: which options go together."""
+"""Colocated and streaming training: which options go together."""
 
 from __future__ import annotations
 
@@ -33,6 +33,37 @@ def test_partial_rollouts_are_asynchronous_and_asynchronous_runs_are_not_colocat
     assert problems("--train.async_enable", "--train.partial_rollout_enable", "--train.async_queue_size", "2") == []
     assert "needs train.async_enable" in problems("--train.partial_rollout_enable")[0]
     assert "exclude each other" in problems("--train.async_enable", *COLOCATED, *TWO_ENGINES)[0]
+
+
+def test_openrlhfs_names_come_to_a_number_of_versions_that_a_token_may_lag(load, problems):
+    def streaming(*words: str):
+        config = load(*words)
+        return config.max_staleness, config.partial_rollouts
+
+    assert streaming() == (0, True)
+    assert streaming("--train.max_staleness", "2") == (2, True)
+    assert streaming("--train.async_enable") == (1, False)
+    assert streaming("--train.async_enable", "--train.async_queue_size", "3") == (3, False)
+    assert streaming("--train.async_enable", "--train.partial_rollout_enable") == (1, True)
+    assert streaming("--train.async_enable", "--train.max_staleness", "2") == (2, False)
+    two_names = ("--train.async_enable", "--train.max_staleness", "2", "--train.async_queue_size", "3")
+    assert "two names of one number, got 2 and 3" in problems(*two_names)[0]
+    assert "train.max_staleness 0 forbids" in problems("--train.async_enable", "--train.max_staleness", "0")[0]
+    assert "exclude each other" in problems("--train.max_staleness", "1", *COLOCATED, *TWO_ENGINES)[0]
+
+
+def test_late_groups_are_corrected_or_dropped(load, problems):
+    uncorrected = ("--train.max_staleness", "1", "--algo.advantage.is_correction_level", "off")
+    (message,) = problems(*uncorrected)
+    assert "train.late_groups train needs an importance correction" in message and "drop" in message
+    assert problems(*uncorrected, "--train.late_groups", "drop") == []
+    (warning,) = load("--train.late_groups", "drop").warnings
+    assert warning == "train.late_groups has no effect: train.max_staleness is 0: no group is late"
+
+
+def test_an_engine_can_be_asked_for_a_whole_group(problems):
+    (message,) = problems("--vllm.max_requests", "3", "--rollout.n_samples_per_prompt", "4")
+    assert "vllm.max_requests must be at least rollout.n_samples_per_prompt" in message and "got 3 and 4" in message
 
 
 def test_tensor_parallel_groups_fit_into_a_node(problems):
@@ -99,11 +130,21 @@ def test_violations_name_options_that_exist():
             policy_sleep=True,
             engine_sleep=True,
         ),
-        *mode_rules.async_violations(async_enable=True, partial_rollout=True, colocate_all=True),
-        *mode_rules.async_violations(async_enable=False, partial_rollout=True, colocate_all=False),
+        *mode_rules.streaming_violations(
+            asked=2, queue=1, staleness=2, partial_rollout=True, async_enable=True, colocate_all=True, late="train",
+            correction="off", max_requests=2, group_size=4,
+        ),
+        *mode_rules.streaming_violations(
+            asked=0, queue=None, staleness=0, partial_rollout=True, async_enable=True, colocate_all=False, late="drop",
+            correction="off", max_requests=None, group_size=4,
+        ),
+        *mode_rules.streaming_violations(
+            asked=None, queue=None, staleness=0, partial_rollout=True, async_enable=False, colocate_all=False,
+            late="train", correction="off", max_requests=None, group_size=4,
+        ),
         *mode_rules.node_violations(num_nodes=2, gpus_per_node=1, tp=2),
     ]
-    assert len(found) == 7
+    assert len(found) == 11
     for violation in found:
         assert set(violation.options) <= set(option_table())
         assert any(name in violation.message for name in violation.options)

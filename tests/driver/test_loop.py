@@ -83,6 +83,8 @@ class World:
         return [{"weight_sync/version": self.version} if method == "broadcast_to_vllm" else {"loss/policy": 0.1}]
 
     def ask(self, method: str) -> list:
+        if method == "weight_version":
+            return [self.version]
         return [{"generation_s": 0.1, "exposed_grading_s": 0.0, "reward_failures": []}]
 
     def record(self, step: int, metrics: dict, engines: list) -> dict:

@@ -70,11 +70,11 @@ def main(folder: Path) -> None:
         parts = job.build_parts(base, session)
         for estimator in OPTIONS:
             config = config_of(task, estimator)
-            trainer = job.build_trainer(config, parts)
+            loop = job.build_loop(config, parts)
             if config.initial_entropy_prompts:
-                job.set_initial_entropy(config, trainer, parts)
-            trainer.fit()
-            trainer.recorder.close()
+                job.set_initial_entropy(config, loop, parts)
+            loop.run()
+            loop.recorder.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains asynchronously, goes on from a checkpoint, trains with partial rollouts, on one set of Ray actors.
+"""Trains asynchronously, goes on from a checkpoint, then streams with partial rollouts, on one set of Ray actors.
 
 The engine is killed once in the first and once in the last part, with requests in flight.
 """
@@ -6,11 +6,9 @@ The engine is killed once in the first and once in the last part, with requests 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import ray
@@ -20,17 +18,18 @@ from openrlhf_ext.config import load_config
 from openrlhf_ext.controller import job, settings
 from openrlhf_ext.controller.resume import restore
 from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.driver.loop import TrainingLoop
 from tests.e2e.jobs import Task
-from tests.patience import PATIENCE_S, until
+from tests.patience import until
 
-# long responses, so that weights can change in the middle of one
+# long responses, of one batch at a time: others are in flight whenever a batch is complete
 COMMON = {
-    "train__async_enable": "true", "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8,
+    "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8, "vllm__max_requests": 32,
 }  # fmt: skip
 RUNS = {
-    "async": {"eval__steps": 2, "eval__n_samples_per_prompt": 1, "ckpt__save_steps": 2},
-    "resumed": {"train__num_episodes": 2, "ckpt__load_enable": "true"},
-    "partial": {"train__partial_rollout_enable": "true"},
+    "async": {"train__async_enable": "true", "eval__steps": 2, "eval__n_samples_per_prompt": 1, "ckpt__save_steps": 2},
+    "resumed": {"train__async_enable": "true", "train__num_episodes": 2, "ckpt__load_enable": "true"},
+    "streaming": {"train__max_staleness": 2},
 }
 
 
@@ -39,66 +38,56 @@ def config_of(task: Task, name: str):
     return load_config(task.options(name, **folders, **COMMON, **RUNS[name]))
 
 
-def hold_batches(trainer, numbers: tuple[int, ...]) -> dict[int, threading.Event]:
-    """Batches of rollouts (from 0) that do not begin before their event: neither side is too fast for the other."""
-    begin, batches = {number: threading.Event() for number in numbers}, itertools.count()
-    generate = trainer.rollout_generator.generate_samples
+def kill_in_training(loop: TrainingLoop) -> None:
+    """Right before the first update, when groups of the second batch are in flight, the engine is killed."""
+    train = loop.train
 
-    def generate_when_told(**kwargs):
-        if (number := next(batches)) in begin:
-            assert begin[number].wait(PATIENCE_S), "nobody told"
-        return generate(**kwargs)
+    def kill_and_train(shards: list) -> dict:
+        if loop.step == 0:
+            kill_in_flight(loop)
+        return train(shards)
 
-    trainer.rollout_generator.generate_samples = generate_when_told
-    return begin
+    loop.train = kill_and_train
 
 
-def kill_in_training(trainer) -> None:
-    """Right before the first update, when the second batch of rollouts is in flight, the engine is killed."""
-    begin, train = hold_batches(trainer, (1,)), trainer.ppo_train
-
-    def kill_and_train(global_steps: int) -> dict:
-        if global_steps == 0:
-            begin[1].set()
-            kill_in_flight(trainer)
-        return train(global_steps)
-
-    trainer.ppo_train = kill_and_train
-
-
-def sync_in_flight(trainer) -> None:
+def sync_in_flight(loop: TrainingLoop) -> None:
     """The first two syncs meet requests in flight; right before the second one the engine is killed."""
-    begin, syncs, sync = hold_batches(trainer, (1, 2)), itertools.count(1), trainer.broadcast_to_vllm
+    train, publish = loop.train, loop.publish
 
-    def sync_in_batch() -> None:
-        if (number := next(syncs)) in begin:
-            begin[number].set()
-            await_tokens(trainer)
-        if number == 2:
-            kill_in_flight(trainer)
-        sync()
+    def pause_and_train(shards: list) -> dict:
+        if loop.step < 2:  # what is in flight now is there at the sync
+            ray.get([engine.pause_generation.remote() for engine in loop.guard.engines])
+        return train(shards)
 
-    trainer.broadcast_to_vllm = sync_in_batch
+    def publish_in_flight() -> dict:
+        if loop.step <= 2:
+            ray.get([engine.resume_generation.remote() for engine in loop.guard.engines])
+            await_tokens(loop)
+        if loop.step == 2:
+            kill_in_flight(loop)
+        return publish()
+
+    loop.train, loop.publish = pause_and_train, publish_in_flight
 
 
-def kill_in_flight(trainer) -> None:
+def kill_in_flight(loop: TrainingLoop) -> None:
     """SIGKILL to the engine as soon as it has sampled something of an unfinished request."""
-    await_tokens(trainer)
-    os.kill(ray.get(trainer.vllm_engines[0].process_info.remote())["pid"], signal.SIGKILL)
+    await_tokens(loop)
+    os.kill(ray.get(loop.guard.engines[0].process_info.remote())["pid"], signal.SIGKILL)
 
 
-def await_tokens(trainer) -> None:
+def await_tokens(loop: TrainingLoop) -> None:
     """Returns when a request has begun and not ended."""
-    until(lambda: tokens_in_flight(trainer) > 0, "tokens of an unfinished request")
+    until(lambda: tokens_in_flight(loop) > 0, "tokens of an unfinished request")
 
 
-def tokens_in_flight(trainer) -> int:
+def tokens_in_flight(loop: TrainingLoop) -> int:
     """Of requests that have begun and not ended."""
-    counts = ray.get([engine.sampled_tokens.remote() for engine in trainer.vllm_engines])
+    counts = ray.get([engine.sampled_tokens.remote() for engine in loop.guard.engines])
     return sum(sum(tokens.values()) for tokens in counts)
 
 
-TROUBLES = {"async": kill_in_training, "partial": sync_in_flight}
+TROUBLES = {"async": kill_in_training, "streaming": sync_in_flight}
 
 
 def main(folder: Path) -> None:
@@ -110,11 +99,11 @@ def main(folder: Path) -> None:
             config = config_of(task, name)
             resumed = restore(config, job.checkpointed_groups(parts.policy, parts.companions))
             strategy = compat.DriverStrategy(config.upstream_args())
-            trainer = job.build_trainer(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
+            loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
             if name in TROUBLES:
-                TROUBLES[name](trainer)
-            trainer.fit()
-            trainer.recorder.close()
+                TROUBLES[name](loop)
+            loop.run()
+            loop.recorder.close()
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ def main(folder: Path) -> None:
     with session:
         parts = job.build_parts(base, session)
         for config in (base, load_config(task.options("grpo", **IN_LOSS, **agent))):
-            trainer = job.build_trainer(config, parts)
-            trainer.fit()
-            trainer.recorder.close()
+            loop = job.build_loop(config, parts)
+            loop.run()
+            loop.recorder.close()
         parts.companions.save(base)
 
 

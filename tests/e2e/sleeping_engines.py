@@ -13,24 +13,24 @@ from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.controller import job
 
 TROUBLES = {1: (0, signal.SIGKILL), 2: (1, signal.SIGSTOP)}
-build_trainer = job.build_trainer
+build_loop = job.build_loop
 
 
 def sabotaged(config: Any, parts: job.Parts) -> Any:
-    """The job's trainer, which does the harm right before it trains, when the engines sleep."""
-    trainer = build_trainer(config, parts)
-    train = trainer.ppo_train
+    """The job's loop, which does the harm right before it trains, when the engines sleep."""
+    loop = build_loop(config, parts)
+    train = loop.train
 
-    def harm_and_train(global_steps: int) -> dict:
-        if global_steps in TROUBLES:
-            index, how = TROUBLES[global_steps]
-            os.kill(ray.get(trainer.vllm_engines[index].process_info.remote())["pid"], how)
-        return train(global_steps)
+    def harm_and_train(shards: list) -> dict:
+        if loop.step in TROUBLES:
+            index, how = TROUBLES[loop.step]
+            os.kill(ray.get(loop.guard.engines[index].process_info.remote())["pid"], how)
+        return train(shards)
 
-    trainer.ppo_train = harm_and_train
-    return trainer
+    loop.train = harm_and_train
+    return loop
 
 
 if __name__ == "__main__":
-    job.build_trainer = sabotaged
+    job.build_loop = sabotaged
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Asynchronous training and partial rollouts through the whole stack (colocated runs: test_layouts.py).
+"""Streaming with and without partial rollouts through the whole stack (colocated runs: test_layouts.py).
 
 In each of both modes the engine is killed once while it generates, see ``tests.e2e.modes``.
 """
@@ -19,7 +19,7 @@ from tests.e2e.jobs import JOB_S, Task
 
 pytestmark = pytest.mark.e2e
 PROMPTS, SAMPLES, STEPS = 32, 4, 4
-RUNS = ("async", "resumed", "partial")
+RUNS = ("async", "resumed", "streaming")
 ROOT = Path(__file__).resolve().parent.parent.parent
 # writes down every response it grades, and tells the record of a step which questions were trained on
 REWARD = """
@@ -56,17 +56,16 @@ def steps_of(task: Task, name: str) -> list[dict]:
         assert record["weight_sync/probe_max_abs_diff"] < 1e-4
         assert record["algorithm/correction_filtered"] >= 0, "importance correction is on by default"
         assert 0 <= record["time/wait_rollouts"] <= record["time/step"]
+        assert record["groups/in_flight"] + record["groups/queued"] <= 16 and record["groups/dropped_late"] == 0
     return records
 
 
-def test_without_partial_rollouts_every_batch_is_of_one_version_and_one_update_old(task):
+def test_without_partial_rollouts_every_completion_is_of_one_version_and_one_update_old_at_most(task):
     records = steps_of(task, "async")
     assert all(record["staleness/mixed_fraction"] == 0 for record in records)
-    first, disturbed, *others = records
-    assert all(record["staleness/max"] == record["staleness/mean"] <= 1 for record in [first, *others])
-    assert first["staleness/max"] == 0 and others[-1]["staleness/max"] == 1
-    # the engine died: the new one had the weights of the moment, which were those after the update under way
-    assert 0 <= disturbed["staleness/mean"] <= disturbed["staleness/max"] <= 1
+    assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 1 for record in records)
+    assert records[0]["staleness/max"] == 0 and records[-1]["staleness/max"] == 1
+    assert all(record["groups/trained_late"] == 0 for record in records)
     for record in records:
         is_on_policy = record["kl/rollout_max_abs"] < 1e-3
         assert is_on_policy == (record["staleness/max"] == 0), "the stated versions are not those that sampled"
@@ -76,18 +75,20 @@ def test_without_partial_rollouts_every_batch_is_of_one_version_and_one_update_o
 
 def test_a_killed_engine_is_replaced_in_the_middle_of_training_and_of_a_sync(task):
     restarts = {name: [record["engines/restarts"] for record in steps_of(task, name)] for name in RUNS}
-    assert restarts == {"async": [1, 1, 1, 1], "resumed": [1, 1, 1, 1], "partial": [1, 2, 2, 2]}
+    assert restarts == {"async": [1, 1, 1, 1], "resumed": [1, 1, 1, 1], "streaming": [1, 2, 2, 2]}
 
 
 def test_with_partial_rollouts_weights_change_in_the_middle_of_requests(task):
-    records = steps_of(task, "partial")
+    records = steps_of(task, "streaming")
     assert max(record["staleness/mixed_fraction"] for record in records) > 0, "no sync met a request in flight"
-    assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 1 for record in records)
+    assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 3 for record in records)
+    late = [record["staleness/max"] > 2 for record in records]
+    assert [record["groups/trained_late"] > 0 for record in records] == late, "what exceeds the bound is counted"
 
 
 def test_a_resumed_run_goes_on_with_the_next_prompts_and_versions(task):
     before, after = steps_of(task, "async"), steps_of(task, "resumed")
-    assert [record["prompts/consumed"] for record in after] == [40, 48, 56, 64]
+    assert after[0]["prompts/consumed"] >= 40 and after[-1]["prompts/consumed"] == 64
     assert all(0 <= record["staleness/mean"] <= record["staleness/max"] <= 1 for record in after)
     assert after[0]["weight_sync/version"] > before[-1]["weight_sync/version"]
     assert after[0]["kl/rollout_max_abs"] < 1e-3, "the engines have the weights of the checkpoint"
@@ -98,7 +99,6 @@ def test_every_sample_is_graded_once_and_trained_on_once(task):
     for i in range(PROMPTS):
         more = graded[f"{i} + {i + 1} = "] - 3 * SAMPLES  # three passes over the prompts
         assert 0 <= more <= 2 * SAMPLES, "what a killed engine had graded already is graded again, and nothing else"
-    assert [record["prompts/consumed"] for record in steps_of(task, "partial")] == [8, 16, 24, 32]
     for name in RUNS:
         records = steps_of(task, name)
         for key, power in (("number", 1), ("square", 2)):

@@ -66,7 +66,7 @@ def steps_done(job: Job) -> int:
 
 
 def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
-    """Two episodes of 20 prompts in batches of 8: three steps each, the last one with 4 prompts."""
+    """Two episodes of 22 prompts in batches of 8: six steps, one across both episodes, the last one of 4 prompts."""
     more |= {
         "ckpt__path": task.folder / f"{name}_ckpt", "ckpt__save_steps": 1, "ckpt__best_metric_key": "eval/reward_mean",
         "train__num_episodes": 2, "eval__dataset": task.folder / "prompts.jsonl", "eval__steps": 2,
@@ -77,7 +77,7 @@ def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
 
 @pytest.mark.e2e
 def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
-    task = Task.make(tmp_path, prompts=20, reward=HOLDING_REWARD)
+    task = Task.make(tmp_path, prompts=22, reward=HOLDING_REWARD)
     job = Job(options(task, "whole"), tmp_path / "whole.log")
     assert job.finish() == 0, job.text
 

@@ -17,8 +17,9 @@ from openrlhf_ext.rewards import (
     load_agent,
     make_agent_executor,
 )
+from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S
-from tests.rewards.test_executor import CharTokenizer, FakeEngine, Sampling
+from tests.rewards.test_executor import CharTokenizer, FakeEngine, request
 
 AGENT_FILE = """
 from openrlhf_ext.compat import AgentExecutorBase
@@ -63,26 +64,35 @@ def run(
     engine = engine or FakeEngine(["ab", "cd$"] * len(labels))
 
     async def everything() -> list:
-        return [await executor.execute("2+", label, Sampling(), 64, CharTokenizer(), engine) for label in labels]
+        asked = [request(prompt="2+", label=label) for label in labels]
+        return [(await executor.respond(each, CharTokenizer(), engine))[0] for each in asked]
 
     return executor, asyncio.run(everything())
 
 
 def test_a_response_leaves_as_the_agent_made_it() -> None:
     executor, (response,) = run("good")
-    assert (response["reward"], response["scores"]) == (1.5, 1.0)
-    assert (response["prompt"], response["label"], response["images"]) == ("2+", "good", None)
-    assert response["extra_logs"] == {"turns": 2.0, "reward_failed": 0.0}
-    assert response["action_ranges"] == [(2, 4), (5, 8)]
-    assert executor.take_failures() == [] and executor.needs_text
+    assert (response.reward, response.score) == (1.5, 1.0)
+    assert response.extra_logs == {"turns": 2.0, "reward_failed": 0.0}
+    assert response.actions == ((2, 4), (5, 8)) and (response.sampled, response.span) == (5, 6)
+    assert response.versions == ((3, 2, 4), (3, 5, 8)) and response.logprobs_T.tolist() == [-0.25] * 5
+    assert executor.take_failures() == []
+
+
+def test_what_exceeds_the_longest_sequence_is_cut() -> None:
+    executor = GradedAgentExecutor(TwoTurns(), PATIENCE_S, FailurePolicy(0))
+    asked = GroupRequest("2+", "good", 1, Sampling(1.0, 1.0, 4, max_len=6))
+    (cut,) = asyncio.run(executor.respond(asked, CharTokenizer(), FakeEngine(["ab", "cd$"])))
+    assert cut.tokens_S.tolist() == [ord(c) for c in "2+ab=c"] and cut.actions == ((2, 4), (5, 6))
+    assert len(cut.logprobs_T) == cut.sampled == 3 and cut.versions == ((3, 2, 4), (3, 5, 6))
 
 
 @pytest.mark.parametrize("label", ["none", "nan", "text"])
 def test_a_response_without_a_finite_reward_gets_the_value_of_a_failure(label: str) -> None:
     executor, (_, response) = run("good", label)
-    assert (response["reward"], response["scores"]) == (-1.0, 0.0)
-    assert response["extra_logs"] == {"turns": 0.0, "reward_failed": 1.0}
-    assert response["action_ranges"] == [(2, 4), (5, 8)], "the response itself is whole"
+    assert (response.reward, response.score) == (-1.0, 0.0)
+    assert response.extra_logs == {"turns": 0.0, "reward_failed": 1.0}
+    assert response.actions == ((2, 4), (5, 8)), "the response itself is whole"
     (message,) = executor.take_failures()
     assert "RewardInvalid: the agent returned rewards" in message and "prompt: '2+'" in message, message
 
@@ -98,18 +108,18 @@ def test_an_agent_that_gives_no_response_leaves_its_last_turn(label: str, says: 
     executor, (_, response) = run("good", label)
     (message,) = executor.take_failures()
     assert re.search(says, message) and "prompt: '2+'" in message, message
-    assert response["reward"] == -1.0 and response["extra_logs"]["reward_failed"] == 1.0
-    text = "".join(map(chr, response["observation_tokens"]))
-    start, end = response["action_ranges"][0]
+    assert response.reward == -1.0 and response.extra_logs["reward_failed"] == 1.0
+    text = "".join(map(chr, response.tokens_S))
+    start, end = response.actions[0]
     assert (text, text[start:end]) == {"raise": ("2+ab", "ab"), "incomplete": ("2+ab=cd$", "cd$")}[label]
-    assert response["rollout_log_probs"] == [0.0] * start + [-0.25] * (end - start)
+    assert response.logprobs_T.tolist() == [-0.25] * (end - start)
     assert repr(text[start:end]) in message, "the completion"
 
 
 def test_an_agent_that_hangs_passes_its_deadline_and_generation_does_not_count() -> None:
     slow = FakeEngine(["ab", "cd$"] * 2, delay_s=1.6)
     executor, (good, hung) = run("good", "hang", timeout_s=1.5, engine=slow)
-    assert good["reward"] == 1.5 and hung["reward"] == -1.0
+    assert good.reward == 1.5 and hung.reward == -1.0
     (message,) = executor.take_failures()
     assert "for 1.5 s (--reward.timeout_s); it was here: " in message and "test_agent.py" in message, message
 

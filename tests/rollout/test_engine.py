@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.rollout import EngineStartError, GenerationTimeout, InvalidWeights, WeightSyncMismatch, launch
-from openrlhf_ext.rollout.engine import make_executor
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
-from openrlhf_ext.rollout.shared import Shared
+from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from openrlhf_ext.rollout.weight_sync import (
     BucketPlan,
     EngineFailed,
@@ -75,7 +74,8 @@ def start(model_path: Path, **options: Any) -> Any:
     defaults = {
         "num_engines": 1, "tensor_parallel_size": 1, "seed": 3, "dtype": "float32", "max_model_len": 256,
         "enable_prefix_caching": True, "enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_mib": 32,
-        "seed_requests": True, "request_timeout_s": PATIENCE_S, "use_gpu": False,
+        "request_timeout_s": PATIENCE_S, "use_gpu": False,
+        "executor_factory": partial(tiny.CountingExecutor, 0.0),
     }  # fmt: skip
     return launch.create_rollout_engines(model_path=str(model_path), **{**defaults, **options})[0]
 
@@ -133,11 +133,6 @@ def test_what_is_not_asked_for_of_a_step_gives_way_to_what_is() -> None:
     assert limits(True) == (1024, 8192) and limits(False) == (256, 5000)
     assert limits(True, sequences=9000) == (9000, 9000) and limits(True, tokens=512) == (512, 512)
     assert limits(False, sequences=6000) == (6000, 6000) and limits(False, 64, 6000) == (64, 6000)
-
-
-def test_two_ways_of_grading_are_refused() -> None:
-    with pytest.raises(ValueError, match="got executor_factory and remote_rm_url"):
-        make_executor(partial(tiny.CountingExecutor, 0.0), "reward.py")
 
 
 def test_the_engine_tells_where_it_runs(rig: Rig) -> None:
@@ -227,42 +222,43 @@ def test_an_incomplete_update_makes_the_engine_refuse_until_the_next_one(rig: Ri
 
 
 def test_samples_do_not_depend_on_the_order_of_prompts(rig: Rig) -> None:
-    from vllm import SamplingParams
-
     prompts = ["what is 12 times 31?", "12", "Answer: 372", "31 + 31", "is", "372?"]
 
     def sample(seed: int, order: Iterable[int]) -> dict[int, list[list[int]]]:
-        rig.version = 100  # the same version for the same weights: a step that is repeated
-        rig.send(seed)
-        params = SamplingParams(max_tokens=12, ignore_eos=True)
         order = list(order)
-        groups = [rig.engine.generate_responses.remote(prompts[i], "", params, 64, None, num_samples=3) for i in order]
-        return {
-            i: [r["tokens"] for r in group] for i, group in zip(order, ray.get(groups, timeout=PATIENCE_S), strict=True)
-        }
+        groups = [rig.engine.generate_group.remote(group_request(prompts[i], 3, 12, seed + i)) for i in order]
+        return dict(zip(order, ray.get(groups, timeout=PATIENCE_S), strict=True))
 
     first = sample(8, range(len(prompts)))
     assert first == sample(8, [4, 0, 5, 2, 1, 3])
     assert all(len({tuple(tokens) for tokens in group}) == 3 for group in first.values())
-    assert first != sample(9, range(len(prompts)))
+    assert first != sample(99, range(len(prompts)))
 
 
-def test_custom_executors_run_and_their_time_is_told_apart(rig: Rig) -> None:
-    from vllm import SamplingParams
+def group_request(prompt: str, samples: int, tokens: int, seed: int | None = None) -> GroupRequest:
+    return GroupRequest(prompt, "", samples, Sampling(1.0, 1.0, tokens, 64), seed)
 
+
+def test_groups_come_from_the_executor_and_its_time_is_told_apart(rig: Rig) -> None:
     started = time.monotonic()
     ray.get(rig.engine.rollout_stats.remote())
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    tokenizer = Shared.of("a tokenizer")
-    responses = ray.get(rig.engine.generate_responses.remote("what?", "1", params, 64, tokenizer, num_samples=4))
+    completions = ray.get(rig.engine.generate_group.remote(group_request("what?", 4, 8)))
     stats = ray.get(rig.engine.rollout_stats.remote())
     elapsed = time.monotonic() - started
-    assert [len(response["tokens"]) for response in responses] == [8] * 4
-    assert all((response["text"], response["tokenizer"]) == ("", "a tokenizer") for response in responses)
+    assert [len(tokens) for tokens in completions] == [8] * 4
     assert stats["generated_tokens"] == 32 and stats["generated_sequences"] == 4
-    assert stats["grading"] == {"calls": 4}
+    assert stats["reward_failures"] == ["no grade"]
     assert 0 < stats["generation_s"] < elapsed - stats["exposed_grading_s"] and stats["exposed_grading_s"] > 0.15
     assert ray.get(rig.engine.rollout_stats.remote())["generated_tokens"] == 0
+
+
+def test_flat_logprobs_are_those_of_the_sampled_tokens(rig: Rig) -> None:
+    flat, usual = (
+        rig.generate([PROBE[:9]], seed=7, **more)[0].outputs[0]
+        for more in ({"logprobs": 0, "flat_logprobs": True}, {"logprobs": 1})
+    )
+    assert flat.token_ids == usual.token_ids
+    assert flat.logprobs.logprobs == [e[t].logprob for t, e in zip(usual.token_ids, usual.logprobs, strict=True)]
 
 
 def test_a_request_that_outlives_its_deadline_says_what_it_waited_for(rig: Rig) -> None:

@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, *completions: tuple[list[int], list[tuple[int, int, int]]]) -> None:
         self.completions = list(completions)
 
-    async def generate(self, prompt: Any) -> Any:
+    async def generate(self, prompt: Any, params: Any) -> Any:
         tokens, spans = self.completions.pop(0)
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, weight_versions=spans)])
 
@@ -69,7 +69,7 @@ def record(engine: Engine, response: Any, calls: int) -> Any:
         recorder = ResponseRecorder(engine)
         assert recorder.name == "engine"
         for _ in range(calls):
-            await recorder.generate("prompt")
+            await recorder.generate("prompt", SimpleNamespace(seed=None))
         return recorder.annotate(response)
 
     return asyncio.run(run())

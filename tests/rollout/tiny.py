@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from vllm import SamplingParams
 
-from openrlhf_ext.compat import AgentExecutorBase
 from openrlhf_ext.rollout.engine import RolloutEngine
+from openrlhf_ext.rollout.response import GroupRequest
 from tests.patience import PATIENCE_S
 
 VOCAB = 512
@@ -51,29 +51,27 @@ def logprobs(model: Qwen2ForCausalLM, tokens: list[int], temperature: float = 1.
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
 
 
-class CountingExecutor(AgentExecutorBase):
-    """An agent that generates once, grades by waiting, and reports its grading."""
-
-    needs_text = False
+class CountingExecutor:
+    """Generates once for each sample, and grades by waiting."""
 
     def __init__(self, grading_s: float) -> None:
         self.grading_s = grading_s
-        self.graded = 0
 
-    async def execute(
-        self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any,
-        images: Any = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        output = await llm_engine.generate([ord(letter) for letter in prompt], sampling_params)
+    async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[list[int]]:
+        assert tokenizer.decode(tokenizer("12")["input_ids"]) == "12"
+        return await asyncio.gather(*(self._respond(request, i, engine) for i in range(request.samples)))
+
+    async def _respond(self, request: GroupRequest, sample: int, engine: Any) -> list[int]:
+        params = engine.sampling_params(
+            request.sampling, max_tokens=request.sampling.max_new_tokens, detokenize=False, ignore_eos=True,
+            seed=request.seed_of(sample),
+        )  # fmt: skip
+        output = await engine.generate([ord(letter) for letter in request.prompt], params)
         await asyncio.sleep(self.grading_s)
-        self.graded += 1
-        completion = output.outputs[0]
-        return {"tokens": list(completion.token_ids), "text": completion.text, "tokenizer": hf_tokenizer}
+        return list(output.outputs[0].token_ids)
 
-    def grading_stats(self, reset: bool = False) -> dict[str, float]:
-        stats = {"calls": self.graded}
-        self.graded = 0
-        return stats
+    def take_failures(self) -> list[str]:
+        return ["no grade"]
 
 
 class SabotagedEngine(RolloutEngine):
