@@ -66,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grpo_s": {"beta1": 1.0, "beta2": 0.1},
 }
 VOCABULARY = 152_064
+DRIVER = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}  # as the command line sets them for the driver
 
 
 def status_bytes(key: str) -> int:
@@ -249,6 +250,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "variables": DRIVER,
         "settings": {name: value for name, value in vars(args).items() if name != "output"},
     }
 
@@ -270,6 +272,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    os.environ.update(DRIVER)
     record = {"environment": environment(args)}
     quarter = in_a_process(args, args.sequences // 4 // args.group_size * args.group_size)
     record |= in_a_process(args, args.sequences)
