@@ -68,8 +68,9 @@ class Segments:
     def select(self, rows: RowSelection) -> Segments:
         """Those of some rows, one behind the other."""
         if isinstance(rows, slice):
-            span = self.bounds[slice(rows.indices(len(self))[0], max(rows.indices(len(self))[:2]) + 1)]
-            return Segments(self.lengths_B[rows], span - span[0])
+            first, stop, _ = rows.indices(len(self))
+            bounds = self.bounds[first : max(first, stop) + 1]
+            return Segments(self.lengths_B[rows], bounds - bounds[0])
         lengths = np.diff(self.bounds)[_on_host(rows)]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         return Segments(torch.from_numpy(lengths).to(self.lengths_B.device), bounds)

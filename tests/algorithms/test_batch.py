@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from openrlhf_ext.algorithms import RolloutBatch, algorithm_names, get_algorithm
 from tests.algorithms.helpers import random_groups, to_batch
 from tests.algorithms.test_invariants import NAMES, build, mixed_groups
+from tests.patience import PATIENCE_S
 
 
 def simple_batch(rewards=(1.0, 0.0, 1.0, 0.0), positions: int = 4, **fields) -> RolloutBatch:
@@ -313,6 +316,34 @@ def test_covariance_methods_refuse_to_guess_on_a_share(name: str) -> None:
         algorithm.loss(batch.old_logprobs[:8], part)
     with pytest.raises(ValueError, match="whole mini-batch"):
         algorithm.prepare(batch.old_logprobs[:8], part)
+
+
+@pytest.mark.parametrize("parts", [[[0, 5], [1, 2, 3, 4, 6, 7]], [[7, 1, 4], [0], [2, 3, 5, 6], []]], ids=str)
+@pytest.mark.parametrize(("name", "ties"), [("clip_cov", False), ("kl_cov", False), ("kl_cov", True)])
+def test_shares_choose_together_what_the_whole_would(name: str, ties: bool, parts: list[list[int]]) -> None:
+    """Every share sees sums only; ties at the threshold go by natural order over all shares."""
+    batch = simple_batch((1.0, 0.0, 0.0, 1.0) * 2, positions=20, group_ids=torch.tensor([9, 2] * 4))
+    algorithm = build(name, cov_ratio=0.25)
+    shaped = algorithm.shape(batch)
+    new = batch.segments.spread(batch.rewards - 2.0) if ties else batch.old_logprobs - 0.3 * batch.old_logprobs.sin()
+    whole = algorithm.prepare(new, shaped, seed=5)
+    assert 0 < whole.selection.sum() < 160
+    barrier, told = threading.Barrier(len(parts)), [torch.zeros(0)] * len(parts)
+
+    def share(number: int) -> torch.Tensor:
+        def total(tensor: torch.Tensor) -> torch.Tensor:
+            told[number] = tensor
+            barrier.wait(PATIENCE_S)
+            result = sum(told)
+            barrier.wait(PATIENCE_S)
+            return result
+
+        part, own = parts[number], batch.segments.take(new, parts[number])
+        return algorithm.prepare(own, shaped.lean().select(part), seed=5, total=total).selection
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for part, selection in zip(parts, pool.map(share, range(len(parts))), strict=True):
+            assert torch.equal(selection, batch.segments.take(whole.selection, part))
 
 
 def test_prepare_is_a_no_op_for_the_others() -> None:
