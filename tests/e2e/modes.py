@@ -52,12 +52,13 @@ def kill_in_training(loop: TrainingLoop) -> None:
 
 def sync_in_flight(loop: TrainingLoop) -> None:
     """The first two syncs meet requests in flight; right before the second one the engine is killed."""
-    train, publish = loop.train, loop.publish
+    take, publish = loop.take, loop.publish
 
-    def pause_and_train(shards: list) -> dict:
+    def take_and_pause() -> list:
+        groups = take()
         if loop.step < 2:  # what is in flight now is there at the sync
             ray.get([engine.pause_generation.remote() for engine in loop.guard.engines])
-        return train(shards)
+        return groups
 
     def publish_in_flight() -> dict:
         if loop.step <= 2:
@@ -67,7 +68,7 @@ def sync_in_flight(loop: TrainingLoop) -> None:
             kill_in_flight(loop)
         return publish()
 
-    loop.train, loop.publish = pause_and_train, publish_in_flight
+    loop.take, loop.publish = take_and_pause, publish_in_flight
 
 
 def kill_in_flight(loop: TrainingLoop) -> None:
