@@ -8,6 +8,8 @@ import pytest
 import ray
 import torch
 
+from openrlhf_ext.algorithms import segments
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.controller import gauges
 from openrlhf_ext.controller.gauges import (
     DEFAULT_BAND,
@@ -18,18 +20,21 @@ from openrlhf_ext.controller.gauges import (
     throughput_gauges,
 )
 from openrlhf_ext.controller.rank_clock import RankReport
-from openrlhf_ext.megatron.batch import sequence_batch
 from openrlhf_ext.megatron.flops import ForwardFlops
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.reporting import is_documented
+from tests.sequences import masked_batch
 
 # ---- trainer against engines
 
 
+def completions(*lengths: int) -> Segments:
+    return Segments(torch.tensor(lengths, dtype=torch.long))
+
+
 def test_two_tokens_by_hand():
-    policy, rollout = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
-    mask = torch.tensor([[True, True, False]])
-    got = mismatch_gauges(policy, rollout, mask, band=(0.5, 5.0))
+    policy, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    got = mismatch_gauges(policy, rollout, completions(2), band=(0.5, 5.0))
     w = [math.exp(0.5), math.exp(-1.0)]
     expected = {
         "kl/rollout": ((w[0] - 1 - 0.5) + (w[1] - 1 + 1.0)) / 2,
@@ -46,8 +51,8 @@ def test_two_tokens_by_hand():
 
 
 def test_agreement_gives_the_neutral_values():
-    logprobs, mask = -torch.rand(4, 6), torch.rand(4, 6) > 0.3
-    got = mismatch_gauges(logprobs, logprobs, mask)
+    logprobs = -torch.rand(17)
+    got = mismatch_gauges(logprobs, logprobs, completions(6, 1, 0, 10))
     ones = {"mismatch/exp_mean_abs", "mismatch/ess_tokens", "mismatch/ess_completions"}
     assert got == pytest.approx({name: float(name in ones) for name in got})
 
@@ -58,7 +63,7 @@ def test_both_kl_estimators_have_the_right_mean_over_the_engines_samples():
     policy_V, rollout_V = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
     means = {"kl/rollout": 0.0, "kl/rollout_reverse": 0.0}
     for policy, rollout in zip(policy_V, rollout_V, strict=True):
-        one = mismatch_gauges(policy.view(1, 1), rollout.view(1, 1), torch.ones(1, 1, dtype=torch.bool))
+        one = mismatch_gauges(policy.view(1), rollout.view(1), completions(1))
         means = {name: mean + float(rollout.exp()) * one[name] for name, mean in means.items()}
         assert min(one[name] for name in means) >= 0
     assert means["kl/rollout"] == pytest.approx(float((rollout_V.exp() * (rollout_V - policy_V)).sum()))
@@ -66,11 +71,20 @@ def test_both_kl_estimators_have_the_right_mean_over_the_engines_samples():
 
 
 def test_effective_sample_size_of_long_completions_does_not_overflow():
-    policy = torch.zeros(2, 5000)
-    policy[0] = 2.0  # exp(10000) is no number; the other completion has no weight beside it
-    got = mismatch_gauges(policy, torch.zeros(2, 5000), torch.ones(2, 5000, dtype=torch.bool))
+    policy = torch.zeros(10_000)
+    policy[:5000] = 2.0  # exp(10000) is no number; the other completion has no weight beside it
+    got = mismatch_gauges(policy, torch.zeros(10_000), completions(5000, 5000))
     assert got["mismatch/ess_completions"] == pytest.approx(0.5)
-    assert mismatch_gauges(policy, policy, torch.zeros(2, 5000, dtype=torch.bool)) == {}
+    assert mismatch_gauges(policy[:0], policy[:0], completions(0, 0)) == {}
+
+
+def test_the_gauges_do_not_depend_on_the_block_size(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    policy, rollout = -torch.rand(2, 40, generator=generator)
+    lengths = completions(7, 1, 20, 12)
+    whole = mismatch_gauges(policy, rollout, lengths)
+    monkeypatch.setattr(segments, "BLOCK_TOKENS", 8)
+    assert mismatch_gauges(policy, rollout, lengths) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +143,7 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     reports = [report(0, 1.0, device="NVIDIA H100 80GB HBM3"), report(1, 9.0, device="NVIDIA H100 80GB HBM3")]
     group = SimpleNamespace(async_run_method=lambda name: reports)
     monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
-    batch = sequence_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
+    batch = masked_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
     step = StepGauges(group, shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
     with caplog.at_level(logging.WARNING, logger=gauges.__name__):
         for _ in range(2):

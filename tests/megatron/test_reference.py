@@ -28,8 +28,8 @@ def ranks(tmp_path_factory):
     cases = [
         {**case, "world_size": 2, "model": str(folder / ("tied" if case.get("tied") else "untied"))} for case in CASES
     ]
-    batch, weights_BT = make_batch(61)
-    return launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_BT=weights_BT)
+    batch, weights_N = make_batch(61)
+    return launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_N=weights_N)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
