@@ -26,6 +26,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -72,7 +73,7 @@ class Workload:
 WORKLOADS = {
     "toy": Workload(),
     "large": Workload(
-        prompts=8, max_new_tokens=200, max_len=256, steps=8, eval_steps=0, kv_cache_mib=512,
+        prompts=4, max_new_tokens=200, max_len=256, steps=6, eval_steps=0, kv_cache_mib=512, lr=1e-6,
         reward="benchmarks/end_to_end_reward.py",
     ),
 }  # fmt: skip
@@ -234,20 +235,21 @@ def make_policy(name: str, work: Path) -> Path:
 
 
 def build_large_policy(folder: Path) -> None:
-    """20 million random parameters; the end-of-text token gets a logit of about -30 wherever the text stands.
+    """20 million random parameters; the end of the text has a logit of about -40 wherever the text stands.
 
-    Coordinate 0 of the residual stream is 1 in every embedding, no layer writes to it, and of all tokens only the
-    end of the text reads it. Training moves that by little in the few steps of a benchmark.
+    Coordinate 0 of the residual stream is large in every embedding, no layer writes to it, and of all tokens only the
+    end of the text reads it. The learning rate is too small to change that in the few steps of a benchmark.
     """
     sys.path.insert(0, str(ROOT / "examples" / "python"))
     import torch
     from toy_policy import PolicySettings, build_model, build_tokenizer
 
-    settings = PolicySettings(hidden_size=512, intermediate_size=1536, layers=6, heads=8, kv_heads=4)
+    width = {"hidden_size": 512, "intermediate_size": 1536, "initializer_range": 0.02}
+    settings = PolicySettings(layers=6, heads=8, kv_heads=4, **width)
     tokenizer = build_tokenizer()
     model = build_model(settings, tokenizer)
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 10.0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
@@ -684,6 +686,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--table", action="store_true", help="only write document and figure, from --output")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the system under way is ended too
     if not args.table:
         args.work = args.work.resolve()
         results = [finished(run, args.work) for run in planned(args)]
