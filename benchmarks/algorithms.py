@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
-from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.algorithms.conflict_mask import conflict_spans
 from openrlhf_ext.algorithms.groups import Groups
+from openrlhf_ext.algorithms.segments import BLOCK_TOKENS
 
 METHODS: dict[str, dict] = {
     "grpo": {},
@@ -145,15 +145,15 @@ def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text",
     lengths_B = torch.full((rows,), positions)
     if not full:
         lengths_B = torch.randint(1, positions + 1, (rows,), generator=generator)
-    old_BT = -torch.empty(rows, positions).exponential_(1.0, generator=generator)
+    count = int(lengths_B.sum())
     return RolloutBatch(
-        tokens=token_BT,
-        mask=torch.arange(positions) < lengths_B[:, None],
+        tokens=token_BT.view(-1) if full else token_BT[torch.arange(positions) < lengths_B[:, None]],
+        lengths=lengths_B,
         rewards=(torch.arange(rows) % 2).float(),
         group_ids=torch.arange(rows) // size,
-        old_logprobs=old_BT,
-        entropies=torch.empty(rows, positions).exponential_(2.0, generator=generator),
-        values=torch.empty(rows, positions).uniform_(generator=generator),
+        old_logprobs=-torch.empty(count).exponential_(1.0, generator=generator),
+        entropies=torch.empty(count).exponential_(2.0, generator=generator),
+        values=torch.empty(count).uniform_(generator=generator),
         group_size=size,
     )
 
@@ -177,7 +177,7 @@ def make_tokens(kind: str, prompts: int, size: int, positions: int, generator: t
 
 
 def masked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The yardstick: one masked mean and standard deviation in plain torch."""
+    """The yardstick: one masked mean and standard deviation in plain torch, as one computes it of padded tensors."""
     count = mask_BT.sum()
     mean = (values_BT * mask_BT).sum() / count
     variance = ((values_BT - mean) ** 2 * mask_BT).sum() / count
@@ -187,20 +187,28 @@ def masked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]
 def blocked_mean_std(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """A harder yardstick: the same over blocks of rows that fit the cache, without (B, T) temporaries."""
     count, total, squares = 0.0, 0.0, 0.0
-    for rows in row_blocks(*values_BT.shape):
+    blocks = torch.arange(len(values_BT)).split(max(1, BLOCK_TOKENS // values_BT.shape[1]))
+    cuts = [slice(int(block[0]), int(block[-1]) + 1) for block in blocks]
+    for rows in cuts:
         count += mask_BT[rows].sum()
         total += torch.where(mask_BT[rows], values_BT[rows], 0.0).sum()
     mean = total / count
-    for rows in row_blocks(*values_BT.shape):
+    for rows in cuts:
         squares += (torch.where(mask_BT[rows], values_BT[rows] - mean, 0.0) ** 2).sum()
     return mean, (squares / count).sqrt()
 
 
-def plain_ppo(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def table(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """(B, T) entropies and mask of a batch whose completions have all positions, for the yardsticks."""
+    entropies_BT = batch.entropies.view(len(batch.lengths), -1)
+    return entropies_BT, torch.ones_like(entropies_BT, dtype=torch.bool)
+
+
+def plain_ppo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, mask_N: Tensor) -> Tensor:
     """The yardstick of the losses: clipped PPO, mean over tokens."""
-    ratio_BT = (new_BT - old_BT).exp()
-    unclipped_BT, clipped_BT = ratio_BT * advantages_BT, ratio_BT.clamp(0.8, 1.28) * advantages_BT
-    return (-torch.minimum(unclipped_BT, clipped_BT) * mask_BT).sum() / mask_BT.sum()
+    ratio_N = (new_N - old_N).exp()
+    unclipped_N, clipped_N = ratio_N * advantages_N, ratio_N.clamp(0.8, 1.28) * advantages_N
+    return (-torch.minimum(unclipped_N, clipped_N) * mask_N).sum() / mask_N.sum()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -216,14 +224,15 @@ def configurations(names: list[str] | None) -> Iterator[tuple[str, str, dict]]:
 
 def part_shape(args: argparse.Namespace) -> dict:
     batch = make_batch(args.prompts, args.size, args.positions)
+    entropies_BT, mask_BT = table(batch)
     entropy_bytes = batch.entropies.numel() * batch.entropies.element_size()
     out: dict = {}
     for label, name, options in configurations(args.methods):
         algorithm = get_algorithm(name, **options)
         timing, baseline, blocked = measure(
             lambda algorithm=algorithm: algorithm.shape(batch),
-            lambda: masked_mean_std(batch.entropies, batch.mask),
-            lambda: blocked_mean_std(batch.entropies, batch.mask),
+            lambda: masked_mean_std(entropies_BT, mask_BT),
+            lambda: blocked_mean_std(entropies_BT, mask_BT),
             repeats=args.repeats,
         )
         extra = peak_extra_bytes(lambda algorithm=algorithm: algorithm.shape(batch))
@@ -243,21 +252,22 @@ def part_shape(args: argparse.Namespace) -> dict:
 def part_loss(args: argparse.Namespace) -> dict:
     prompts = max(1, args.prompts // 4)
     batch = make_batch(prompts, args.size, args.positions)
-    new_BT = (batch.old_logprobs + 0.05 * torch.randn(batch.old_logprobs.shape)).requires_grad_()
+    mask_N = torch.ones_like(batch.old_logprobs, dtype=torch.bool)
+    new_N = (batch.old_logprobs + 0.05 * torch.randn(batch.old_logprobs.shape)).requires_grad_()
     out: dict = {"_tokens": prompts * args.size * args.positions}
     for label, name, options in configurations(args.methods):
         algorithm = get_algorithm(name, **options)
         shaped = algorithm.shape(batch).lean()
-        shaped = algorithm.prepare(new_BT.detach(), shaped)
-        advantages_BT = shaped.advantages
+        shaped = algorithm.prepare(new_N.detach(), shaped)
+        advantages_N = shaped.advantages
 
-        def ppo(advantages_BT: Tensor = advantages_BT) -> None:
-            plain_ppo(new_BT, batch.old_logprobs, advantages_BT, batch.mask).backward()
-            new_BT.grad = None
+        def ppo(advantages_N: Tensor = advantages_N) -> None:
+            plain_ppo(new_N, batch.old_logprobs, advantages_N, mask_N).backward()
+            new_N.grad = None
 
         def loss(algorithm=algorithm, shaped: ShapedBatch = shaped) -> None:
-            algorithm.loss(new_BT, shaped).value.backward()
-            new_BT.grad = None
+            algorithm.loss(new_N, shaped).value.backward()
+            new_N.grad = None
 
         timing, baseline = measure(loss, ppo, repeats=args.repeats)
         out[label] = {
@@ -268,7 +278,7 @@ def part_loss(args: argparse.Namespace) -> dict:
         }
         if algorithm.needs_prepare:
             fresh = algorithm.shape(batch)
-            (prepare,) = measure(lambda a=algorithm, s=fresh: a.prepare(new_BT.detach(), s), repeats=args.repeats)
+            (prepare,) = measure(lambda a=algorithm, s=fresh: a.prepare(new_N.detach(), s), repeats=args.repeats)
             out[label]["prepare_seconds"] = prepare.summary()
         report("loss", label, out[label])
     return out
@@ -300,14 +310,15 @@ def part_conflict(args: argparse.Namespace) -> dict:
 
         def ours(batch: RolloutBatch = batch, groups: Groups = groups, sign_B: Tensor = sign_B) -> list[Tensor]:
             return [
-                conflict_spans(batch.tokens, groups, sign_B, backward=flag).mask(batch.tokens.shape[1])
+                conflict_spans(batch.tokens, groups, sign_B, backward=flag).mask(batch.segments)
                 for flag in (False, True)
             ]
 
         def textbook(batch: RolloutBatch = batch, sign_B: Tensor = sign_B) -> list[Tensor]:
             cuts = [slice(16 * g, 16 * g + 16) for g in range(8)]
-            lists = [(batch.tokens[cut].tolist(), sign_B[cut].tolist()) for cut in cuts]
-            return [torch.tensor([r for t, s in lists for r in triple_loop(t, s, flag)]) for flag in (False, True)]
+            rows = batch.tokens.view(len(sign_B), -1)
+            lists = [(rows[cut].tolist(), sign_B[cut].tolist()) for cut in cuts]
+            return [torch.tensor([f for t, s in lists for r in triple_loop(t, s, flag) for f in r]) for flag in (0, 1)]
 
         if not all(torch.equal(a, b) for a, b in zip(ours(), textbook(), strict=True)):
             raise AssertionError(f"conflict masks differ from the triple loop on {kind} tokens")
@@ -346,12 +357,13 @@ def stages(name: str, batch: RolloutBatch) -> Iterator[tuple[str, Callable[[], o
 
 
 def growth_row(function: Callable[[], object], batch: RolloutBatch, repeats: int) -> dict:
-    timing, baseline = measure(function, lambda: masked_mean_std(batch.entropies, batch.mask), repeats=repeats)
+    padded = table(batch)
+    timing, baseline = measure(function, lambda: masked_mean_std(*padded), repeats=repeats)
     return {
         "seconds": timing.summary(),
         "baseline_seconds": baseline.summary(),
         "ratio": timing.best / baseline.best,
-        "ns_per_token": timing.best / batch.mask.numel() * 1e9,
+        "ns_per_token": timing.best / len(batch.tokens) * 1e9,
     }
 
 

@@ -1,24 +1,27 @@
 """Seconds and memory of what the driver does with one batch of rollouts, at the size of a real run.
 
-    python benchmarks/scale.py --output benchmarks/results/scale_cpu.json                    # a quarter of a 32B step
-    python benchmarks/scale.py --sequences 16384 --algorithm clip_cov                        # all of it: 64 GiB
+    python benchmarks/scale.py --output benchmarks/results/scale_cpu.json                    # a whole 32B step
+    python benchmarks/scale.py --algorithm clip_cov --sequences 4096
 
-No model and no Ray: samples are synthetic, and what travels between processes is pickled and unpickled here, the way
-Ray does it (protocol 5, buffers out of band). Stages, in the order of a step:
+No model and no Ray: responses are synthetic, and what travels between processes is pickled and unpickled here, the way
+Ray does it (protocol 5; buffers out of band, copied once). Stages, in the order of a step:
 
-  receive      responses of the engines into samples
-  batch        samples into one batch of token rows
-  send         every data-parallel rank's rows: `bytes` go out, unpickled as the first rank of each would
+  receive      groups of graded responses, as the engines send them
+  batch        responses into one batch of sequences
+  send         every data-parallel rank's rows: `bytes` go out
   collect      log-probs and entropies of all ranks: `bytes` come back, merged
   rollout      the algorithms' view of the batch
   shape        advantages and weights (`Algorithm.shape`)
-  shards       mini-batches and every rank's shard of each
-  ship         the shards: `bytes` go out
   metrics      what the records say of the batch
-  plan         micro-batches of one rank, for log-probs and for training
+  shards       every rank's shard of each mini-batch
+  ship         the shards: `bytes` go out
+  plan         all rows dealt to the ranks, and cut into micro-batches by one of them, for log-probs and for training
 
 Each stage has its seconds, the growth of the resident peak while it runs (`peak_bytes`), and what it leaves behind
-(`kept_bytes`). Lengths are log-normal, cut at the longest response: a few long ones among many short ones.
+(`kept_bytes`); `peak_bytes` of the whole is the resident peak of the process from the first stage on, the received
+responses and the interpreter included, of what is sent the piece that is being copied. Everything is measured twice, in
+a process each: for a quarter of the sequences and for all; `growth` is the ratio of the seconds, 4 if they are linear.
+Lengths are log-normal, cut at the longest response: a few long ones among many short ones.
 """
 
 from __future__ import annotations
@@ -26,32 +29,36 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray.cloudpickle as pickle
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.compat import Experience, SamplesGenerator
-from openrlhf_ext.controller.experience import batch_metrics, in_group_order, rollout_batch
-from openrlhf_ext.controller.rollout_sample import RolloutSample, staleness_metrics
-from openrlhf_ext.controller.scorers import padded_scores
-from openrlhf_ext.controller.shards import mini_batch_shards
-from openrlhf_ext.megatron.batch import (
-    LogprobEntropy,
-    SequenceBatch,
-    balance_rows,
-    micro_batches,
-    sequence_batch,
-    sequence_costs,
+from openrlhf_ext.controller.experience import (
+    batch_metrics,
+    in_group_order,
+    reward_metrics,
+    rollout_batch,
+    sequences_of,
+    staleness_metrics,
 )
+from openrlhf_ext.controller.scorers import scores_in_order
+from openrlhf_ext.controller.shards import deal, group_chunks, training_shards
+from openrlhf_ext.driver.prompts import Prompt
+from openrlhf_ext.driver.rollouts import Group
+from openrlhf_ext.megatron.batch import LogprobEntropy, balance_rows, micro_batches, sequence_costs
+from openrlhf_ext.rollout.response import Response
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"l_norm": 4096.0},
@@ -59,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grpo_s": {"beta1": 1.0, "beta2": 0.1},
 }
 VOCABULARY = 152_064
+DRIVER = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}  # as the command line sets them for the driver
 
 
 def status_bytes(key: str) -> int:
@@ -74,24 +82,25 @@ class Stages:
 
     def __init__(self) -> None:
         self.costs: dict[str, dict[str, float]] = {}
+        self.peak_bytes = 0
 
-    def run(self, name: str, function: Callable[[], Any], **more: float) -> Any:
+    def run(self, name: str, function: Callable[[], Any]) -> Any:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before, started, cpu = status_bytes("VmRSS"), time.perf_counter(), time.process_time()
         result = function()
         seconds, cpu, peak = time.perf_counter() - started, time.process_time() - cpu, status_bytes("VmHWM")
         gc.collect()
+        self.peak_bytes = max(self.peak_bytes, peak)
         cost = {
             "seconds": seconds,
             "cpu_seconds": cpu,
             "peak_bytes": peak - before,
             "kept_bytes": status_bytes("VmRSS") - before,
-            **more,
         }
         self.costs[name] = cost
         gib = {key: f"{value / 2**30:.2f} GiB" for key, value in cost.items() if key.endswith("bytes")}
-        print(f"{name:10s} {seconds:8.2f} s  cpu {cpu:8.2f} s  {gib}", flush=True)  # noqa: T201
+        print(f"{name:10s} {seconds:8.2f} s  cpu {cpu:8.2f} s  {gib}  resident {peak / 2**30:.2f} GiB", flush=True)  # noqa: T201
         return result
 
 
@@ -100,56 +109,49 @@ class Stages:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def response_lengths(args: argparse.Namespace) -> Tensor:
+def response_lengths(args: argparse.Namespace, sequences: int) -> Tensor:
     """(B,) tokens of each response, of about the mean that was asked for."""
     generator = torch.Generator().manual_seed(0)
-    shape_B = torch.randn(args.sequences, generator=generator).mul_(0.8).exp_()
+    shape_B = torch.randn(sequences, generator=generator).mul_(0.8).exp_()
     return (shape_B * (args.mean_length / shape_B.mean())).round().long().clamp(1, args.longest)
 
 
-def response(index: int, length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What an engine says of one completion, in OpenRLHF's form."""
-    generator = torch.Generator().manual_seed(index)
-    tokens = torch.randint(VOCABULARY, (args.prompt_length + length,), generator=generator).tolist()
-    logprobs = (-torch.rand(len(tokens), generator=generator)).tolist()
-    reward = float(index % 2)
-    return {
-        "prompt": f"prompt {index // args.group_size:08d}",
-        "label": "",
-        "images": None,
-        "observation_tokens": tokens,
-        "action_ranges": [(args.prompt_length, len(tokens))],
-        "rollout_log_probs": logprobs,
-        "truncated": length == args.longest,
-        "reward": reward,
-        "scores": reward,
-        "extra_logs": {"reward_failed": 0.0},
-        "weight_versions": [(3, args.prompt_length, len(tokens))],
-    }
-
-
-def sample_of(answer: dict[str, Any], args: argparse.Namespace) -> RolloutSample:
-    """A sample as the trainer's generator makes it."""
-    generator = SamplesGenerator.__new__(SamplesGenerator)
-    experience: Experience = generator._process_response_into_experience(
-        answer, max_len=args.prompt_length + args.longest
+def response(index: int, length: int, args: argparse.Namespace) -> Response:
+    """What an engine says of one completion."""
+    random = np.random.default_rng(index)
+    total = args.prompt_length + length
+    return Response(
+        tokens_S=random.integers(VOCABULARY, size=total, dtype=np.int32),
+        logprobs_T=-random.random(length, dtype=np.float32),
+        actions=((args.prompt_length, total),),
+        versions=((3, args.prompt_length, total),),
+        reward=float(index % 2),
+        score=float(index % 2),
+        truncated=length == args.longest,
+        extra_logs={"reward_failed": 0.0},
     )
-    return RolloutSample.of(experience, answer["weight_versions"])
 
 
-def travel(value: Any) -> tuple[Any, int]:
-    """The value as another process has it, and the bytes that went there."""
+def sent(value: Any) -> tuple[bytes, list[bytes]]:
+    """The value on its way to another process."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    size = len(data) + sum(len(buffer.raw()) for buffer in buffers)
-    return pickle.loads(data, buffers=buffers), size
+    return data, [bytes(buffer.raw()) for buffer in buffers]
 
 
-def scores_of(part: SequenceBatch) -> list[Tensor]:
+def size_of(message: tuple[bytes, list[bytes]]) -> int:
+    return len(message[0]) + sum(map(len, message[1]))
+
+
+def received(message: tuple[bytes, list[bytes]]) -> Any:
+    """The value as the other process has it."""
+    return pickle.loads(message[0], buffers=message[1])
+
+
+def scores_of(tokens: int, seed: int) -> list[np.ndarray]:
     """What a rank answers for its rows: log-probs and entropies of their response tokens."""
-    generator = torch.Generator().manual_seed(len(part))
-    old_N, entropies_N = (torch.rand(int(part.counts_B.sum()), generator=generator) for _ in range(2))
-    return [-old_N, entropies_N]
+    random = np.random.default_rng(seed)
+    return [-random.random(tokens, dtype=np.float32), random.random(tokens, dtype=np.float32)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -157,69 +159,80 @@ def scores_of(part: SequenceBatch) -> list[Tensor]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def step(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The costs of all stages."""
-    stages, lengths_B = Stages(), response_lengths(args)
-    answers = [pickle.dumps([response(g + i, int(lengths_B[g + i]), args) for i in range(args.group_size)])
-               for g in range(0, args.sequences, args.group_size)]  # fmt: skip
+def step(args: argparse.Namespace, sequences: int) -> dict[str, Any]:
+    """The costs of all stages, and of the whole."""
+    stages, lengths = Stages(), response_lengths(args, sequences).tolist()
+    messages = []
+    for first in range(0, sequences, args.group_size):
+        answers = [response(first + i, lengths[first + i], args) for i in range(args.group_size)]
+        messages.append(sent(Group(Prompt(first, f"prompt {first:08d}", ""), answers)))
+    in_bytes = sum(map(size_of, messages))
 
-    def receive() -> list[RolloutSample]:
-        return [sample_of(answer, args) for group in answers for answer in pickle.loads(group)]
-
-    samples = stages.run("receive", receive, bytes=sum(map(len, answers)))
-    answers.clear()
-
-    def make_batch() -> Any:
-        ordered = in_group_order(samples, args.group_size)
-        return sequence_batch([s.sequences[0] for s in ordered], [s.action_mask[0] for s in ordered])
-
-    batch = stages.run("batch", make_batch)
-    sizes: list[int] = []
+    groups = stages.run("receive", lambda: [received(message) for message in messages])
+    samples = in_group_order(groups, args.group_size)
+    batch = stages.run("batch", lambda: sequences_of(in_group_order(groups, args.group_size)))
+    chunks = list(group_chunks(len(batch), args.group_size, args.mini_batch))
+    sizes: dict[str, list[int]] = {"receive": [in_bytes], "send": [], "collect": [], "ship": []}
 
     def send() -> list[list[int]]:
-        parts = balance_rows(batch.lengths_B, args.ranks, args.attention_length)
+        parts = [own.rows for own in deal(batch.lengths_B, chunks, args.ranks, args.attention_length)]
         for rows in parts:
-            sizes.append(travel(batch.select(rows))[1])
+            sizes["send"].append(size_of(sent(batch.select(rows))))
         return parts
 
     parts = stages.run("send", send)
-    stages.costs["send"]["bytes"] = sum(sizes)
-    results = [scores_of(batch.select(rows)) for rows in parts]
-    sizes.clear()
+    results = [sent(scores_of(int(batch.counts_B[rows].sum()), rank)) for rank, rows in enumerate(parts)]
+    sizes["collect"] += map(size_of, results)
 
     def collect() -> LogprobEntropy:
-        answers = []
-        while results:
-            answer, size = travel(results.pop(0))
-            answers.append(answer)
-            sizes.append(size)
-        return LogprobEntropy(*(padded_scores(batch, parts, scores) for scores in zip(*answers, strict=True)))
+        answers = [received(result) for result in results]
+        return LogprobEntropy(*(scores_in_order(batch, parts, scores) for scores in zip(*answers, strict=True)))
 
     old = stages.run("collect", collect)
-    stages.costs["collect"]["bytes"] = sum(sizes)
-    rollout = stages.run("rollout", lambda: rollout_batch(samples, batch, old, args.group_size))
+    results.clear()
+    views = [stages.run("rollout", lambda: rollout_batch(samples, batch, old, args.group_size))]
     correction = {"level": "token", "mode": "mask"} if args.correction else None
     algorithm = get_algorithm(args.algorithm, correction=correction, **OPTIONS.get(args.algorithm, {}))
-    shaped = stages.run("shape", lambda: algorithm.shape(rollout))
+    shaped = stages.run("shape", lambda: algorithm.shape(views[0]))
+    stages.run("metrics", lambda: batch_metrics(views[0]) | reward_metrics(samples) | staleness_metrics(samples, 3))
+    views.clear()  # as the driver forgets it, before there are shards
 
     def make_shards() -> Any:
-        return mini_batch_shards(
-            batch, shaped, args.group_size, args.mini_batch, args.ranks, seed=1, attention_length=args.attention_length
-        )
+        deals = deal(batch.lengths_B, chunks, args.ranks, args.attention_length)
+        return training_shards(shaped, chunks, deals, seed=1)
 
     shards = stages.run("shards", make_shards)
-    sizes.clear()
-    stages.run("ship", lambda: sizes.extend(travel(shard)[1] for shard in shards))
-    stages.costs["ship"]["bytes"] = sum(sizes)
-    stages.run("metrics", lambda: batch_metrics(samples, rollout) | staleness_metrics(samples, 3))
+    stages.run("ship", lambda: sizes["ship"].extend(size_of(sent(shard)) for shard in shards))
 
     def plan() -> None:
-        for rows, capacity in ((parts[0], args.forward_tokens), (parts[0], args.train_tokens)):
-            sizes = batch.lengths_B[rows].tolist()
-            micro_batches(sequence_costs(sizes, args.attention_length), sizes, capacity)
+        balance_rows(batch.lengths_B, args.ranks, args.attention_length)
+        tokens = batch.lengths_B.tolist()
+        for capacity in (args.forward_tokens, args.train_tokens):
+            micro_batches(sequence_costs(tokens, args.attention_length), tokens, capacity)
 
     stages.run("plan", plan)
-    return stages.costs
+    for name, parts_bytes in sizes.items():
+        stages.costs[name]["bytes"] = sum(parts_bytes)
+    seconds = sum(cost["seconds"] for cost in stages.costs.values())
+    print(f"total      {seconds:8.2f} s  resident peak {stages.peak_bytes / 2**30:.2f} GiB\n", flush=True)  # noqa: T201
+    return {
+        "sequences": sequences,
+        "tokens": int(batch.lengths_B.sum()),
+        "stages": stages.costs,
+        "total_seconds": seconds,
+        "peak_bytes": stages.peak_bytes,
+    }
+
+
+def in_a_process(args: argparse.Namespace, sequences: int) -> dict[str, Any]:
+    """`step` in a process of its own, whose memory nobody has used before."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_step_with_threads, args, sequences).result()
+
+
+def _step_with_threads(args: argparse.Namespace, sequences: int) -> dict[str, Any]:
+    torch.set_num_threads(args.threads)
+    return step(args, sequences)
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,18 +246,18 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": model,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
+                "load_average": os.getloadavg(),
         "commit": git("rev-parse", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "variables": DRIVER,
         "settings": {name: value for name, value in vars(args).items() if name != "output"},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=4096, help="completions of the step")
+    parser.add_argument("--sequences", type=int, default=16384, help="completions of the step")
     parser.add_argument("--group_size", type=int, default=16, help="completions per prompt")
     parser.add_argument("--prompt_length", type=int, default=512)
     parser.add_argument("--mean_length", type=int, default=8192, help="mean tokens of a response")
@@ -256,13 +269,16 @@ def main() -> None:
     parser.add_argument("--attention_length", type=float, default=100_000.0, help="see ModelShape.attention_length")
     parser.add_argument("--forward_tokens", type=int, default=32768, help="of a micro-batch that computes log-probs")
     parser.add_argument("--train_tokens", type=int, default=16384, help="of a micro-batch that trains")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    record = {"environment": environment(args), "stages": step(args)}
-    record["total_seconds"] = sum(cost["seconds"] for cost in record["stages"].values())
+    os.environ.update(DRIVER)
+    record = {"environment": environment(args)}
+    quarter = in_a_process(args, args.sequences // 4 // args.group_size * args.group_size)
+    record |= in_a_process(args, args.sequences)
+    record |= {"quarter": quarter, "growth": record["total_seconds"] / quarter["total_seconds"]}
     if args.output:
         args.output.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"total      {record['total_seconds']:8.2f} s")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Policy-gradient algorithms as pure functions on tensors: rewards and entropies in, advantages and losses out.
 
-    batch = RolloutBatch(tokens=..., mask=..., rewards=..., group_ids=..., old_logprobs=..., entropies=...)
+    batch = RolloutBatch(tokens=..., lengths=..., rewards=..., group_ids=..., old_logprobs=..., entropies=...)
     algorithm = get_algorithm("gtpo_entropy", version="v6", alpha1=1.0, alpha2=0.1)
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()

@@ -6,9 +6,9 @@ A method is a small class. `TokenAlgorithm` (`token_level`, one ratio per token)
     @register_algorithm("my_method", MyOptions)
     class MyMethod(TokenAlgorithm):
         def advantages(self, inputs: Inputs) -> dict[str, Any]:
-            return {"advantages": ...}          # fields of ShapedBatch, (B, T)
+            return {"advantages": ...}          # fields of ShapedBatch, (N,)
 
-Shape suffixes: B = completions, T = positions, N = single tokens.
+Shape suffixes: B = completions, N = tokens of all completions, n = some of them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from openrlhf_ext.algorithms.importance import Correction, correction_weights
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
 from openrlhf_ext.algorithms.option_parsing import Options
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
 
 LEAST_ENTROPY = -1e-4
 MOST_LOGPROB = 1e-3
 """What rounding may make of the bounds 0 of entropies (nats) and log-probs; values beyond are refused."""
 
+Total = Callable[[Tensor], Tensor]
+"""Sums a tensor over the shares of a mini-batch that several processes hold, see `Algorithm.prepare`."""
+
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""`(new_logprobs_N, index_N) -> loss_N`: loss terms of single tokens, see `Algorithm.token_loss`."""
+"""`(new_logprobs_n, index_n) -> loss_n`: loss terms of single tokens, see `Algorithm.token_loss`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Inputs:
     batch: RolloutBatch
     groups: Groups
     part: Partition
+
+    @property
+    def segments(self) -> Segments:
+        """Which tokens are whose."""
+        return self.batch.segments
 
 
 class Algorithm:
@@ -104,16 +113,22 @@ class Algorithm:
         shaped.metrics.update(rollout_metrics(inputs, shaped))
         return self.loss_level(shaped)
 
-    def prepare(self, new_logprobs: Tensor, shaped: ShapedBatch, *, seed: int | None = None) -> ShapedBatch:
+    def prepare(
+        self, new_logprobs: Tensor, shaped: ShapedBatch, *, seed: int | None = None, total: Total | None = None
+    ) -> ShapedBatch:
         """Fix what the loss needs to know about the whole mini-batch under the *current* policy.
 
         Algorithms with `needs_prepare` choose tokens by statistics of the new log-probs over the whole mini-batch;
         call this once per optimiser step, then `select` shares of the result. A no-op for all others.
 
+        Processes that hold a share each choose together: every one calls this with its share and a `total`.
+
         Args:
-            new_logprobs: (B, T) of the whole mini-batch; no gradient is used.
-            shaped: the mini-batch (result of `shape` or `mini_batch`).
+            new_logprobs: (N,) of the mini-batch, or of the share; no gradient is used.
+            shaped: the mini-batch (result of `shape` or `mini_batch`); with `total` a share of one made by `select`.
             seed: seeds random choices; use the same number on all ranks. None: natural order.
+            total: sums a tensor over the shares, which have no row in common and cover the mini-batch; the result must
+                be the same bits for all. None: `shaped` is the whole.
         """
         return shaped
 
@@ -121,7 +136,7 @@ class Algorithm:
         """The loss of these rows.
 
         Args:
-            new_logprobs: (B, T) log-probs of the current policy, differentiable; padding may hold anything.
+            new_logprobs: (N,) log-probs of the current policy, differentiable.
             shaped: a mini-batch, or a share of one made by `select`.
         Raises:
             ValueError: on the CPU only, naming row and position: a log-prob is inf or NaN, or a ratio overflows that
@@ -134,15 +149,15 @@ class Algorithm:
         """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block by block.
 
         A fused output layer computes log-probs, loss and gradient of a block of tokens and then forgets the block's
-        logits; it needs each token's loss without the others'. Summed over the completion tokens (`mask`) of `shaped`
-        the terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which
+        logits; it needs each token's loss without the others'. Summed over the tokens of `shaped` the
+        terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which
         also reports what is not finite (the terms do not check, to cost no synchronisation per block).
 
         Args:
             shaped: a mini-batch, or a share of one made by `select`; prepared, where `needs_prepare`.
         Returns:
-            `terms(new_logprobs_N, index_N) -> loss_N` for tokens at the flat positions `index_N` (int64) of (B, T),
-            differentiable in `new_logprobs_N`, 0 for tokens without loss; all denominators are those of the mini-batch.
+            `terms(new_logprobs_n, index_n) -> loss_n` for the tokens at `index_n` (int64) of the N of `shaped`,
+            differentiable in `new_logprobs_n`, 0 for tokens without loss; all denominators are those of the mini-batch.
             None where a token's loss depends on other tokens (sequence ratios), or the algorithm does not say
             otherwise (`tokenwise`).
         Raises:
@@ -153,7 +168,7 @@ class Algorithm:
     # ---- what an algorithm defines ----
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Fields of ShapedBatch: at least `advantages` (B, T), or `seq_advantages` (B,) float64 at sequence level."""
+        """Fields of ShapedBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at sequence level."""
         raise NotImplementedError
 
     def rollout_level(self, inputs: Inputs) -> ShapedBatch:
@@ -178,10 +193,10 @@ class Algorithm:
         check_rewards(batch.rewards)
         for name in ("old_logprobs", *self._optional_inputs()):
             high = MOST_LOGPROB if name.endswith("logprobs") else torch.inf
-            check_values(name, getattr(batch, name), batch.mask, high=high)
+            check_values(name, getattr(batch, name), batch.segments, high=high)
         if batch.entropies is not None:
-            check_values("entropies", batch.entropies, batch.mask, low=LEAST_ENTROPY)
-            if len(batch.rewards) and not batch.entropies.amin() >= 0:  # negative, or NaN in the padding
+            check_values("entropies", batch.entropies, batch.segments, low=LEAST_ENTROPY)
+            if len(batch.rewards) and not batch.entropies.amin() >= 0:
                 batch = dataclasses.replace(batch, entropies=batch.entropies.clamp(min=0.0))
         return Inputs(batch, groups, self.partition(batch, groups))
 
@@ -218,46 +233,36 @@ class Algorithm:
     def shaped(self, inputs: Inputs, *, metrics: dict[str, Tensor] | None = None, **fields: Any) -> ShapedBatch:
         """A ShapedBatch with the fields every algorithm shares filled in."""
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
-        weights_BT, correction_metrics = self._correction(inputs)
+        weights_N, correction_metrics = self._correction(inputs)
         common: dict[str, Any] = {
             "algorithm": self,
             "rows": torch.arange(len(batch.rewards), device=batch.rewards.device),
             "group_ids": batch.group_ids,
             "group_sizes": groups.sizes_B,
-            "lengths": groups.lengths_B,
+            "segments": inputs.segments,
             "kept": part.kept_B,
             "active": part.active_B,
             "rewards": batch.rewards,
-            "mask": batch.mask,
             "old_logprobs": batch.old_logprobs,
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
-            "correction": weights_BT,
+            "correction": weights_N,
         }
         return ShapedBatch(**{**common, **fields}, metrics={**correction_metrics, **(metrics or {})})
 
     def _correction(self, inputs: Inputs) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """(B, T) importance-correction factors, None for 1, and their metrics."""
+        """(N,) importance-correction factors, None for 1, and their metrics."""
         if self.correction is None:
             return None, {}
         batch = inputs.batch
-        weights_BT, filtered_B, gap_B = correction_weights(
-            self.correction, batch.old_logprobs, batch.rollout_logprobs, batch.mask
+        weights_N, filtered_B, gap_B = correction_weights(
+            self.correction, batch.old_logprobs, batch.rollout_logprobs, batch.segments
         )
         corrected_B = self.corrected_rows(inputs)
-        weights_BT[~corrected_B] = 1.0
-        check_values("importance correction exp(old - rollout)", weights_BT, batch.mask)
+        if not bool(corrected_B.all()):
+            weights_N.masked_fill_(batch.segments.spread(~corrected_B), 1.0)
+        check_values("importance correction exp(old - rollout)", weights_N, batch.segments)
         tokens = inputs.groups.lengths_B.sum().clamp(min=1)
-        return weights_BT, {
+        return weights_N, {
             "correction_filtered": filtered_B[corrected_B].sum(dtype=torch.float64) / tokens,
             "rollout_kl": gap_B.sum() / tokens,
         }
-
-
-def broadcast(values_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T) with one value per completion on its tokens and 0 in padding."""
-    return torch.where(mask_BT, values_B.to(dtype)[:, None], 0.0)
-
-
-def tokens_of(mask_BT: Tensor, rows_B: Tensor) -> Tensor:
-    """(B, T) tokens of the flagged completions; the mask itself, not a copy, when all are flagged."""
-    return mask_BT if bool(rows_B.all()) else mask_BT & rows_B[:, None]

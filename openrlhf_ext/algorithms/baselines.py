@@ -4,7 +4,7 @@ Formulas are per prompt, of G completions with T_i tokens and (penalised) reward
 out. `f(w, A) = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)`, `w_it = exp(new_it - old_it)`. Equation numbers are
 those of the paper named.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from openrlhf_ext.algorithms.base import Inputs, broadcast
+from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
@@ -37,8 +37,8 @@ class GroupRelative(TokenAlgorithm):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         fields = group_relative(self, inputs)
-        token_BT = broadcast(fields["seq_advantages"], inputs.batch.mask, inputs.batch.float_dtype)
-        return {"advantages": token_BT, **fields}
+        token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+        return {"advantages": token_N, **fields}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What goes into an algorithm, `RolloutBatch`, and the checks of its values.
 
-Shape suffixes: B = completions, T = token positions (right-padded), Q = groups (prompts).
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups (prompts).
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.blocks import row_blocks
+from openrlhf_ext.algorithms.segments import Segments
 
 TOKEN_FLOATS = ("old_logprobs", "entropies", "ref_logprobs", "guide_logprobs", "rollout_logprobs", "values")
-_ROW_FIELDS = ("rewards", "group_ids", "truncated", "from_guide")
+_ROW_FIELDS = ("lengths", "rewards", "group_ids", "truncated", "from_guide")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """B completions of one or more prompts, right-padded to T positions.
+    """B completions of one or more prompts, their N tokens one completion behind the other, without padding.
 
     Attributes:
-        tokens: (B, T) integer token ids; anything in the padding.
-        mask: (B, T) bool, True on completion tokens (a sampled EOS included): a non-empty prefix of each row.
+        tokens: (N,) integer token ids of the completions, a sampled EOS included.
+        lengths: (B,) int64 tokens of each completion, at least 1.
         rewards: (B,) terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
-        old_logprobs: (B, T) log-probability of each token under the policy at rollout time, natural log.
-        entropies: (B, T) entropy of that policy in nats, same (tempered) distribution; a constant.
-        ref_logprobs: (B, T) under the reference policy; needed with `kl_coef`.
-        guide_logprobs: (B, T) under the guiding policy; `mixed_policy_dapo` only.
-        rollout_logprobs: (B, T) as reported by the sampler; needed with an importance correction.
-        values: (B, T) of a critic; `gae` only.
+        old_logprobs: (N,) log-probability of each token under the policy at rollout time, natural log.
+        entropies: (N,) entropy of that policy in nats, same (tempered) distribution; a constant.
+        ref_logprobs: (N,) under the reference policy; needed with `kl_coef`.
+        guide_logprobs: (N,) under the guiding policy; `mixed_policy_dapo` only.
+        rollout_logprobs: (N,) as reported by the sampler; needed with an importance correction.
+        values: (N,) of a critic; `gae` only.
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).
         from_guide: (B,) bool, sampled by the guiding policy.
         group_size: declared completions per prompt: one number, or {group id: number}. `shape` refuses a group of
@@ -41,7 +42,7 @@ class RolloutBatch:
     """
 
     tokens: Tensor
-    mask: Tensor
+    lengths: Tensor
     rewards: Tensor
     group_ids: Tensor
     old_logprobs: Tensor
@@ -56,18 +57,24 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         """Check ranks, shapes and dtypes; the values are checked by `shape`."""
-        if self.tokens.ndim != 2:
-            raise ValueError(f"tokens must have shape (B, T), got {tuple(self.tokens.shape)}")
+        if self.tokens.ndim != 1 or self.lengths.ndim != 1:
+            shapes = f"{tuple(self.tokens.shape)} and {tuple(self.lengths.shape)}"
+            raise ValueError(f"tokens and lengths must have shapes (N,) and (B,), got {shapes}")
         for f in dataclasses.fields(self):
             tensor = getattr(self, f.name)
             if f.name == "group_size" or tensor is None:
                 continue
-            wanted = self.tokens.shape[:1] if f.name in _ROW_FIELDS else self.tokens.shape
+            wanted = self.lengths.shape if f.name in _ROW_FIELDS else self.tokens.shape
             if tensor.shape != wanted:
                 raise ValueError(f"{f.name} must have shape {tuple(wanted)}, got {tuple(tensor.shape)}")
             if tensor.device != self.tokens.device:
                 raise ValueError(f"{f.name} is on {tensor.device}, tokens on {self.tokens.device}; use one device")
             _check_dtype(f.name, tensor)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Which tokens are whose."""
+        return Segments(self.lengths.long())
 
     @property
     def float_dtype(self) -> torch.dtype:
@@ -79,16 +86,16 @@ class RolloutBatch:
         return dtype
 
     def promoted(self) -> RolloutBatch:
-        """The batch with its (B, T) floats in `float_dtype` and detached; rewards in float64."""
+        """The batch with its (N,) floats in `float_dtype` and detached; rewards in float64."""
         floats = {name: getattr(self, name) for name in TOKEN_FLOATS}
         cast = {name: t.detach().to(self.float_dtype) for name, t in floats.items() if t is not None}
         return dataclasses.replace(self, rewards=self.rewards.detach().to(torch.float64), **cast)
 
 
 def _check_dtype(name: str, tensor: Tensor) -> None:
-    if name in ("mask", "truncated", "from_guide"):
+    if name in ("truncated", "from_guide"):
         legal, wanted = tensor.dtype == torch.bool, "bool"
-    elif name in ("tokens", "group_ids"):
+    elif name in ("tokens", "lengths", "group_ids"):
         legal, wanted = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool), "integer"
     elif name == "rewards":
         legal, wanted = not tensor.is_complex(), "real"
@@ -99,24 +106,30 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_values(
-    name: str, values_BT: Tensor, mask_BT: Tensor, *, low: float = -torch.inf, high: float = torch.inf
+    name: str,
+    values_N: Tensor,
+    segments: Segments,
+    *,
+    low: float = -torch.inf,
+    high: float = torch.inf,
+    among_N: Tensor | None = None,
 ) -> None:
-    """Raise ValueError naming tensor, row and position of the first completion token whose value is not legal.
+    """Raise ValueError naming tensor, row and position of the first token whose value is not legal.
 
-    Legal are finite values in [low, high]. Padding may hold anything.
+    Legal are finite values in [low, high]; with `among_N` anything is legal where it is False.
     """
-    values_BT = values_BT.detach()
-    if values_BT.numel() == 0:
+    values_N = values_N.detach()
+    if values_N.numel() == 0:
         return
     # Both ends settle the usual case: a NaN or an infinity shows in them.
-    least, most = (end.item() for end in torch.aminmax(values_BT))
+    least, most = (end.item() for end in torch.aminmax(values_N))
     if low <= least and most <= high and math.isfinite(least) and math.isfinite(most):
         return
-    illegal_BT = (~torch.isfinite(values_BT) | (values_BT < low) | (values_BT > high)) & mask_BT
-    where = illegal_BT.nonzero()
+    illegal_N = ~torch.isfinite(values_N) | (values_N < low) | (values_N > high)
+    where = (illegal_N if among_N is None else illegal_N & among_N).nonzero()
     if len(where):
-        row, position = where[0].tolist()
-        value = float(values_BT[row, position])
+        row, position = segments.place(int(where[0]))
+        value = float(values_N[where[0]])
         rule = f"at least {low}" if value < low else f"at most {high}" if value > high else ""
         rule = rule if math.isfinite(value) else "finite"
         raise ValueError(f"{name} must be {rule} on completion tokens: row {row}, position {position} is {value}")
@@ -130,22 +143,13 @@ def check_rewards(rewards_B: Tensor) -> None:
         raise ValueError(f"rewards must be finite: row {row} is {float(rewards_B[row])}")
 
 
-def completion_lengths(mask_BT: Tensor) -> Tensor:
-    """(B,) int64 tokens per completion; ValueError if a row is empty or its True entries are not a prefix."""
-    lengths_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
-    for rows in row_blocks(*mask_BT.shape):
-        block_bT = mask_BT[rows]
-        lengths_B[rows] = block_bT.sum(dim=1)
-        restarts_bT = block_bT[:, 1:] > block_bT[:, :-1]
-        if bool(restarts_bT.any()):
-            row, position = restarts_bT.nonzero()[0].tolist()
-            raise ValueError(
-                f"mask must be right-padded (True tokens first): row {rows.start + row} has a True token at position "
-                f"{position + 1} after a False one"
-            )
-    if len(lengths_B) and int(lengths_B.min()) == 0:
-        raise ValueError(f"row {int(lengths_B.argmin())} of mask has no completion token; every completion needs one")
-    return lengths_B
+def check_lengths(lengths_B: Tensor, tokens: int) -> None:
+    """Raise ValueError if a completion is empty, or the lengths are not those of the tokens."""
+    if len(lengths_B) and int(lengths_B.min()) < 1:
+        row = int(lengths_B.argmin())
+        raise ValueError(f"row {row} has {int(lengths_B[row])} completion tokens; every completion needs one at least")
+    if int(lengths_B.sum()) != tokens:
+        raise ValueError(f"lengths add up to {int(lengths_B.sum())} tokens, the tensors hold {tokens}")
 
 
 def check_group_sizes(ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[int, int] | None) -> None:

@@ -4,8 +4,8 @@ Positions are counted from the first token (forward) and from the last (backward
 group leaves the scan as soon as no run of its completions can grow any further, so that the usual short spans cost
 little.
 
-Shape suffixes: B = completions, T = positions, Q = groups, R = signed rows in the scan, W = positions of a window,
-g = groups in the scan, S = slots of a group, c = cells (one group at one position).
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups, R = signed rows in the scan, W = positions
+of a window, g = groups in the scan, S = slots of a group, c = cells (one group at one position).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.algorithms.groups import Groups
+from openrlhf_ext.algorithms.segments import Segments
 
 FIRST_WINDOW = 64
 WINDOW_GROWTH = 4
@@ -107,11 +107,13 @@ class _Scan:
     """Signed completions whose run may still grow, and their place in a padded (group, slot) table.
 
     Attributes:
-        row_R: batch row. length_R: tokens. positive_R: sign. group_R, slot_R: place in the table.
+        row_R: batch row. first_R: flat index of its first token. length_R: tokens. positive_R: sign.
+        group_R, slot_R: place in the table.
         alive_R: the run may still grow. started_R: the run has begun.
     """
 
     row_R: Tensor
+    first_R: Tensor
     length_R: Tensor
     positive_R: Tensor
     group_R: Tensor
@@ -128,6 +130,7 @@ class _Scan:
         group_R, slot_R = _places(groups.index_B[row_R])
         return cls(
             row_R=row_R,
+            first_R=(groups.lengths_B.cumsum(0) - groups.lengths_B)[row_R],
             length_R=groups.lengths_B[row_R],
             positive_R=sign_B[row_R] > 0,
             group_R=group_R,
@@ -166,26 +169,20 @@ class Spans:
     start_B: Tensor
     count_B: Tensor
 
-    def mask(self, positions: int) -> Tensor:
-        """(B, T) bool."""
-        mask_BT = torch.zeros(len(self.start_B), positions, dtype=torch.bool, device=self.start_B.device)
-        position_T = torch.arange(positions, device=self.start_B.device, dtype=torch.int32)
-        start_B1 = self.start_B.to(torch.int32)[:, None]
-        stop_B1 = start_B1 + self.count_B.to(torch.int32)[:, None]
-        for rows in row_blocks(*mask_BT.shape):
-            mask_BT[rows] = position_T < stop_B1[rows]
-            if bool(start_B1[rows].any()):
-                mask_BT[rows] &= position_T >= start_B1[rows]
-        return mask_BT
+    def mask(self, segments: Segments) -> Tensor:
+        """(N,) bool."""
+        mask_N = torch.zeros(segments.tokens, dtype=torch.bool, device=self.start_B.device)
+        first_B = segments.lengths_B.cumsum(0) - segments.lengths_B + self.start_B
+        for first, count in zip(first_B.tolist(), self.count_B.tolist(), strict=True):
+            mask_N[first : first + count] = True
+        return mask_N
 
 
-def conflict_spans(
-    tokens_BT: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start"
-) -> Spans:
+def conflict_spans(tokens_N: Tensor, groups: Groups, sign_B: Tensor, *, backward: bool, anchor: str = "start") -> Spans:
     """The run of consecutive conflicts of each completion.
 
     Args:
-        tokens_BT: ids.
+        tokens_N: ids.
         groups: grouping and lengths.
         sign_B: sign of the advantage; 0 takes no part.
         backward: scan from each completion's last token.
@@ -200,18 +197,18 @@ def conflict_spans(
             break
         rows, slots = scan.table_shape
         width = max(1, min(width, WINDOW_ELEMENTS // (rows * slots)))
-        _extend_runs(start_B, count_B, tokens_BT, scan, position, width, backward)
+        _extend_runs(start_B, count_B, tokens_N, scan, position, width, backward)
         position, width = position + width, WINDOW_GROWTH * width
     return Spans(groups.lengths_B - start_B - count_B if backward else start_B, count_B)
 
 
 def _extend_runs(
-    start_B: Tensor, count_B: Tensor, tokens_BT: Tensor, scan: _Scan, position: int, width: int, backward: bool
+    start_B: Tensor, count_B: Tensor, tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool
 ) -> None:
     """Scan one window: lengthen the runs (`start_B`, `count_B` in scan direction) and update the scan's state."""
-    width = min(width, tokens_BT.shape[1] - position)
-    place_W = torch.arange(width, device=tokens_BT.device, dtype=torch.int32)
-    token_RW = _window_tokens(tokens_BT, scan, position, width, backward)
+    width = min(width, int(scan.length_R.max()) - position)
+    place_W = torch.arange(width, device=tokens_N.device, dtype=torch.int32)
+    token_RW = _window_tokens(tokens_N, scan, position, width, backward)
     covered = int(scan.length_R.min()) >= position + width
     valid_RW = None if covered else place_W < (scan.length_R - position)[:, None]
     conflict_RW = _conflicts_in_window(token_RW, valid_RW, scan)
@@ -234,16 +231,15 @@ def _first(flags_RW: Tensor, place_W: Tensor) -> Tensor:
     return (place_W + width * (~flags_RW).to(torch.int32)).amin(dim=1).clamp_(max=width)
 
 
-def _window_tokens(tokens_BT: Tensor, scan: _Scan, position: int, width: int, backward: bool) -> Tensor:
+def _window_tokens(tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool) -> Tensor:
     """(R, W) ids of a window in scan direction, int32 if they fit; any id where there is no token."""
+    offset_W = torch.arange(position, position + width, device=tokens_N.device)
     if backward:
-        offset_W = torch.arange(position, position + width, device=tokens_BT.device)
-        last_R1 = (scan.length_R - 1 + scan.row_R * tokens_BT.shape[1])[:, None]
-        # Before a completion's first token lies the row before, and before the batch nothing.
-        flat_RW = (last_R1 - offset_W).clamp_(min=0)
-        token_RW = tokens_BT.reshape(-1).gather(0, flat_RW.view(-1)).view_as(flat_RW)
+        index_RW = (scan.first_R + scan.length_R - 1)[:, None] - offset_W
     else:
-        token_RW = tokens_BT[:, position : position + width].index_select(0, scan.row_R)
+        index_RW = scan.first_R[:, None] + offset_W
+    # Beyond a completion's end lies the next one, and beyond the batch nothing.
+    token_RW = tokens_N.take(index_RW.clamp_(0, len(tokens_N) - 1))
     int32 = torch.iinfo(torch.int32)
     # Reductions over int32 are vectorised, those over int64 are not.
     least, most = torch.aminmax(token_RW)

@@ -2,7 +2,7 @@
 
 G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions, n = tokens that a selection asks about.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
+from openrlhf_ext.algorithms.base import Total
 from openrlhf_ext.algorithms.baselines import GroupRelative
 from openrlhf_ext.algorithms.batch import check_values
 from openrlhf_ext.algorithms.losses import masked_log_ratio, promote
@@ -33,6 +34,7 @@ from openrlhf_ext.algorithms.option_blocks import (
 from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, not_negative, option
 from openrlhf_ext.algorithms.quantiles import order_statistic
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.segments import float64_sum
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 
@@ -54,33 +56,49 @@ class CovarianceControl(GroupRelative):
 
         cov_it = (A_i - mean A)(new_it - mean new)                      means over all tokens of the mini-batch
 
-    The choice belongs to the whole mini-batch under the current policy: `prepare` makes it; the loss of a complete
-    mini-batch calls `prepare` itself, that of a share refuses to guess.
+    The choice belongs to the whole mini-batch under the current policy: `prepare` makes it, of the whole or of all its
+    shares together; the loss of a complete mini-batch calls `prepare` itself, that of a share refuses to guess.
     """
 
     needs_prepare: ClassVar[bool] = True
+    loss_inputs: ClassVar[tuple[str, ...]] = ("place",)
 
-    def prepare(self, new_logprobs: Tensor, shaped: ShapedBatch, *, seed: int | None = None) -> ShapedBatch:
-        if not shaped.complete:
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        shaped = super().loss_level(shaped)
+        completions = torch.tensor(float(len(shaped)), dtype=torch.float64, device=shaped.rows.device)
+        return dataclasses.replace(
+            shaped,
+            exposed={**shaped.exposed, "place": natural_places(shaped.group_ids)},
+            denominators={**shaped.denominators, "completions": completions},
+        )
+
+    def prepare(
+        self, new_logprobs: Tensor, shaped: ShapedBatch, *, seed: int | None = None, total: Total | None = None
+    ) -> ShapedBatch:
+        if not shaped.complete and total is None:
             raise ValueError(f"{self.name}: prepare takes the whole mini-batch, got a share made by `select`")
         with torch.no_grad():
-            log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-            check_values("new_logprobs", new_logprobs, shaped.loss_mask)
-            cov_BT = self.covariances(promote(new_logprobs), shaped)
-            return self.choose(cov_BT, log_ratio_BT, shaped, seed)
+            log_ratio_N = masked_log_ratio(new_logprobs, shaped)
+            check_values("new_logprobs", new_logprobs, shaped.segments, among_N=shaped.loss_mask)
+            total = total or (lambda tensor: tensor)
+            cov_N = self.covariances(promote(new_logprobs), shaped, total)
+            selection_N, pools = self.choose(cov_N, log_ratio_N, shaped, seed, total)
+        exposed, pools = {**shaped.exposed, "cov": cov_N}, {**shaped.pools, **pools}
+        return dataclasses.replace(shaped, selection=selection_N, exposed=exposed, pools=pools)
 
-    def covariances(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
-        """(B, T) covariance per token, 0 outside kept groups; means in float64."""
-        new_BT = torch.where(shaped.loss_mask, new_logprobs, 0.0)
-        tokens = shaped.denominators["tokens"].clamp(min=1.0)
-        weight_B = torch.where(shaped.active, shaped.lengths, 0).to(torch.float64)
-        centred_B1 = (shaped.seq_advantages - (shaped.seq_advantages * weight_B).sum() / tokens)[:, None]
-        mean_new = new_BT.sum(dim=1, dtype=torch.float64).sum() / tokens
-        cov_BT = centred_B1.to(new_BT.dtype) * (new_BT - mean_new.to(new_BT.dtype))
-        return torch.where(shaped.loss_mask, cov_BT, 0.0)
+    def covariances(self, new_logprobs: Tensor, shaped: ShapedBatch, total: Total) -> Tensor:
+        """(N,) covariance per token, 0 outside kept groups; means in float64."""
+        new_N = torch.where(shaped.loss_mask, new_logprobs, 0.0)
+        tokens_B = torch.where(shaped.active, shaped.lengths, 0)
+        sums = total(torch.stack([(shaped.seq_advantages * tokens_B).sum(), float64_sum(new_N)]))
+        mean_advantage, mean_new = sums / shaped.denominators["tokens"].clamp(min=1.0)
+        centred_N = shaped.segments.spread((shaped.seq_advantages - mean_advantage).to(new_N.dtype))
+        return torch.where(shaped.loss_mask, centred_N * (new_N - mean_new.to(new_N.dtype)), 0.0)
 
-    def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
-        """The mini-batch with `selection` and the covariances set."""
+    def choose(
+        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch, seed: int | None, total: Total
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(N,) bool which tokens are chosen, and `pools` that say so."""
         raise NotImplementedError
 
     def number_chosen(self, shaped: ShapedBatch) -> int:
@@ -89,24 +107,50 @@ class CovarianceControl(GroupRelative):
         return max(1, int(self.options.cov_ratio * tokens)) if tokens else 0
 
 
-def natural_tokens(flags_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """True entries in natural order: row, position, and their (n, 3) places (group, completion, position)."""
-    _, index_B, counts_Q = shaped.group_ids.unique(return_inverse=True, return_counts=True)
+def natural_places(group_ids_B: Tensor) -> Tensor:
+    """(B, 3) int64 of each completion: its rank in natural order, its group's, and its own within the group.
+
+    Natural order is by group id, inside a group that of the mini-batch.
+    """
+    _, index_B, counts_Q = group_ids_B.unique(return_inverse=True, return_counts=True)
     order_B = index_B.argsort(stable=True)
-    first_Q = counts_Q.cumsum(0) - counts_Q
-    ordered, position = flags_BT[order_B].nonzero(as_tuple=True)
-    row = order_B[ordered]
-    return row, position, torch.stack([index_B[row], ordered - first_Q[index_B[row]], position], dim=1)
+    rank_B = torch.empty_like(order_B)
+    rank_B[order_B] = torch.arange(len(order_B), device=order_B.device)
+    return torch.stack([rank_B, index_B, rank_B - (counts_Q.cumsum(0) - counts_Q)[index_B]], dim=1)
 
 
-def with_selection(
-    shaped: ShapedBatch, row: Tensor, position: Tensor, cov_BT: Tensor, pools: dict[str, Tensor]
-) -> ShapedBatch:
-    """The mini-batch with these tokens selected."""
-    selection_BT = torch.zeros_like(shaped.loss_mask)
-    selection_BT[row, position] = True
-    exposed = {**shaped.exposed, "cov": cov_BT}
-    return dataclasses.replace(shaped, selection=selection_BT, exposed=exposed, pools={**shaped.pools, **pools})
+@dataclass(frozen=True)
+class FlaggedTokens:
+    """Tokens of a mini-batch that a selection asks about, those of one share.
+
+    Attributes:
+        index_n: which of the share's tokens, in natural order.
+        number_n: their numbers in natural order among those of all shares.
+        place_n3: group, completion and position of each.
+        count: of all shares together.
+    """
+
+    index_n: Tensor
+    number_n: Tensor
+    place_n3: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, flags_N: Tensor, shaped: ShapedBatch, total: Total) -> FlaggedTokens:
+        """The shares tell each other how many tokens each completion has, and nothing else."""
+        rank_B, place_B2 = shaped.exposed["place"][:, 0], shaped.exposed["place"][:, 1:]
+        count_B = shaped.segments.sums(flags_N).long()
+        counts = rank_B.new_zeros(int(shaped.denominators["completions"]))
+        counts[rank_B] = count_B
+        counts = total(counts)
+        index_n = flags_N.nonzero().flatten()
+        row_n = torch.repeat_interleave(torch.arange(len(shaped), device=index_n.device), count_B)
+        first_B, own_B = (counts.cumsum(0) - counts)[rank_B], count_B.cumsum(0) - count_B
+        number_n = torch.arange(len(index_n), device=index_n.device) + (first_B - own_B)[row_n]
+        start_B = shaped.lengths.cumsum(0) - shaped.lengths
+        place_n3 = torch.cat([place_B2[row_n], (index_n - start_B[row_n])[:, None]], dim=1)
+        order_n = number_n.argsort()
+        return cls(index_n[order_n], number_n[order_n], place_n3[order_n], int(counts.sum()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +189,17 @@ class ClipCov(CovarianceControl):
     kl_places: ClassVar[tuple[str, ...]] = ("reward",)
     tokenwise: ClassVar[bool] = True
 
-    def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
-        _, clipped_BT = self.surrogate(log_ratio_BT, shaped)
-        in_band_BT = (cov_BT > self.options.cov_lb) & (cov_BT < self.options.cov_ub)
-        row, position, places = natural_tokens(in_band_BT & ~clipped_BT & shaped.loss_mask, shaped)
-        chosen = self._selection_order(len(row), seed).to(row.device)[: self.number_chosen(shaped)]
-        pools = {"candidates": places, "chosen": places[chosen]}
-        return with_selection(shaped, row[chosen], position[chosen], cov_BT, pools)
+    def choose(
+        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch, seed: int | None, total: Total
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        _, clipped_N = self.surrogate(log_ratio_N, shaped)
+        in_band_N = (cov_N > self.options.cov_lb) & (cov_N < self.options.cov_ub)
+        candidates = FlaggedTokens.of(in_band_N & ~clipped_N & shaped.loss_mask, shaped, total)
+        order = self._selection_order(candidates.count, seed)[: self.number_chosen(shaped)]
+        chosen_n = torch.isin(candidates.number_n, order.to(cov_N.device))
+        selection_N = torch.zeros_like(shaped.loss_mask)
+        selection_N[candidates.index_n[chosen_n]] = True
+        return selection_N, {"candidates": candidates.place_n3, "chosen": candidates.place_n3[chosen_n]}
 
     def _selection_order(self, candidates: int, seed: int | None) -> Tensor:
         """Indices into the candidate list: `perm`, a seeded permutation, or natural order."""
@@ -166,11 +214,11 @@ class ClipCov(CovarianceControl):
         return torch.arange(candidates)
 
     def factor(self, shaped: ShapedBatch) -> Tensor | None:
-        factor_BT = super().factor(shaped)
+        factor_N = super().factor(shaped)
         if shaped.selection is None:
-            return factor_BT
-        kept_BT = (~shaped.selection).to(shaped.advantages.dtype)
-        return kept_BT if factor_BT is None else factor_BT * kept_BT
+            return factor_N
+        kept_N = (~shaped.selection).to(shaped.advantages.dtype)
+        return kept_N if factor_N is None else factor_N * kept_N
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,23 +253,25 @@ class KLCov(CovarianceControl):
 
     tokenwise: ClassVar[bool] = True
 
-    def choose(self, cov_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch, seed: int | None) -> ShapedBatch:
-        count = self.number_chosen(shaped)
-        if count == 0:
-            empty = torch.zeros(0, dtype=torch.long, device=cov_BT.device)
-            return with_selection(shaped, empty, empty, cov_BT, {"chosen": empty.new_zeros(0, 3)})
-        tokens = int(shaped.denominators["tokens"])
-        least, _ = order_statistic(cov_BT, shaped.loss_mask, tokens - count)
-        row, position, places = natural_tokens((cov_BT >= least) & shaped.loss_mask, shaped)
-        best = cov_BT[row, position].argsort(descending=True, stable=True)[:count]
-        return with_selection(shaped, row[best], position[best], cov_BT, {"chosen": places[best]})
+    def choose(
+        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch, seed: int | None, total: Total
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        selection_N = torch.zeros_like(shaped.loss_mask)
+        if count := self.number_chosen(shaped):
+            tokens = int(shaped.denominators["tokens"])
+            least, up_to_least = order_statistic(cov_N, shaped.loss_mask, tokens - count, total)
+            selection_N = (cov_N > least) & shaped.loss_mask
+            # of equal ones the first in natural order
+            ties = FlaggedTokens.of((cov_N == least) & shaped.loss_mask, shaped, total)
+            selection_N[ties.index_n[ties.number_n < count - (tokens - up_to_least)]] = True
+        return selection_N, {"chosen": FlaggedTokens.of(selection_N, shaped, total).place_n3}
 
-    def surrogate(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
-        objective_BT, clipped_BT = losses.clipped_surrogate(
-            log_ratio_BT, shaped.advantages, None, factor=self.factor(shaped)
+    def surrogate(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
+        objective_N, clipped_N = losses.clipped_surrogate(
+            log_ratio_N, shaped.advantages, None, factor=self.factor(shaped)
         )
-        return torch.where(shaped.loss_mask, objective_BT, 0.0), clipped_BT
+        return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N
 
-    def extra_objective(self, objective_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
-        penalty_BT = torch.where(shaped.selection, log_ratio_BT.abs(), 0.0)
-        return objective_BT - self.options.ppo_kl_coef * penalty_BT
+    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
+        penalty_N = torch.where(shaped.selection, log_ratio_N.abs(), 0.0)
+        return objective_N - self.options.ppo_kl_coef * penalty_N

@@ -3,7 +3,7 @@
 D. Cheng et al., "Reasoning with Exploration: An Entropy Perspective", arXiv 2506.14758; the formula is from a secondary
 description.
 
-Shape suffixes: B = completions, T = positions, b = rows of one block.
+Shape suffixes: B = completions, N = tokens of all completions, n = tokens of one block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipOptions,
@@ -49,9 +48,10 @@ class EntropyAdvantage(GroupRelative):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         fields = super().advantages(inputs)
-        limit_B1 = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)[:, None]
-        advantages_BT = fields["advantages"]
-        for rows in row_blocks(*advantages_BT.shape):
-            bonus_bT = torch.minimum(self.options.ent_alpha * inputs.batch.entropies[rows], limit_B1[rows])
-            advantages_BT[rows] += torch.where(inputs.batch.mask[rows] & inputs.part.live_B[rows, None], bonus_bT, 0.0)
+        limit_B = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)
+        live_B = inputs.part.live_B.to(limit_B.dtype)
+        for block in inputs.segments.blocks():
+            entropies_n = inputs.batch.entropies[block.tokens]
+            bonus_n = torch.minimum(self.options.ent_alpha * entropies_n, block.spread(limit_B[block.rows]))
+            fields["advantages"][block.tokens] += bonus_n * block.spread(live_B[block.rows])
         return fields

@@ -2,7 +2,8 @@
 
 Specification 3.5, steps 1 and 2. Everything is computed in float64 over blocks of rows that fit the cache; only results
 in the batch's dtype are kept.
-Shape suffixes: B = completions, T = positions, S = comparison sets, n = completions of a run, b = rows of one block.
+Shape suffixes: B = completions, N = tokens of all completions, S = comparison sets, R = completions of a run, b and n =
+completions and tokens of one block.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.base import Inputs
-from openrlhf_ext.algorithms.blocks import group_blocks
 from openrlhf_ext.algorithms.class_pools import Classes
 from openrlhf_ext.algorithms.groups import Groups, segment_sum
 from openrlhf_ext.algorithms.option_blocks import EntropyOptions
+from openrlhf_ext.algorithms.segments import Block, Segments, group_blocks
 
 
 @dataclass(frozen=True)
@@ -71,43 +72,37 @@ class Run:
     over all blocks, which then computes its quantities once per stage.
 
     Attributes:
-        rows: (n,) rows of the batch.
-        group_n: dense group number in the run.
-        blocks: pairs of a slice of the run and the same rows in the batch.
+        rows: (R,) rows of the batch.
+        group_R: dense group number in the run.
+        blocks: pairs of a slice of the run and the block of the same rows.
     """
 
     rows: Tensor
-    group_n: Tensor
-    blocks: list[tuple[slice, slice | Tensor]]
+    group_R: Tensor
+    blocks: list[tuple[slice, Block]]
 
     @property
     def groups(self) -> int:
-        return int(self.group_n[-1]) + 1
+        return int(self.group_R[-1]) + 1
 
 
-def make_runs(groups: Groups, positions: int, batch_wide: bool) -> list[Run]:
+def make_runs(groups: Groups, segments: Segments, batch_wide: bool) -> list[Run]:
     """All completions as one run, or as one run per block of whole groups."""
     order_B = groups.natural_order()
-    in_order = bool((order_B[1:] > order_B[:-1]).all())
-    cuts = group_blocks(groups.sizes_Q, positions)
-
-    def rows_of(cut: slice) -> slice | Tensor:
-        return cut if in_order else order_B[cut]
-
-    if batch_wide and cuts:
-        return [Run(order_B, groups.index_B[order_B], [(cut, rows_of(cut)) for cut in cuts])]
+    blocks = group_blocks(segments, order_B, groups.sizes_Q)
+    if batch_wide and blocks:
+        return [Run(order_B, groups.index_B[order_B], blocks)]
     runs = []
-    for cut in cuts:
-        group_n = groups.index_B[order_B[cut]]
-        whole = slice(0, cut.stop - cut.start)
-        runs.append(Run(order_B[cut], group_n - group_n[0], [(whole, rows_of(cut))]))
+    for cut, block in blocks:
+        group_R = groups.index_B[order_B[cut]]
+        runs.append(Run(order_B[cut], group_R - group_R[0], [(slice(0, len(group_R)), block)]))
     return runs
 
 
 class TokenShares:
     """rho of the completions of a run: x times |X| over the sum of its comparison set X (specification 3.5 step 2).
 
-        for local, rows, rho_bT in shares: ...      # a slice of the run, the same rows of the batch, their shares
+        for local, block, rho_n in shares: ...      # a slice of the run, the block of its rows, their shares
 
     x is H' on successes, 1/H' on failures with shares, and 0 elsewhere. A share is `x scale[X]`, with one scale per
     comparison set. A single block is computed once and yielded at every pass, so it must not be changed; several
@@ -118,78 +113,92 @@ class TokenShares:
         self.run = run
         self._options = options
         self._prepared = PreparedEntropy.of(options)
-        self._entropies_BT, self._mask_BT = inputs.batch.entropies, inputs.batch.mask
-        self._lengths_n = inputs.groups.lengths_B[run.rows]
+        self._entropies_N, self._segments = inputs.batch.entropies, inputs.segments
+        self._lengths_R = inputs.groups.lengths_B[run.rows]
         self._inverted_B, self._member_B = classes.inverted_B, classes.member_B
-        self._only_bT = self._x(run.blocks[0][1]) if len(run.blocks) == 1 else None
-        self._set_n, sets = self._comparison_sets()
-        self._scale_ST = self._scales(sets)
-        if self._only_bT is not None:
-            self._only_bT.mul_(self._scale_ST[self._set_n])
+        self._columns = int(self._lengths_R.max()) if options.entropy_axis == "column" else 1
+        self._only_n = self._x(run.blocks[0][1]) if len(run.blocks) == 1 else None
+        self._set_R, sets = self._comparison_sets()
+        self._only_set_n: Tensor | None = None
+        if self._only_n is not None:
+            self._only_set_n = self._set_n(*run.blocks[0])
+        self._scale_S = self._scales(sets)
+        if self._only_n is not None:
+            self._only_n.mul_(self._scale_of(*run.blocks[0]))
 
-    def __iter__(self) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
-        for local, rows in self.run.blocks:
-            if self._only_bT is not None:
-                yield local, rows, self._only_bT
+    def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
+        for local, block in self.run.blocks:
+            if self._only_n is not None:
+                yield local, block, self._only_n
             else:
-                yield local, rows, self._x(rows).mul_(self._scale_ST[self._set_n[local]])
+                yield local, block, self._x(block).mul_(self._scale_of(local, block))
 
-    def _x(self, rows: slice | Tensor) -> Tensor:
-        """(b, T) H' on successes, q on failures with shares, 0 outside the compared tokens."""
-        h_bT = self._prepared.prepare(self._entropies_BT[rows])
-        inverted_b = self._inverted_B[rows]
+    def _x(self, block: Block) -> Tensor:
+        """(n,) H' on successes, q on failures with shares, 0 on other completions."""
+        h_n = self._prepared.prepare(self._entropies_N[block.tokens])
+        inverted_b, member_b = self._inverted_B[block.rows], self._member_B[block.rows]
         if bool(inverted_b.any()):
-            h_bT = torch.where(inverted_b[:, None], self._prepared.inverse(h_bT), h_bT)
-        return torch.where(self._tokens(rows), h_bT, 0.0)
-
-    def _tokens(self, rows: slice | Tensor) -> Tensor:
-        """(b, T) the compared tokens."""
-        return self._mask_BT[rows] & self._member_B[rows, None]
+            h_n = torch.where(block.spread(inverted_b), self._prepared.inverse(h_n), h_n)
+        return h_n if bool(member_b.all()) else h_n.masked_fill_(block.spread(~member_b), 0.0)
 
     def _comparison_sets(self) -> tuple[Tensor, int]:
-        """Comparison set of each completion, and their number; successes and failures never share one."""
-        run, inverted_n = self.run, self._inverted_B[self.run.rows].long()
+        """Comparison set of each completion, and their number; successes and failures never share one.
+
+        With columns there is one at each position.
+        """
+        run, inverted_R = self.run, self._inverted_B[self.run.rows].long()
         if self._options.entropy_axis == "row":
             return torch.arange(len(run.rows), device=run.rows.device), len(run.rows)
         if self._options.entropy_scope == "batch":
-            return inverted_n, 2
-        return 2 * run.group_n + inverted_n, 2 * run.groups
+            return inverted_R * self._columns, 2
+        return (2 * run.group_R + inverted_R) * self._columns, 2 * run.groups
+
+    def _set_n(self, local: slice, block: Block) -> Tensor:
+        """(n,) comparison set of each token."""
+        if self._only_set_n is not None:
+            return self._only_set_n
+        return block.positions(self._set_R[local]) if self._columns > 1 else block.spread(self._set_R[local])
+
+    def _scale_of(self, local: slice, block: Block) -> Tensor:
+        return self._scale_S.take(self._set_n(local, block))
 
     def _scales(self, sets: int) -> Tensor:
-        """(S, T) for columns, (S, 1) for rows and matrices: |X| / sum X, or 1 / geometric mean of X."""
+        """(S,) of each comparison set: |X| / sum X, or 1 / geometric mean of X."""
         geometric = self._options.normaliser == "geomean"
-        columns = self._mask_BT.shape[1] if self._options.entropy_axis == "column" else 1
-        total = torch.zeros(sets, columns, dtype=torch.float64, device=self._mask_BT.device)
-        for local, rows in self.run.blocks:
-            x_bT = self._x(rows) if self._only_bT is None else self._only_bT
+        total = torch.zeros(sets * self._columns, dtype=torch.float64, device=self._entropies_N.device)
+        for local, block in self.run.blocks:
+            x_n = self._x(block) if self._only_n is None else self._only_n
             if geometric:
-                x_bT = torch.where(self._tokens(rows), x_bT, 1.0).log_()
-            total.index_add_(0, self._set_n[local], x_bT if columns > 1 else x_bT.sum(dim=1, keepdim=True))
+                x_n = x_n.masked_fill(block.spread(~self._member_B[block.rows]), 1.0).log_()
+            if self._columns > 1:
+                total.index_add_(0, self._set_n(local, block), x_n)
+            else:
+                total.index_add_(0, self._set_R[local], block.sums(x_n))
         self._require_finite(total)
-        count = self._set_sizes(sets, columns)
+        count = self._set_sizes(sets)
         if geometric:
             return torch.exp(-total / count.clamp(min=1.0))
         denominator = total + self._prepared.denominator_eps
         return torch.where(denominator > 0, count / denominator, 0.0)
 
-    def _set_sizes(self, sets: int, columns: int) -> Tensor:
-        """|X|: members alive at each position (d_t and h_t of columns), or the members' tokens."""
-        member_n = self._member_B[self.run.rows]
-        if columns == 1:
-            return segment_sum(torch.where(member_n, self._lengths_n, 0), self._set_n, sets)[:, None]
+    def _set_sizes(self, sets: int) -> Tensor:
+        """(S,) |X|: members alive at each position (d_t and h_t of columns), or the members' tokens."""
+        member_R = self._member_B[self.run.rows]
+        if self._columns == 1:
+            return segment_sum(torch.where(member_R, self._lengths_R, 0), self._set_R, sets)
         # A completion of length T is alive at positions 0..T-1: count the ends, then sum from the right.
-        ends = torch.zeros(sets * columns, dtype=torch.float64, device=member_n.device)
-        ends.index_add_(0, self._set_n * columns + self._lengths_n - 1, member_n.to(torch.float64))
-        return ends.view(sets, columns).flip(1).cumsum(1).flip(1)
+        ends = segment_sum(member_R, self._set_R + self._lengths_R - 1, sets * self._columns)
+        return ends.view(sets, self._columns).flip(1).cumsum(1).flip(1).flatten()
 
     def _require_finite(self, total: Tensor) -> None:
         if bool(torch.isfinite(total).all()):
             return
-        for local, rows in self.run.blocks:
-            x_bT = self._x(rows)
-            legal_bT = torch.isfinite(x_bT) & (x_bT > 0)
-            bad = (~legal_bT & self._tokens(rows)).nonzero()
+        for _, block in self.run.blocks:
+            x_n = self._x(block)
+            legal_n = torch.isfinite(x_n) & (x_n > 0)
+            bad = (~legal_n & block.spread(self._member_B[block.rows])).nonzero()
             if len(bad):
-                row, position = int(self.run.rows[local][bad[0, 0]]), int(bad[0, 1])
-                value = float(self._entropies_BT[row, position])
+                token = block.token(int(bad[0]))
+                row, position = self._segments.place(token)
+                value = float(self._entropies_N[token])
                 raise no_share_error(f"entropy {value} at row {row}, position {position}", self._options)

@@ -3,11 +3,13 @@
 J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv 1506.02438, and
 "Proximal Policy Optimization Algorithms", arXiv 1707.06347.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions, R = completions that are scanned together, T = positions
+of the longest of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,47 +18,56 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.batch import RolloutBatch
-from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
 from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, option, positive
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 _ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
 _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
 
 
-def token_rewards(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B, T) terminal reward on each completion's last token, 0 elsewhere."""
-    last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-    rewards_BT = torch.zeros(mask_BT.shape, dtype=rewards_B.dtype, device=mask_BT.device)
-    return rewards_BT.scatter_(1, last_B1, rewards_B[:, None])
+def token_rewards(rewards_B: Tensor, segments: Segments) -> Tensor:
+    """(N,) terminal reward on each completion's last token, 0 elsewhere."""
+    rewards_N = torch.zeros(segments.tokens, dtype=rewards_B.dtype, device=rewards_B.device)
+    return rewards_N.index_copy_(0, segments.last(), rewards_B)
 
 
-def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages `sum_l (gamma lambda)^l delta_{t+l}` and returns `A + V`, both (B, T) and 0 in padding.
+def gae(
+    rewards_N: Tensor, values_N: Tensor, segments: Segments, *, gamma: float, lambd: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages `sum_l (gamma lambda)^l delta_{t+l}` and returns `A + V`, both (N,).
 
     `delta_t = r_t + gamma V_{t+1} - V_t`, with V = 0 after the last token. No gradient flows.
     """
-    advantages_BT, returns_BT = torch.zeros_like(values_BT.detach()), torch.zeros_like(values_BT.detach())
-    for first in range(0, len(values_BT), _ROWS):
-        rows = slice(first, first + _ROWS)
-        values_TR = torch.where(mask_BT[rows], values_BT[rows].detach(), 0.0).t().contiguous()
-        rewards_TR = torch.where(mask_BT[rows], rewards_BT[rows].detach(), 0.0).t().contiguous()
-        advantages_BT[rows] = _backwards(rewards_TR, values_TR, gamma=gamma, lambd=lambd).t()
-        returns_BT[rows] = values_TR.t()
-        returns_BT[rows] += advantages_BT[rows]
-    return advantages_BT, returns_BT
+    advantages_N = torch.empty_like(values_N.detach())
+    for rows_R in segments.lengths_B.argsort().split(_ROWS) if len(segments) else ():  # of about equal length
+        values_TR, rewards_TR = (_from_the_end(x_N.detach(), segments, rows_R) for x_N in (values_N, rewards_N))
+        advantages_RT = _backwards(rewards_TR, values_TR, gamma=gamma, lambd=lambd).t().flip(1)
+        lengths = segments.lengths_B[rows_R].tolist()
+        ends_R = [row_T[-length:] for row_T, length in zip(advantages_RT, lengths, strict=True)]
+        segments.put(advantages_N, torch.cat(ends_R), rows_R)
+    return advantages_N, advantages_N + values_N.detach()
+
+
+def _from_the_end(values_N: Tensor, segments: Segments, rows_R: Tensor) -> Tensor:
+    """(T, R) entries of some rows, the last ones first, 0 behind the first ones; T is the longest row."""
+    lengths = segments.lengths_B[rows_R].tolist()
+    padded_RT = values_N.new_zeros(len(lengths), max(lengths))
+    for row_T, values_n in zip(padded_RT, segments.take(values_N, rows_R).split(lengths), strict=True):
+        row_T[-len(values_n) :] = values_n
+    return padded_RT.flip(1).t().contiguous()
 
 
 def _backwards(rewards_TR: Tensor, values_TR: Tensor, *, gamma: float, lambd: float) -> Tensor:
-    """(T, R) advantages, in the memory of the rewards."""
+    """(T, R) advantages, in the memory of the rewards; entry 0 is the last token."""
     advantages_TR = rewards_TR
-    following_R = next_value_R = torch.zeros_like(values_TR[0]) if len(values_TR) else None
-    for t in range(len(values_TR) - 1, -1, -1):
+    following_R = next_value_R = torch.zeros_like(values_TR[0])
+    for t in range(len(values_TR)):
         delta_R = rewards_TR[t] + gamma * next_value_R - values_TR[t]
         following_R = delta_R + gamma * lambd * following_R
         advantages_TR[t] = following_R
@@ -65,40 +76,51 @@ def _backwards(rewards_TR: Tensor, values_TR: Tensor, *, gamma: float, lambd: fl
 
 
 def value_loss(
-    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, *, clip: float | None, tokens: Tensor
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float | None, tokens: Tensor
 ) -> Tensor:
     """`1/2` mean of the (clipped) squared error over `tokens` tokens of the whole mini-batch: shares add up.
 
     With `clip`, the larger of the errors of V and of V clipped to `old +- clip`, as in PPO.
     """
-    error_BT = (values_BT - returns_BT) ** 2
+    error_N = (values_N - returns_N) ** 2
     if clip is not None:
-        near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
-        error_BT = torch.maximum(error_BT, (near_BT - returns_BT) ** 2)
-    return 0.5 * torch.where(mask_BT, error_BT, 0.0).sum() / tokens.to(error_BT.dtype)
+        near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+        error_N = torch.maximum(error_N, (near_N - returns_N) ** 2)
+    return 0.5 * error_N.sum() / tokens.to(error_N.dtype)
 
 
 @torch.no_grad()
 def value_clip_fraction(
-    values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, *, clip: float, tokens: Tensor
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float, tokens: Tensor
 ) -> Tensor:
     """Share of the `tokens` tokens whose value gets no gradient, because the clipped value has the larger error."""
-    near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
-    cut_BT = mask_BT & ((near_BT - returns_BT) ** 2 > (values_BT - returns_BT) ** 2)
-    return cut_BT.sum() / tokens.to(values_BT.dtype)
+    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    cut_N = (near_N - returns_N) ** 2 > (values_N - returns_N) ** 2
+    return cut_N.sum() / tokens.to(values_N.dtype)
 
 
-def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> Tensor | None:
     """`1 - Var(returns - values) / Var(returns)` over the completion tokens, float64; None if the returns are equal
     up to rounding.
 
     1: the critic knows the returns; 0: it is as good as their mean; negative: worse.
     """
-    returns_N, error_N = returns_BT[mask_BT].double(), (returns_BT - values_BT)[mask_BT].double()
-    variance = returns_N.var(correction=0)
-    if variance <= _ROUNDING * (returns_N * returns_N).mean():
+    variance, mean = _moments(returns_N)
+    if variance <= _ROUNDING * (variance + mean * mean):
         return None
-    return 1.0 - error_N.var(correction=0) / variance
+    return 1.0 - _moments(returns_N, values_N)[0] / variance
+
+
+def _moments(values_N: Tensor, minus_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Population variance and mean of `values - minus`, float64, in two passes over blocks."""
+
+    def blocks() -> Iterator[Tensor]:
+        for start in range(0, len(values_N), BLOCK_TOKENS):
+            n = slice(start, start + BLOCK_TOKENS)
+            yield values_N[n].double() - (0.0 if minus_N is None else minus_N[n])
+
+    mean = sum(block_n.sum() for block_n in blocks()) / len(values_N)
+    return sum(((block_n - mean) ** 2).sum() for block_n in blocks()) / len(values_N), mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,32 +162,26 @@ class Gae(TokenAlgorithm):
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, options = inputs.batch, self.options
         rewards_B = batch.rewards + length_penalty(inputs.groups, inputs.part, options)
-        rewards_BT = token_rewards(rewards_B.to(batch.float_dtype), batch.mask)
+        rewards_N = token_rewards(rewards_B.to(batch.float_dtype), batch.segments)
         if self.kl is not None and self.kl.place == "reward":
-            kl_BT = reward_kl(self.kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
-            rewards_BT -= kl_BT
-            rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
-            del kl_BT
-        advantages_BT, returns_BT = gae(rewards_BT, batch.values, batch.mask, gamma=options.gamma, lambd=options.lambd)
-        del rewards_BT
+            kl_N = reward_kl(self.kl, batch)
+            rewards_N -= kl_N
+            rewards_B = rewards_B - batch.segments.sums(kl_N)
+            del kl_N
+        advantages_N, returns_N = gae(rewards_N, batch.values, batch.segments, gamma=options.gamma, lambd=options.lambd)
+        del rewards_N
         if options.whiten:
-            self._whiten(advantages_BT, batch.mask)
-        exposed = {"returns": returns_BT, "values": batch.values}
-        return {"advantages": advantages_BT, "rewards": rewards_B, "exposed": exposed}
+            self._whiten(advantages_N)
+        exposed = {"returns": returns_N, "values": batch.values}
+        return {"advantages": advantages_N, "rewards": rewards_B, "exposed": exposed}
 
-    def _whiten(self, advantages_BT: Tensor, mask_BT: Tensor) -> None:
+    def _whiten(self, advantages_N: Tensor) -> None:
         """Centres them over all tokens and, with `normalize_std`, divides by their population std, in place.
 
-        The statistics are in float64. Padding, which is 0, stays 0.
+        The statistics are in float64.
         """
-        blocks = list(row_blocks(*advantages_BT.shape))
-        tokens = row_counts(mask_BT).sum().clamp(min=1).to(torch.float64)
-        mean = row_sums(advantages_BT, mask_BT).sum() / tokens
-        squares = torch.zeros_like(mean)
-        for rows in blocks:
-            advantages_BT[rows] -= mask_BT[rows] * mean.to(advantages_BT.dtype)
-            squares += (advantages_BT[rows] ** 2).sum(dtype=torch.float64)
+        tokens = max(1, len(advantages_N))
+        advantages_N -= (float64_sum(advantages_N) / tokens).to(advantages_N.dtype)
         if self.options.normalize_std:
-            scale = ((squares / tokens).sqrt() + self.options.adv_eps).to(advantages_BT.dtype)
-            for rows in blocks:
-                advantages_BT[rows] /= scale
+            squares = sum((block_n.double() ** 2).sum() for block_n in advantages_N.split(BLOCK_TOKENS))
+            advantages_N /= ((squares / tokens).sqrt() + self.options.adv_eps).to(advantages_N.dtype)

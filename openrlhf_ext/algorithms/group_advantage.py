@@ -27,8 +27,7 @@ def group_relative(algorithm: Algorithm, inputs: Inputs) -> dict[str, Tensor]:
     batch, groups, part, kl = inputs.batch, inputs.groups, inputs.part, algorithm.kl
     rewards_B = batch.rewards + length_penalty(groups, part, algorithm.options)
     if kl is not None and kl.place == "reward":
-        kl_BT = reward_kl(kl, batch.old_logprobs, batch.ref_logprobs, batch.mask)
-        rewards_B = rewards_B - kl_BT.sum(dim=1, dtype=torch.float64)
+        rewards_B = rewards_B - batch.segments.sums(reward_kl(kl, batch))
     return {
         "rewards": rewards_B,
         "seq_advantages": group_advantages(rewards_B, groups, algorithm.options, part.live_B),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch, check_group_sizes, completion_lengths
+from openrlhf_ext.algorithms.batch import RolloutBatch, check_group_sizes, check_lengths
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Groups:
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Groups:
-        """Group a batch; ValueError for an empty completion, a mask with holes or an incomplete group."""
+        """Group a batch; ValueError for an empty completion, wrong lengths or an incomplete group."""
         ids_Q, index_B, sizes_Q = batch.group_ids.unique(return_inverse=True, return_counts=True)
         check_group_sizes(ids_Q, sizes_Q, batch.group_size)
-        return cls(ids_Q, index_B, sizes_Q, completion_lengths(batch.mask))
+        check_lengths(batch.lengths, len(batch.tokens))
+        return cls(ids_Q, index_B, sizes_Q, batch.segments.lengths_B)
 
     def __len__(self) -> int:
         return len(self.ids_Q)

@@ -3,7 +3,7 @@
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
 T1 is the first text, T6 the version v6.
 
-Shape suffixes: B = completions, T = positions, b = rows of one block.
+Shape suffixes: B = completions, N = tokens of all completions, n = tokens of one block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.base import Inputs
-from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.algorithms.class_pools import Classes, base_rewards, class_pools
 from openrlhf_ext.algorithms.entropy_shares import PreparedEntropy, no_share_error
 from openrlhf_ext.algorithms.group_advantage import divide_by_std
@@ -34,6 +33,7 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
 
 
@@ -96,7 +96,7 @@ class GrpoS(SequenceAlgorithm):
         options, groups = self.options, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
         prepared = PreparedEntropy.of(options)
-        h_hat_B = sequence_entropies(inputs.batch.entropies, inputs.batch.mask, prepared, options.h_hat)
+        h_hat_B = sequence_entropies(inputs.batch.entropies, inputs.segments, prepared, options.h_hat)
         share_B = self.shares(inputs, h_hat_B, classes, prepared.denominator_eps)
         penalty_B = length_penalty(groups, inputs.part, options)
         reward_B = self.rewards(inputs, share_B, classes, penalty_B)
@@ -160,13 +160,13 @@ class GrpoS(SequenceAlgorithm):
         return inputs.groups.any(success_B)[inputs.groups.index_B]
 
 
-def sequence_entropies(entropies_BT: Tensor, mask_BT: Tensor, prepared: PreparedEntropy, kind: str) -> Tensor:
+def sequence_entropies(entropies_N: Tensor, segments: Segments, prepared: PreparedEntropy, kind: str) -> Tensor:
     """(B,) float64 mean of each completion's H', arithmetic or geometric (0 if some H' is not positive)."""
-    mean_B = torch.zeros(len(mask_BT), dtype=torch.float64, device=mask_BT.device)
-    for rows in row_blocks(*mask_BT.shape):
-        h_bT = prepared.prepare(entropies_BT[rows])
+    mean_B = torch.zeros_like(segments.lengths_B, dtype=torch.float64)
+    for block in segments.blocks():
+        h_n = prepared.prepare(entropies_N[block.tokens])
         if kind == "geometric":
             # The log of 0 is -inf and its exponential 0, as specified; a negative entropy counts as 0 too.
-            h_bT = h_bT.clamp_(min=0.0).log_()
-        mean_B[rows] = torch.where(mask_BT[rows], h_bT, 0.0).sum(dim=1) / mask_BT[rows].sum(dim=1)
+            h_n = h_n.clamp_(min=0.0).log_()
+        mean_B[block.rows] = block.sums(h_n) / block.lengths_b
     return mean_B.exp() if kind == "geometric" else mean_B

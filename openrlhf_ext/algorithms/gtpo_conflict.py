@@ -3,7 +3,7 @@
 M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772 (specification 3.7).
 The conflict masks themselves are in `conflict_mask`.
 
-Shape suffixes: B = completions, T = positions, Q = groups.
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Inputs, broadcast
+from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.batch import RolloutBatch
-from openrlhf_ext.algorithms.blocks import row_blocks, row_counts, row_sums
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
 from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
@@ -34,6 +33,7 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
@@ -43,28 +43,30 @@ LN2 = math.log(2.0)
 
 
 def conflict_weights(
-    forward_BT: Tensor, backward_BT: Tensor, sign_B: Tensor, w_pos: float, overlap: str, dtype: torch.dtype
+    forward_N: Tensor, backward_N: Tensor, segments: Segments, sign_B: Tensor, options: Any, dtype: torch.dtype
 ) -> Tensor:
     """lambda of eq. 9: `w_pos` on conflicts of positive completions, 0 on those of negative ones, else 1."""
-    weight_B1 = torch.where(sign_B > 0, w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)[:, None]
+    weight_B = torch.where(sign_B > 0, options.w_pos, torch.where(sign_B < 0, 0.0, 1.0).to(torch.float64)).to(dtype)
     one = torch.ones((), dtype=dtype, device=sign_B.device)
-    lambda_BT = torch.empty(forward_BT.shape, dtype=dtype, device=sign_B.device)
-    for rows in row_blocks(*forward_BT.shape):
-        forward_bT, backward_bT, weight_b1 = forward_BT[rows], backward_BT[rows], weight_B1[rows]
-        if overlap == "or":
-            lambda_BT[rows] = torch.where(forward_bT | backward_bT, weight_b1, one)
+    lambda_N = torch.empty(forward_N.shape, dtype=dtype, device=sign_B.device)
+    for block in segments.blocks():
+        forward_n, backward_n = forward_N[block.tokens], backward_N[block.tokens]
+        weight_n = block.spread(weight_B[block.rows])
+        if options.overlap == "or":
+            lambda_N[block.tokens] = torch.where(forward_n | backward_n, weight_n, one)
         else:
-            lambda_BT[rows] = torch.where(forward_bT, weight_b1, one) * torch.where(backward_bT, weight_b1, one)
-    return lambda_BT
+            product_n = torch.where(forward_n, weight_n, one) * torch.where(backward_n, weight_n, one)
+            lambda_N[block.tokens] = product_n
+    return lambda_N
 
 
-def mean_entropies(entropies_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
     """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
 
     `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
     sampled at training temperature before the first step.
     """
-    return row_sums(entropies_BT, mask_BT) / row_counts(mask_BT).clamp(min=1)
+    return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,27 +163,25 @@ class GtpoConflict(TokenAlgorithm):
         sign_B = a_B.sign()
         forward = conflict_spans(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
         backward = conflict_spans(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
-        forward_BT, backward_BT = (spans.mask(batch.mask.shape[1]) for spans in (forward, backward))
-        h_bar_B = mean_entropies(batch.entropies, batch.mask)
+        forward_N, backward_N = (spans.mask(batch.segments) for spans in (forward, backward))
+        h_bar_B = mean_entropies(batch.entropies, batch.segments)
         delta_B = self._delta(a_B, h_bar_B)
         tilde_B = delta_B * (a_B - options.gamma * h_bar_B)
         if options.zero_adv == "skip":
             tilde_B = torch.where(a_B == 0, 0.0, tilde_B)
-        lambda_BT = None
+        lambda_N = None
         if options.use_conflict:
-            lambda_BT = conflict_weights(
-                forward_BT, backward_BT, sign_B, options.w_pos, options.overlap, batch.float_dtype
-            )
+            lambda_N = conflict_weights(forward_N, backward_N, batch.segments, sign_B, options, batch.float_dtype)
         return {
-            "advantages": broadcast(tilde_B, batch.mask, batch.float_dtype),
+            "advantages": batch.segments.spread(tilde_B.to(batch.float_dtype)),
             "seq_advantages": tilde_B,
-            "token_weights": lambda_BT,
+            "token_weights": lambda_N,
             "exposed": {
                 "A": a_B,
                 "delta": delta_B,
                 "H_bar": h_bar_B,
-                "forward_mask": forward_BT,
-                "backward_mask": backward_BT,
+                "forward_mask": forward_N,
+                "backward_mask": backward_N,
                 "divisor": self._divisor(forward, backward),
             },
             "metrics": _conflict_metrics(groups, forward, backward, delta_B),
@@ -204,15 +204,15 @@ class GtpoConflict(TokenAlgorithm):
         return longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        loss_mask_BT = self.loss_mask(shaped)
+        loss_mask_N = self.loss_mask(shaped)
         denominator_B = shaped.lengths * shaped.exposed["divisor"]
         if self.options.group_reduce == "mean":
             denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped)
         return dataclasses.replace(
             shaped,
-            loss_mask=loss_mask_BT,
+            loss_mask=loss_mask_N,
             weights=losses.reciprocal(denominator_B, shaped.active),
-            denominators={"tokens": self.loss_tokens(shaped, loss_mask_BT).sum().to(torch.float64)},
+            denominators={"tokens": self.loss_tokens(shaped, loss_mask_N).sum().to(torch.float64)},
             complete=True,
         )
 

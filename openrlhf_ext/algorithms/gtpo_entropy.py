@@ -4,7 +4,8 @@ H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping wit
 T1 is the first text, T6 the version v6.
 
 A correct completion earns more where the policy was uncertain, a wrong one loses more where it was sure.
-Shape suffixes: B = completions, T = positions, n = completions of a run, b = rows of one block.
+Shape suffixes: B = completions, N = tokens of all completions, R = completions of a run, b and n = completions and
+tokens of one block.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.segments import Block
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
@@ -126,31 +128,29 @@ class TokenReward:
     weight_B: Tensor
     success_B: Tensor
 
-    def x(self, rho_bT: Tensor, rows: slice | Tensor) -> Tensor:
-        """(b, T) `rho_bT` itself, or clip(alpha1 + alpha2 rho, 1, alpha1 + alpha1/kappa) on P (T1 eq. 11)."""
+    def x(self, rho_n: Tensor, block: Block) -> Tensor:
+        """(n,) `rho_n` itself, or clip(alpha1 + alpha2 rho, 1, alpha1 + alpha1/kappa) on P (T1 eq. 11)."""
         if not self.options.clipped_positive:
-            return rho_bT
+            return rho_n
         alpha1, alpha2, kappa = self.options.alpha1, self.options.alpha2, self.options.kappa
-        clipped_bT = (alpha1 + alpha2 * rho_bT).clamp_(1.0, alpha1 + alpha1 / kappa)
-        return torch.where(self.success_B[rows, None], clipped_bT, rho_bT)
+        clipped_n = (alpha1 + alpha2 * rho_n).clamp_(1.0, alpha1 + alpha1 / kappa)
+        return torch.where(block.spread(self.success_B[block.rows]), clipped_n, rho_n)
 
-    def rewards(self, rho_bT: Tensor, rows: slice | Tensor) -> Tensor:
-        """(b, T) R, also in the padding."""
-        return self.offset_B[rows, None] + self.weight_B[rows, None] * self.x(rho_bT, rows)
+    def rewards(self, rho_n: Tensor, block: Block) -> Tensor:
+        """(n,) R."""
+        offset_n, weight_n = block.spread(self.offset_B[block.rows]), block.spread(self.weight_B[block.rows])
+        return offset_n + weight_n * self.x(rho_n, block)
 
-    def moments(self, shares: TokenShares, mask_BT: Tensor, lengths_B: Tensor) -> Moments:
-        """(n,) moments of each completion's R, from those of x."""
-        lengths_n = lengths_B[shares.run.rows].to(torch.float64)
-        mean_n, m2_n = torch.zeros_like(lengths_n), torch.zeros_like(lengths_n)
-        for local, rows, rho_bT in shares:
-            x_bT = self.x(rho_bT, rows)
-            if self.options.clipped_positive:
-                x_bT = torch.where(mask_BT[rows], x_bT, 0.0)
-            mean_n[local] = x_bT.sum(dim=1) / lengths_n[local]
-            centred_bT = torch.where(mask_BT[rows], x_bT - mean_n[local, None], 0.0)
-            m2_n[local] = torch.linalg.vector_norm(centred_bT, dim=1) ** 2
-        offset_n, weight_n = self.offset_B[shares.run.rows], self.weight_B[shares.run.rows]
-        return Moments(lengths_n, offset_n + weight_n * mean_n, weight_n**2 * m2_n)
+    def moments(self, shares: TokenShares, lengths_B: Tensor) -> Moments:
+        """(R,) moments of each completion's R, from those of x."""
+        lengths_R = lengths_B[shares.run.rows].to(torch.float64)
+        mean_R, m2_R = torch.zeros_like(lengths_R), torch.zeros_like(lengths_R)
+        for local, block, rho_n in shares:
+            x_n = self.x(rho_n, block)
+            mean_R[local] = block.sums(x_n) / lengths_R[local]
+            m2_R[local] = block.sums((x_n - block.spread(mean_R[local])).square_())
+        offset_R, weight_R = self.offset_B[shares.run.rows], self.weight_B[shares.run.rows]
+        return Moments(lengths_R, offset_R + weight_R * mean_R, weight_R**2 * m2_R)
 
 
 @register_algorithm("gtpo_entropy", GtpoEntropyOptions)
@@ -186,23 +186,23 @@ class GtpoEntropy(TokenAlgorithm):
         classes = Classes.of(inputs.part, options.two_tables)
         penalty_B = length_penalty(groups, inputs.part, options)
         reward = self.reward(inputs, classes, penalty_B)
-        rho_BT = torch.empty_like(batch.entropies, dtype=batch.float_dtype)
-        a_BT = torch.empty_like(rho_BT)
+        rho_N = torch.empty_like(batch.entropies, dtype=batch.float_dtype)
+        a_N = torch.empty_like(rho_N)
         mean_B, std_B = torch.zeros_like(reward.offset_B), torch.zeros_like(reward.offset_B)
-        for run in make_runs(groups, batch.mask.shape[1], self._batch_wide()):
+        for run in make_runs(groups, batch.segments, self._batch_wide()):
             shares = TokenShares(inputs, options, classes, run)  # rho+ on P, rho- on N
-            moments = reward.moments(shares, batch.mask, groups.lengths_B)  # of each completion's R+ or R-
+            moments = reward.moments(shares, groups.lengths_B)  # of each completion's R+ or R-
             mean_B[run.rows], std_B[run.rows] = class_pools(
-                moments, run.group_n, run.groups, classes.rows(run.rows), options, options.ddof_tok
+                moments, run.group_R, run.groups, classes.rows(run.rows), options, options.ddof_tok
             )
-            for _, rows, rho_bT in shares:
-                a_bT = self._standardised(reward, rho_bT, rows, mean_B[rows], std_B[rows], classes)
-                rho_BT[rows] = rho_bT.to(rho_BT.dtype)
-                a_BT[rows] = torch.where(batch.mask[rows] & classes.live_B[rows, None], a_bT, 0.0).to(a_BT.dtype)
+            for _, block, rho_n in shares:
+                rho_N[block.tokens] = rho_n.to(rho_N.dtype)
+                a_n = self._standardised(reward, rho_n, block, mean_B[block.rows], std_B[block.rows], classes)
+                a_N[block.tokens] = a_n.to(a_N.dtype)
         if options.adv_eps == 0.0:
             require_positive_std(std_B, classes.live_B, batch.group_ids)
         exposed = {
-            "shares": rho_BT,
+            "shares": rho_N,
             "success": classes.success_B,
             "inverted": classes.inverted_B,
             "reward_offset": reward.offset_B,
@@ -210,7 +210,7 @@ class GtpoEntropy(TokenAlgorithm):
             "pool_mean": mean_B,
             "pool_std": std_B,
         }
-        return {"advantages": a_BT, "rewards": batch.rewards + penalty_B, "exposed": exposed}
+        return {"advantages": a_N, "rewards": batch.rewards + penalty_B, "exposed": exposed}
 
     def reward(self, inputs: Inputs, classes: Classes, penalty_B: Tensor) -> TokenReward:
         """The version's R+ and R-, each as (offset, weight) of the share, and the length penalty on every token."""
@@ -229,20 +229,21 @@ class GtpoEntropy(TokenAlgorithm):
     def _standardised(
         self,
         reward: TokenReward,
-        rho_bT: Tensor,
-        rows: slice | Tensor,
+        rho_n: Tensor,
+        block: Block,
         mean_b: Tensor,
         std_b: Tensor,
         classes: Classes,
     ) -> Tensor:
-        """(b, T) A = (R - mean R)/(std R + adv_eps) as `slope x + shift`, with R = offset + weight x."""
+        """(n,) A = (R - mean R)/(std R + adv_eps) as `slope x + shift`, with R = offset + weight x; 0 if not live."""
+        rows = block.rows
         scale_b = torch.where(classes.live_B[rows], 1.0 / (std_b + self.options.adv_eps), 0.0)
-        slope_b1 = (reward.weight_B[rows] * scale_b)[:, None]
-        shift_b1 = ((reward.offset_B[rows] - mean_b) * scale_b)[:, None]
-        a_bT = (reward.x(rho_bT, rows) * slope_b1).add_(shift_b1)
+        slope_n = block.spread(reward.weight_B[rows] * scale_b)
+        shift_n = block.spread((reward.offset_B[rows] - mean_b) * scale_b)
+        a_n = slope_n.mul_(reward.x(rho_n, block)).add_(shift_n)
         if not self.options.sign_guard:
-            return a_bT
-        return torch.where(classes.success_B[rows, None], a_bT.clamp(min=0.0), a_bT.clamp(max=0.0))
+            return a_n
+        return torch.where(block.spread(classes.success_B[rows]), a_n.clamp(min=0.0), a_n.clamp(max=0.0))
 
     def _batch_wide(self) -> bool:
         """Some statistic spans the groups."""
@@ -253,12 +254,18 @@ class GtpoEntropy(TokenAlgorithm):
         return {
             "Rpos": lambda shaped: self._rewards(shaped, ~shaped.inverted),
             "Rneg": lambda shaped: self._rewards(shaped, shaped.inverted),
-            "rho_pos": lambda shaped: torch.where(shaped.success[:, None], shaped.shares, 0.0),
-            "rho_neg": lambda shaped: torch.where(shaped.inverted[:, None], shaped.shares, 0.0),
+            "rho_pos": lambda shaped: _on(shaped, shaped.success, shaped.shares),
+            "rho_neg": lambda shaped: _on(shaped, shaped.inverted, shaped.shares),
         }
 
     def _rewards(self, shaped: ShapedBatch, rows_B: Tensor) -> Tensor:
-        """(B, T) shaped rewards of these completions, 0 elsewhere."""
+        """(N,) shaped rewards of these completions, 0 elsewhere."""
         reward = TokenReward(self.options, shaped.reward_offset, shaped.reward_weight, shaped.success)
-        rewards_BT = reward.rewards(shaped.shares.to(torch.float64), slice(None)).to(shaped.shares.dtype)
-        return torch.where(shaped.mask & rows_B[:, None], rewards_BT, 0.0)
+        whole = shaped.segments.block(slice(None))
+        rewards_N = reward.rewards(shaped.shares.to(torch.float64), whole).to(shaped.shares.dtype)
+        return _on(shaped, rows_B, rewards_N)
+
+
+def _on(shaped: ShapedBatch, rows_B: Tensor, values_N: Tensor) -> Tensor:
+    """(N,) the values of these completions, 0 elsewhere."""
+    return torch.where(shaped.segments.spread(rows_B), values_N, 0.0)

@@ -2,7 +2,7 @@
 
 S. Wang et al., arXiv 2506.01939.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs, tokens_of
+from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.blocks import row_counts
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     GroupOptions,
@@ -58,24 +57,24 @@ class HighEntropyTokens(GroupRelative):
         return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        pool_BT = tokens_of(shaped.mask, shaped.kept)
-        tau, cut = upper_threshold(shaped.exposed["entropies"], pool_BT, self.options.top_rho)
+        pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)
+        tau, cut = upper_threshold(shaped.exposed["entropies"], pool_N, self.options.top_rho)
         return super().loss_level(dataclasses.replace(shaped, pools={"tau": tau, "cut": cut}))
 
     def loss_mask(self, shaped: ShapedBatch) -> Tensor:
-        return self._selected(shaped) & shaped.active[:, None]
+        return self._selected(shaped) & shaped.segments.spread(shaped.active)
 
-    def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
-        return row_counts(loss_mask_BT)
+    def loss_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+        return shaped.segments.sums(loss_mask_N).long()
 
-    def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+    def counted_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
         if self.options.mask_denominator == "all":
             return torch.where(shaped.active, shaped.lengths, 0)
-        return self.loss_tokens(shaped, loss_mask_BT)
+        return self.loss_tokens(shaped, loss_mask_N)
 
     def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
         return {"token_mask": self._selected}
 
     def _selected(self, shaped: ShapedBatch) -> Tensor:
-        """(B, T) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
-        return (shaped.exposed["entropies"] >= shaped.pools["cut"]) & shaped.mask
+        """(N,) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
+        return shaped.exposed["entropies"] >= shaped.pools["cut"]

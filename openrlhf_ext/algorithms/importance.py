@@ -4,7 +4,7 @@ Tokens are sampled by one engine (log-prob `rollout`) and trained by another (lo
 numerics). Each token's surrogate is multiplied by a constant made of `w = exp(old - rollout)`; the semantics are those
 of OpenRLHF 0.11.2's `PolicyLoss`. Advantages, KL terms and denominators are not touched.
 
-Shape suffixes: B = completions, T = positions, b = rows of one block.
+Shape suffixes: B = completions, N = tokens of all completions, b and n = those of one block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.blocks import row_blocks
 from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
+from openrlhf_ext.algorithms.segments import Block, Segments
 
 PROBABILITY_MARGIN = 1e-6
 
@@ -73,56 +73,51 @@ def parse_correction(values: Mapping[str, Any] | None) -> Correction | None:
     return None if correction.level == "off" else correction
 
 
-def masked_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B, 1) mean over each row's completion tokens."""
-    total_B1 = torch.where(mask_BT, values_BT, 0.0).sum(dim=1, keepdim=True)
-    return total_B1 / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def gate_statistic(correction: Correction, old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The gated statistic, (B, T) or at sequence level (B, 1): geometric mean of w, or mean divergence."""
-    sequence = correction.level == "seq"
+def gate_statistic(correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block) -> Tensor:
+    """The gated statistic, (n,) or at sequence level (b,): geometric mean of w, or mean divergence."""
     if correction.gating == "ratio":
-        log_ratio_BT = old_BT - rollout_BT
-        return (masked_mean(log_ratio_BT, mask_BT) if sequence else log_ratio_BT).exp()
-    p_BT = rollout_BT.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
-    q_BT = old_BT.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
+        log_ratio_n = old_n - rollout_n
+        return (_mean(log_ratio_n, block) if correction.level == "seq" else log_ratio_n).exp()
+    p_n = rollout_n.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
+    q_n = old_n.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
     if correction.gating == "tv":
-        statistic_BT = (p_BT - q_BT).abs()
+        statistic_n = (p_n - q_n).abs()
     else:
-        statistic_BT = p_BT * (p_BT / q_BT).log() + (1 - p_BT) * ((1 - p_BT) / (1 - q_BT)).log()
-    return masked_mean(statistic_BT, mask_BT) if sequence else statistic_BT
+        statistic_n = p_n * (p_n / q_n).log() + (1 - p_n) * ((1 - p_n) / (1 - q_n)).log()
+    return _mean(statistic_n, block) if correction.level == "seq" else statistic_n
+
+
+def _mean(values_n: Tensor, block: Block) -> Tensor:
+    """(b,) mean over each completion's tokens."""
+    return (block.sums(values_n) / block.lengths_b).to(values_n.dtype)
 
 
 def correction_weights(
-    correction: Correction, old_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor
+    correction: Correction, old_N: Tensor, rollout_N: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Factor of each token's surrogate, and by how much it had to correct.
 
     Returns:
-        weights (B, T), 1 in padding; (B,) int64 tokens that were filtered or clamped; (B,) float64 sum of
-        `rollout - old` over each completion's tokens.
+        weights (N,); (B,) int64 tokens that were filtered or clamped; (B,) float64 sum of `rollout - old` over each
+        completion's tokens.
     """
-    weights_BT = torch.empty_like(old_BT, dtype=torch.promote_types(old_BT.dtype, rollout_BT.dtype))
-    filtered_B = torch.zeros(len(mask_BT), dtype=torch.int64, device=mask_BT.device)
-    gap_B = torch.zeros(len(mask_BT), dtype=torch.float64, device=mask_BT.device)
-    for rows in row_blocks(*mask_BT.shape):
-        mask_bT = mask_BT[rows]
-        old_bT, rollout_bT = (torch.where(mask_bT, logprobs_BT[rows], 0.0) for logprobs_BT in (old_BT, rollout_BT))
-        weights_bT, outside_bT = _block_weights(correction, old_bT, rollout_bT, mask_bT)
-        weights_BT[rows] = torch.where(mask_bT, weights_bT, 1.0)
-        filtered_B[rows] = (outside_bT & mask_bT).sum(dim=1)
-        gap_B[rows] = (rollout_bT - old_bT).sum(dim=1, dtype=torch.float64)
-    return weights_BT, filtered_B, gap_B
+    weights_N = torch.empty_like(old_N, dtype=torch.promote_types(old_N.dtype, rollout_N.dtype))
+    filtered_B = torch.zeros_like(segments.lengths_B)
+    gap_B = torch.zeros_like(segments.lengths_B, dtype=torch.float64)
+    for block in segments.blocks():
+        old_n, rollout_n = old_N[block.tokens], rollout_N[block.tokens]
+        weights_N[block.tokens], outside_n = _block_weights(correction, old_n, rollout_n, block)
+        filtered_B[block.rows] = block.sums(outside_n).long()
+        gap_B[block.rows] = block.sums(rollout_n - old_n)
+    return weights_N, filtered_B, gap_B
 
 
-def _block_weights(
-    correction: Correction, old_bT: Tensor, rollout_bT: Tensor, mask_bT: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(b, T) factors and (b, T) or (b, 1) which units are outside the band."""
+def _block_weights(correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """(n,) factors, and which tokens are outside the band."""
     low, high = correction.threshold
-    statistic = gate_statistic(correction, old_bT, rollout_bT, mask_bT)
+    statistic = gate_statistic(correction, old_n, rollout_n, block)
     outside = (statistic < low) | (statistic > high)
     if correction.mode == "clip":
         return statistic.clamp(low, high), outside
-    return torch.where(outside, 0.0, (old_bT - rollout_bT).exp()), outside
+    outside_n = block.spread(outside) if correction.level == "seq" else outside
+    return (old_n - rollout_n).exp_().masked_fill_(outside_n, 0.0), outside_n

@@ -3,7 +3,7 @@
 `kl_coef` of an algorithm is the k3 penalty in the loss (specification 2.8). The `kl=` mapping of `get_algorithm`
 chooses another estimator, or puts the penalty into the reward.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: N = tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
 
 
@@ -57,20 +57,20 @@ class KLPenalty(Options):
         "in the loss: keep the estimator's value, but give it the gradient of the KL itself, weighted by new / old",
     )
 
-    def in_loss(self, new_BT: Tensor, ref_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """(B, T) penalty per token without its coefficient, 0 outside the mask; token by token.
+    def in_loss(self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor) -> Tensor:
+        """(N,) penalty per token without its coefficient, 0 outside the mask; token by token.
 
         The gradient of k1 is that of the log-prob, which on samples of the policy is 0 in the mean; that of k3 is the
         one of KL(ref || new). With `unbiased_gradient` each has the gradient `w k1 grad log new` of KL(new || ref) on
         samples of the old policy, `w = new / old` (at most 10, as OpenRLHF).
         """
-        value_BT = masked_kl(self.estimator, new_BT, ref_BT, mask_BT)
+        value_N = masked_kl(self.estimator, new_N, ref_N, mask_N)
         if not self.unbiased_gradient:
-            return value_BT
-        old_BT = torch.where(mask_BT, old_BT, 0.0)
-        weight_BT = (torch.where(mask_BT, new_BT.detach(), 0.0) - old_BT).exp().clamp(max=_MAX_WEIGHT)
-        slope_BT = weight_BT * masked_kl("k2", new_BT, ref_BT, mask_BT)
-        return value_BT.detach() + slope_BT - slope_BT.detach()
+            return value_N
+        old_N = torch.where(mask_N, old_N, 0.0)
+        weight_N = (torch.where(mask_N, new_N.detach(), 0.0) - old_N).exp().clamp(max=_MAX_WEIGHT)
+        slope_N = weight_N * masked_kl("k2", new_N, ref_N, mask_N)
+        return value_N.detach() + slope_N - slope_N.detach()
 
 
 def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KLPenalty | None:
@@ -91,14 +91,14 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
     return penalty if penalty.coef > 0 else None
 
 
-def masked_kl(estimator: str, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B, T) estimate per token, 0 outside the mask."""
-    policy_BT = torch.where(mask_BT, policy_BT, 0.0)
-    return KL_ESTIMATORS[estimator](policy_BT, torch.where(mask_BT, ref_BT, 0.0))
+def masked_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, mask_N: Tensor) -> Tensor:
+    """(N,) estimate per token, 0 outside the mask."""
+    policy_N = torch.where(mask_N, policy_N, 0.0)
+    return KL_ESTIMATORS[estimator](policy_N, torch.where(mask_N, ref_N, 0.0))
 
 
-def reward_kl(penalty: KLPenalty, policy_BT: Tensor, ref_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B, T) what a KL in the reward subtracts per token, 0 outside the mask; ValueError naming one that overflows."""
-    penalty_BT = penalty.coef * masked_kl(penalty.estimator, policy_BT, ref_BT, mask_BT)
-    check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_BT, mask_BT)
-    return penalty_BT
+def reward_kl(penalty: KLPenalty, batch: RolloutBatch) -> Tensor:
+    """(N,) what a KL in the reward subtracts per token; ValueError naming one that overflows."""
+    penalty_N = penalty.coef * KL_ESTIMATORS[penalty.estimator](batch.old_logprobs, batch.ref_logprobs)
+    check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments)
+    return penalty_N

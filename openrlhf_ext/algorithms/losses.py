@@ -1,6 +1,6 @@
 """Pieces of policy losses: ratios, the clipped surrogate, aggregation weights, metrics, the search for what overflows.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def promote(logprobs: Tensor) -> Tensor:
 
 
 def masked_log_ratio(new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
-    """(B, T) `log w = new - old` on loss tokens, 0 elsewhere."""
+    """(N,) `log w = new - old` on loss tokens, 0 elsewhere."""
     if new_logprobs.shape != shaped.old_logprobs.shape:
         raise ValueError(
             f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(shaped.old_logprobs.shape)}"
@@ -103,39 +103,42 @@ def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
     return torch.where(usable_B, 1.0 / denominator.clamp(min=1e-300), 0.0)
 
 
-def share(values_BT: Tensor, shaped: ShapedBatch) -> Tensor:
+def share(values_N: Tensor, shaped: ShapedBatch) -> Tensor:
     """This share's part of the mean over the loss tokens of the whole mini-batch."""
-    return values_BT.detach().sum(dtype=torch.float64) / shaped.denominators["tokens"].clamp(min=1.0)
+    return values_N.detach().sum(dtype=torch.float64) / shaped.denominators["tokens"].clamp(min=1.0)
 
 
-def ratio_metrics(log_ratio_BT: Tensor, clipped_BT: Tensor | None, shaped: ShapedBatch) -> dict[str, Tensor]:
+def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: ShapedBatch) -> dict[str, Tensor]:
     """Mean of `old - new`, and clip fractions by sign of the advantage."""
-    metrics = {"policy_kl": -share(log_ratio_BT, shaped)}
-    if clipped_BT is not None:
-        up_BT = clipped_BT & (shaped.advantages > 0)
-        metrics["clip_fraction"] = share(clipped_BT, shaped)
-        metrics["clip_fraction_high"] = share(up_BT, shaped)
+    metrics = {"policy_kl": -share(log_ratio_N, shaped)}
+    if clipped_N is not None:
+        up_N = clipped_N & (shaped.advantages > 0)
+        metrics["clip_fraction"] = share(clipped_N, shaped)
+        metrics["clip_fraction_high"] = share(up_N, shaped)
         metrics["clip_fraction_low"] = metrics["clip_fraction"] - metrics["clip_fraction_high"]
     return metrics
 
 
 def checked(
-    loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
+    loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch
 ) -> Loss:
     """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
 
     Args:
-        terms: (B, T) or (B,) what the loss is the sum of.
+        terms: (N,) or (B,) what the loss is the sum of.
     """
-    if loss.value.device.type != "cpu" or bool(torch.isfinite(loss.value.detach() + log_ratio_BT.detach().sum())):
+    if loss.value.device.type != "cpu" or bool(torch.isfinite(loss.value.detach() + log_ratio_N.detach().sum())):
         return loss
-    check_values("new_logprobs", new_logprobs, shaped.mask)
+    check_values("new_logprobs", new_logprobs, shaped.segments)
     worst = max((term.detach().abs().nan_to_num(nan=torch.inf) for term in terms), key=lambda term: float(term.max()))
-    row, *position = (int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
-    column = position[0] if position else int(log_ratio_BT.detach()[row].abs().argmax())
+    token = int(worst.argmax())
+    if len(worst) < len(log_ratio_N):  # of completions
+        span = shaped.segments.span(slice(token, token + 1))
+        token = span.start + int(log_ratio_N.detach()[span].abs().argmax())
+    row, position = shaped.segments.place(token)
     raise ValueError(
-        f"the loss is {float(loss.value.detach())}: at row {row}, position {column} (new log-prob "
-        f"{float(new_logprobs.detach()[row, column])}, old {float(shaped.old_logprobs[row, column])}) a ratio or KL "
-        f"term overflows {log_ratio_BT.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
+        f"the loss is {float(loss.value.detach())}: at row {row}, position {position} (new log-prob "
+        f"{float(new_logprobs.detach()[token])}, old {float(shaped.old_logprobs[token])}) a ratio or KL "
+        f"term overflows {log_ratio_N.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
         "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenisation"
     )

@@ -1,6 +1,6 @@
 """Numbers that describe a rollout batch: entropy by class, where the advantage mass lies, degenerate groups.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.blocks import row_sums
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
 
 def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
     """Mean token entropy of successful and failed completions, over their tokens; of classes that exist."""
-    total_B = row_sums(inputs.batch.entropies, inputs.batch.mask)
+    total_B = inputs.segments.sums(inputs.batch.entropies)
     lengths_B = inputs.groups.lengths_B.to(torch.float64)
     metrics = {}
     for name, flags_B in (("correct", inputs.part.success_B), ("wrong", inputs.part.failure_B)):
@@ -57,9 +56,9 @@ def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
 
 def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
     """Share of sum |A| on the tokens of each fifth of the entropy distribution, lowest first; none if all A are 0."""
-    row, position = _sampled_tokens(inputs.groups.lengths_B)
-    entropy = inputs.batch.entropies[row, position]
-    mass = shaped.advantages[row, position].abs().to(torch.float64)
+    sample = _sampled_tokens(inputs.segments.tokens, shaped.rows.device)
+    entropy = inputs.batch.entropies[sample]
+    mass = shaped.advantages[sample].abs().to(torch.float64)
     order = entropy.argsort(stable=True)
     fifth = (torch.arange(len(order), device=order.device) * QUANTILES) // len(order)
     by_fifth = torch.zeros(QUANTILES, dtype=torch.float64, device=order.device).index_add_(0, fifth, mass[order])
@@ -69,13 +68,10 @@ def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, 
     return {f"advantage_mass_q{i + 1}": shares[i] for i in range(QUANTILES)}
 
 
-def _sampled_tokens(lengths_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and position of all completion tokens, or of SAMPLE tokens spread evenly over them."""
-    stop_B = lengths_B.cumsum(0)
-    tokens = int(stop_B[-1])
-    rank = torch.arange(min(tokens, SAMPLE), device=lengths_B.device)
-    if tokens > SAMPLE:
-        # Multiples of the golden ratio: as even as a stride, but in step with no row length or position.
-        rank = (rank.double() * GOLDEN_RATIO % 1.0 * tokens).long()
-    row = torch.searchsorted(stop_B, rank, right=True)
-    return row, rank - (stop_B - lengths_B)[row]
+def _sampled_tokens(tokens: int, device: torch.device) -> Tensor:
+    """Flat index of all completion tokens, or of SAMPLE tokens spread evenly over them."""
+    rank = torch.arange(min(tokens, SAMPLE), device=device)
+    if tokens <= SAMPLE:
+        return rank
+    # Multiples of the golden ratio: as even as a stride, but in step with no row length or position.
+    return (rank.double() * GOLDEN_RATIO % 1.0 * tokens).long()

@@ -2,7 +2,7 @@
 
 H. Tan and Y. Li, "Improving DAPO from a Mixed-Policy Perspective", arXiv 2507.12931, known from its abstract only.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class MixedPolicyDapo(GroupRelative):
             raise ValueError("mixed_policy_dapo with from_guide completions or zero_batch needs guide_logprobs")
         inputs = super().inputs(batch)
         if inputs.batch.guide_logprobs is not None:
-            check_values("guide_logprobs", inputs.batch.guide_logprobs, inputs.batch.mask, high=MOST_LOGPROB)
+            check_values("guide_logprobs", inputs.batch.guide_logprobs, inputs.segments, high=MOST_LOGPROB)
         return inputs
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, groups = inputs.batch, inputs.groups
         fields = super().advantages(inputs)
         if batch.from_guide is not None and batch.guide_logprobs is not None:
-            fields["old_logprobs"] = torch.where(batch.from_guide[:, None], batch.guide_logprobs, batch.old_logprobs)
+            guided_N = batch.segments.spread(batch.from_guide)
+            fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch.old_logprobs)
         if self.options.zero_batch:
             fields["guide_logprobs"] = batch.guide_logprobs
             fields["exposed"] = {"zero_group": ~groups.any(inputs.part.success_B)[groups.index_B]}
@@ -79,15 +80,13 @@ class MixedPolicyDapo(GroupRelative):
         tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
         return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
 
-    def extra_terms(self, new_BT: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
+    def extra_terms(self, new_N: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
         """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
         if not self.options.zero_batch:
             return {}
-        tokens_BT = shaped.mask & shaped.exposed["zero_group"][:, None]
-        log_ratio_BT = torch.where(tokens_BT, new_BT - shaped.guide_logprobs, 0.0)
-        minus_one = torch.full((), -1.0, dtype=log_ratio_BT.dtype, device=log_ratio_BT.device)
-        objective_BT, _ = losses.clipped_surrogate(
-            log_ratio_BT, minus_one, self.options.clip_low, self.options.clip_high
-        )
+        tokens_N = shaped.segments.spread(shaped.exposed["zero_group"])
+        log_ratio_N = torch.where(tokens_N, new_N - shaped.guide_logprobs, 0.0)
+        minus_one = torch.full((), -1.0, dtype=log_ratio_N.dtype, device=log_ratio_N.device)
+        objective_N, _ = losses.clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
         factor = self.options.zero_weight / shaped.denominators["zero_tokens"].clamp(min=1.0)
-        return {"zero_batch_loss": -torch.where(tokens_BT, objective_BT, 0.0) * factor.to(log_ratio_BT.dtype)}
+        return {"zero_batch_loss": -torch.where(tokens_N, objective_N, 0.0) * factor.to(log_ratio_N.dtype)}

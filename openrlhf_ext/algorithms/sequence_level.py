@@ -5,7 +5,7 @@
 
 An importance correction multiplies a completion's term by the mean of its tokens' factors.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Algorithm, Inputs, broadcast, tokens_of
+from openrlhf_ext.algorithms.base import Algorithm, Inputs
 from openrlhf_ext.algorithms.losses import masked_log_ratio
 from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
 
@@ -33,8 +33,8 @@ class SequenceAlgorithm(Algorithm):
 
     def rollout_level(self, inputs: Inputs) -> ShapedBatch:
         fields = self.advantages(inputs)
-        token_BT = broadcast(fields["seq_advantages"], inputs.batch.mask, inputs.batch.float_dtype)
-        return self.shaped(inputs, advantages=token_BT, **fields)
+        token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+        return self.shaped(inputs, advantages=token_N, **fields)
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
         denominators = {
@@ -44,7 +44,7 @@ class SequenceAlgorithm(Algorithm):
         return dataclasses.replace(
             shaped,
             # Truncated-masked completions have a ratio to look at, but weight 0.
-            loss_mask=tokens_of(shaped.mask, shaped.kept),
+            loss_mask=shaped.segments.spread(shaped.kept),
             weights=losses.sequence_weights(shaped),
             denominators=denominators,
             complete=True,
@@ -52,8 +52,8 @@ class SequenceAlgorithm(Algorithm):
 
     def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
         options = self.options
-        log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-        log_ratio_B = self.sequence_log_ratio(log_ratio_BT, shaped)
+        log_ratio_N = masked_log_ratio(new_logprobs, shaped)
+        log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
         objective_B, clipped_B = losses.clipped_surrogate(
             log_ratio_B,
             shaped.seq_advantages.to(log_ratio_B.dtype),
@@ -64,28 +64,26 @@ class SequenceAlgorithm(Algorithm):
         )
         value = -objective_B.sum()
         clipped_B = clipped_B & shaped.active
-        metrics = losses.ratio_metrics(torch.where(shaped.active[:, None], log_ratio_BT.detach(), 0.0), None, shaped)
+        active_N = shaped.segments.spread(shaped.active)
+        metrics = losses.ratio_metrics(torch.where(active_N, log_ratio_N.detach(), 0.0), None, shaped)
         sequences = shaped.denominators["sequences"].clamp(min=1.0)
         metrics["clip_fraction"] = clipped_B.sum(dtype=torch.float64) / sequences
         details = {"clipped": clipped_B, "ratios": log_ratio_B.detach().exp()}
         loss = Loss(value, {"policy_loss": value.detach(), **metrics}, details)
-        return losses.checked(loss, (objective_B,), new_logprobs, log_ratio_BT, shaped)
+        return losses.checked(loss, (objective_B,), new_logprobs, log_ratio_N, shaped)
 
-    def sequence_log_ratio(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
+    def sequence_log_ratio(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
         """(B,) log s_i, 0 in dropped groups."""
-        lengths_B = shaped.lengths.to(log_ratio_BT.dtype)
+        segments = shaped.segments
         if self.ratio_kind == "geometric" or len(shaped) == 0:
-            return log_ratio_BT.sum(dim=1) / lengths_B
+            return (segments.sums(log_ratio_N) / shaped.lengths).to(log_ratio_N.dtype)
         # Relative to the largest token ratio, so that nothing overflows.
-        largest_B = torch.where(shaped.loss_mask, log_ratio_BT.detach(), -torch.inf).amax(dim=1)
-        largest_B = torch.where(shaped.kept, largest_B, 0.0)
-        below_BT = torch.where(shaped.loss_mask, log_ratio_BT - largest_B[:, None], -torch.inf)
-        mean_B = below_BT.exp().sum(dim=1) / lengths_B
-        return largest_B + torch.where(shaped.kept, mean_B, 1.0).log()
+        largest_B = segments.maxima(log_ratio_N.detach())
+        mean_B = segments.sums((log_ratio_N - segments.spread(largest_B)).exp()) / shaped.lengths
+        return largest_B + mean_B.to(log_ratio_N.dtype).log()
 
     def _factor(self, shaped: ShapedBatch) -> Tensor:
         """(B,) 1/(Q G), times the importance correction."""
         if shaped.correction is None:
             return shaped.weights
-        total_B = torch.where(shaped.mask, shaped.correction, 0.0).sum(dim=1)
-        return shaped.weights * (total_B / shaped.lengths.to(total_B.dtype))
+        return shaped.weights * (shaped.segments.sums(shaped.correction) / shaped.lengths)

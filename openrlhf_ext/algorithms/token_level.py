@@ -4,7 +4,7 @@
 
 `f` is the clipped surrogate, `factor` the product of lambda (`token_weights`) and the importance correction.
 
-Shape suffixes: B = completions, T = positions, N = single tokens.
+Shape suffixes: B = completions, N = tokens of all completions, n = some of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Algorithm, TokenLoss, tokens_of
+from openrlhf_ext.algorithms.base import Algorithm, TokenLoss
 from openrlhf_ext.algorithms.losses import masked_log_ratio, promote
 from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
 
@@ -45,48 +45,48 @@ class TokenAlgorithm(Algorithm):
     # ---- denominators of the mini-batch ----
 
     def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
-        loss_mask_BT = self.loss_mask(shaped)
+        loss_mask_N = self.loss_mask(shaped)
         weights_B = losses.token_weights(
             shaped,
-            self.counted_tokens(shaped, loss_mask_BT),
+            self.counted_tokens(shaped, loss_mask_N),
             agg=getattr(self.options, "agg", "token-mean"),
             agg_scope=getattr(self.options, "agg_scope", "batch"),
             l_norm=getattr(self.options, "l_norm", None),
         )
-        tokens = self.loss_tokens(shaped, loss_mask_BT).sum().to(torch.float64)
+        tokens = self.loss_tokens(shaped, loss_mask_N).sum().to(torch.float64)
         return dataclasses.replace(
-            shaped, loss_mask=loss_mask_BT, weights=weights_B, denominators={"tokens": tokens}, complete=True
+            shaped, loss_mask=loss_mask_N, weights=weights_B, denominators={"tokens": tokens}, complete=True
         )
 
     def loss_mask(self, shaped: ShapedBatch) -> Tensor:
-        """(B, T) tokens that carry loss."""
-        return tokens_of(shaped.mask, shaped.active)
+        """(N,) tokens that carry loss."""
+        return shaped.segments.spread(shaped.active)
 
-    def loss_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+    def loss_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
         """(B,) tokens of each completion that carry loss."""
         return torch.where(shaped.active, shaped.lengths, 0)
 
-    def counted_tokens(self, shaped: ShapedBatch, loss_mask_BT: Tensor) -> Tensor:
+    def counted_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
         """(B,) counted tokens c_i of specification 2.9."""
-        return self.loss_tokens(shaped, loss_mask_BT)
+        return self.loss_tokens(shaped, loss_mask_N)
 
     # ---- the loss, of rows and of single tokens ----
 
     def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
         shaped = self._prepared(new_logprobs, shaped)
-        log_ratio_BT = masked_log_ratio(new_logprobs, shaped)
-        objective_BT, clipped_BT, kl_BT = self.objective(promote(new_logprobs), log_ratio_BT, shaped)
-        value = -(objective_BT.sum(dim=1) * shaped.weights.to(objective_BT.dtype)).sum()
-        metrics = {"policy_loss": value.detach(), **losses.ratio_metrics(log_ratio_BT, clipped_BT, shaped)}
-        if kl_BT is not None:
-            metrics["ref_kl"] = losses.share(kl_BT, shaped)
+        log_ratio_N = masked_log_ratio(new_logprobs, shaped)
+        objective_N, clipped_N, kl_N = self.objective(promote(new_logprobs), log_ratio_N, shaped)
+        value = -(objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))).sum()
+        metrics = {"policy_loss": value.detach(), **losses.ratio_metrics(log_ratio_N, clipped_N, shaped)}
+        if kl_N is not None:
+            metrics["ref_kl"] = losses.share(kl_N, shaped)
         extra = self.extra_terms(promote(new_logprobs), shaped)
-        for name, terms_BT in extra.items():
-            total = terms_BT.sum()
+        for name, terms_N in extra.items():
+            total = terms_N.sum()
             value = value + total
             metrics[name] = total.detach()
-        loss = Loss(value, metrics, {"clipped": clipped_BT})
-        return losses.checked(loss, (objective_BT, *extra.values()), new_logprobs, log_ratio_BT, shaped)
+        loss = Loss(value, metrics, {"clipped": clipped_N})
+        return losses.checked(loss, (objective_N, *extra.values()), new_logprobs, log_ratio_N, shaped)
 
     def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
         if not self.tokenwise:
@@ -95,15 +95,15 @@ class TokenAlgorithm(Algorithm):
             raise self._unprepared("`token_loss`")
         return functools.partial(self._terms_of_tokens, shaped.lean())
 
-    def _terms_of_tokens(self, shaped: ShapedBatch, new_logprobs_N: Tensor, index_N: Tensor) -> Tensor:
-        """(N,) loss terms: the loss of N rows of one position each."""
-        part = shaped.tokens_at(index_N)
-        new_N1 = promote(new_logprobs_N)[:, None]
-        objective_N1, _, _ = self.objective(new_N1, masked_log_ratio(new_N1, part), part)
-        loss_N1 = -objective_N1 * part.weights.to(objective_N1.dtype)[:, None]
-        for terms_N1 in self.extra_terms(new_N1, part).values():
-            loss_N1 = loss_N1 + terms_N1
-        return loss_N1[:, 0]
+    def _terms_of_tokens(self, shaped: ShapedBatch, new_logprobs_n: Tensor, index_n: Tensor) -> Tensor:
+        """(n,) loss terms: the loss of n rows of one token each."""
+        part = shaped.tokens_at(index_n)
+        new_n = promote(new_logprobs_n)
+        objective_n, _, _ = self.objective(new_n, masked_log_ratio(new_n, part), part)
+        loss_n = -objective_n * part.weights.to(objective_n.dtype)
+        for terms_n in self.extra_terms(new_n, part).values():
+            loss_n = loss_n + terms_n
+        return loss_n
 
     def _prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
         """The batch with its tokens chosen, where `needs_prepare`; refuses a share for which nobody chose them."""
@@ -122,38 +122,38 @@ class TokenAlgorithm(Algorithm):
     # ---- what a method may change ----
 
     def objective(
-        self, new_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch
+        self, new_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Objective to maximise per token, before aggregation weights; which tokens were clipped; reference KL."""
-        objective_BT, clipped_BT = self.surrogate(log_ratio_BT, shaped)
-        kl_BT = None
+        objective_N, clipped_N = self.surrogate(log_ratio_N, shaped)
+        kl_N = None
         if shaped.ref_logprobs is not None:
-            kl_BT = self.kl.in_loss(new_BT, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
-            objective_BT = objective_BT - self.kl.coef * kl_BT
-        return self.extra_objective(objective_BT, log_ratio_BT, shaped), clipped_BT, kl_BT
+            kl_N = self.kl.in_loss(new_N, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
+            objective_N = objective_N - self.kl.coef * kl_N
+        return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
 
-    def surrogate(self, log_ratio_BT: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
+    def surrogate(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
         """Objective per token times `factor`, 0 outside the loss mask, and which tokens were clipped."""
         options = self.options
-        value_BT, clipped_BT = losses.clipped_surrogate(
-            log_ratio_BT,
+        value_N, clipped_N = losses.clipped_surrogate(
+            log_ratio_N,
             shaped.advantages,
             options.clip_low,
             options.clip_high,
             getattr(options, "dual_clip", None),
             factor=self.factor(shaped),
         )
-        return torch.where(shaped.loss_mask, value_BT, 0.0), clipped_BT & shaped.loss_mask
+        return torch.where(shaped.loss_mask, value_N, 0.0), clipped_N & shaped.loss_mask
 
     def factor(self, shaped: ShapedBatch) -> Tensor | None:
-        """(B, T) constant factor on each token's surrogate, None for 1."""
+        """(N,) constant factor on each token's surrogate, None for 1."""
         factors = [f for f in (shaped.token_weights, shaped.correction) if f is not None]
         return functools.reduce(torch.mul, factors) if factors else None
 
-    def extra_objective(self, objective_BT: Tensor, log_ratio_BT: Tensor, shaped: ShapedBatch) -> Tensor:
+    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
         """Hook for terms beyond the surrogate and the reference KL."""
-        return objective_BT
+        return objective_N
 
-    def extra_terms(self, new_BT: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
-        """Hook for loss terms (B, T) with a normalisation of their own; each is a metric by its name."""
+    def extra_terms(self, new_N: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
+        """Hook for loss terms (N,) with a normalisation of their own; each is a metric by its name."""
         return {}

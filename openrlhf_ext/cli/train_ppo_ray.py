@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for each other leave the cores to engines
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)

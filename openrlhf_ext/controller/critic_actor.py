@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
+from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.controller.rank_actor import RankActor
 from openrlhf_ext.controller.rank_checkpoint import CheckpointedRank
 from openrlhf_ext.controller.sleeping_rank import SleepingRank
@@ -35,10 +36,10 @@ class CriticActor(SleepingRank, CheckpointedRank, RankActor):
         return info
 
     @phase("values")
-    def forward(self, batch: SequenceBatch) -> Tensor:
+    def forward(self, batch: SequenceBatch) -> np.ndarray:
         """(N,) values at the response tokens of this replica's sequences."""
         self.reload_states("parameters")
-        return batch.response_values(self.critic.values(batch))
+        return plain(self.critic.values(batch))
 
     @phase("training the critic")
     def fit(self, mini_batches: list[ValueMiniBatch]) -> dict[str, float]:

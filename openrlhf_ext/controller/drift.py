@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch
+from openrlhf_ext.megatron.batch import LogprobEntropy
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,7 @@ class DriftCheck:
         """Remembers the weights."""
         self._before = self._digests()
 
-    def after_training(
-        self, batch: SequenceBatch, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None
-    ) -> dict[str, float]:
+    def after_training(self, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None) -> dict[str, float]:
         """What moved, as metrics.
 
         Args:
@@ -58,7 +56,7 @@ class DriftCheck:
             DriftError: lists what moved and on which ranks.
         """
         self.steps += 1
-        moved = max_difference(old.logprobs_BT, new.logprobs_BT, batch.mask_BT)
+        moved = max_difference(old.logprobs_N, new.logprobs_N)
         problems = [
             *changed_ranks(self._before, self._digests()),
             *logprob_problems(moved, mean_mismatch, self.tolerance),
@@ -75,9 +73,9 @@ class DriftCheck:
         return ray.get(self.policy_group.async_run_method("weight_digest"), timeout=self.timeout_s)
 
 
-def max_difference(one_BT: Tensor, other_BT: Tensor, mask_BT: Tensor) -> float:
-    """Largest absolute difference over the masked entries."""
-    return float((one_BT - other_BT)[mask_BT].abs().max())
+def max_difference(one_N: Tensor, other_N: Tensor) -> float:
+    """Largest absolute difference."""
+    return float((one_N - other_N).abs().max())
 
 
 def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:

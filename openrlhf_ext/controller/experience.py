@@ -1,6 +1,6 @@
 """From graded rollouts to training shards: old log-probs and entropies, shaping of whole groups, mini-batches.
 
-Shape suffixes: B = completions, T = response tokens.
+Shape suffixes: B = completions, N = response tokens of all completions.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import RolloutBatch
-from openrlhf_ext.algorithms.blocks import row_sums
-from openrlhf_ext.controller.gauges import DEFAULT_BAND, correction_band, guide_gauges, mismatch_gauges
+from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms.segments import float64_sum
+from openrlhf_ext.controller.gauges import (
+    DEFAULT_BAND,
+    correction_band,
+    guide_agreement,
+    guide_gauges,
+    policy_mismatch,
+)
 from openrlhf_ext.controller.kl_control import KLCoefficient, reference_kl
-from openrlhf_ext.controller.scorers import PendingScores, Scorer, padded_scores
-from openrlhf_ext.controller.shards import TrainingShard, mini_batch_shards
+from openrlhf_ext.controller.scorers import PendingScores, Scorer, scores_in_order
+from openrlhf_ext.controller.shards import Deal, TrainingShard, deal, group_chunks, training_shards
 from openrlhf_ext.controller.values import ValueTrainer
 from openrlhf_ext.driver.rollouts import Group
-from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch, balance_rows, sequence_batch
+from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch, sequence_batch
 from openrlhf_ext.rewards.executor import FAILED_KEY
 from openrlhf_ext.rollout.response import Response
 
@@ -70,18 +77,23 @@ class ExperienceMaker:
         scores = {name: scores.result(get) for name, scores in pending.items()}
         scored = time.perf_counter()
         self.batch, self.old = batch, old
-        rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
-        algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
-        shaped = algorithm.shape(rollout)
-        shards = self._shards(batch, shaped)
-        self.metrics = batch_metrics(samples, rollout, correction_band(self.algorithm))
-        self.metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
-        self.metrics |= staleness_metrics(samples, version)
-        self.metrics |= self._reference_metrics(rollout)
-        self.metrics |= guide_gauges(samples, rollout) if self.guide is not None else {}
+        shaped = self._shape(dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores))
+        self.metrics |= reward_metrics(samples) | staleness_metrics(samples, version)
+        self.metrics |= guide_gauges(samples) if self.guide is not None else {}
         self.metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
+        self.batches += 1
+        shards = training_shards(shaped, self._chunks(batch), self._deals(batch), seed=self.batches)
         self.metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
         return shards
+
+    def _shape(self, rollout: RolloutBatch) -> ShapedBatch:
+        """The batch as the algorithm shapes it; ``metrics`` then describes it."""
+        algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
+        shaped = algorithm.shape(rollout)
+        self.metrics = batch_metrics(rollout, correction_band(self.algorithm))
+        self.metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
+        self.metrics |= self._reference_metrics(rollout) | guide_agreement(rollout)
+        return shaped
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know: how many batches were made, the KL coefficient."""
@@ -104,26 +116,24 @@ class ExperienceMaker:
         """Distance from the reference policy; the coefficient of the next batch follows from it."""
         if self.reference is None:
             return {}
-        metrics = {"kl/reference": reference_kl(rollout.old_logprobs, rollout.ref_logprobs, rollout.mask)}
+        metrics = {"kl/reference": reference_kl(rollout.old_logprobs, rollout.ref_logprobs)}
         if self.kl is not None:
             metrics["kl/coef"] = self.kl.value
             self.kl.update(metrics["kl/reference"], len(rollout.rewards))
         return metrics
 
     def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:
-        """(B, T) log-probs and entropies under the policy that is about to be trained."""
-        parts = balance_rows(batch.lengths_B, self.data_parallel_size, self.attention_length)
+        """(N,) log-probs and entropies under the policy that is about to be trained; its ranks keep their rows."""
+        parts = [own.rows for own in self._deals(batch)]
         refs = self.policy.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
         results = [answer[0] for answer in get(refs)[:: self.policy.duplicate_actors]]  # one batch for each replica
-        return LogprobEntropy(*(padded_scores(batch, parts, scores) for scores in zip(*results, strict=True)))
+        return LogprobEntropy(*(scores_in_order(batch, parts, scores) for scores in zip(*results, strict=True)))
 
-    def _shards(self, batch: SequenceBatch, shaped: Any) -> list[TrainingShard]:
-        self.batches += 1
-        ranks = mini_batch_shards(
-            batch, shaped, self.group_size, self.mini_batch_size, self.data_parallel_size, seed=self.batches,
-            attention_length=self.attention_length,
-        )  # fmt: skip
-        return [TrainingShard(mini_batches) for mini_batches in ranks]
+    def _chunks(self, batch: SequenceBatch) -> list[slice]:
+        return list(group_chunks(len(batch), self.group_size, self.mini_batch_size))
+
+    def _deals(self, batch: SequenceBatch) -> list[Deal]:
+        return deal(batch.lengths_B, self._chunks(batch), self.data_parallel_size, self.attention_length)
 
 
 def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
@@ -143,15 +153,7 @@ def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
 
 def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
     """The completions as the policy sees them."""
-    return sequence_batch(*zip(*map(_row, samples), strict=True))
-
-
-def _row(sample: Response) -> tuple[Tensor, Tensor]:
-    """Tokens, and 1 at every position that predicts a completion token (``sequence_batch``)."""
-    mask_S = torch.zeros(len(sample.tokens_S), dtype=torch.long)
-    for start, stop in sample.actions:
-        mask_S[start:stop] = 1
-    return torch.from_numpy(sample.tokens_S.astype("int64")), mask_S[1:]
+    return sequence_batch([sample.tokens_S for sample in samples], [sample.actions for sample in samples])
 
 
 def rollout_batch(
@@ -159,53 +161,49 @@ def rollout_batch(
 ) -> RolloutBatch:
     """The algorithms' view of the batch."""
     return RolloutBatch(
-        tokens=batch.targets_BT,
-        mask=batch.mask_BT,
+        tokens=batch.targets_N,
+        lengths=batch.counts_B,
         rewards=torch.tensor([s.reward for s in samples]).double(),
         group_ids=torch.arange(len(samples)) // group_size,
-        old_logprobs=old.logprobs_BT,
-        entropies=old.entropies_BT,
-        rollout_logprobs=_rollout_logprobs(samples, batch),
+        old_logprobs=old.logprobs_N,
+        entropies=old.entropies_N,
+        rollout_logprobs=_rollout_logprobs(samples),
         truncated=torch.tensor([s.truncated for s in samples]),
         from_guide=torch.tensor([s.from_guide for s in samples]),
         group_size=group_size,
     )
 
 
-def _rollout_logprobs(samples: Sequence[Response], batch: SequenceBatch) -> Tensor | None:
-    """(B, T) log-probs that the engines reported, aligned with the response tokens."""
+def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:
+    """(N,) log-probs that the engines reported."""
     if any(s.logprobs_T is None for s in samples):
         return None
-    result_BT = torch.zeros(batch.mask_BT.shape)
-    for row_T, sample in zip(result_BT, samples, strict=True):
-        row_T[: len(sample.logprobs_T)] = torch.from_numpy(sample.logprobs_T)
-    return result_BT
+    return torch.from_numpy(np.concatenate([s.logprobs_T for s in samples]))
 
 
-def batch_metrics(
-    samples: Sequence[Response], rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND
-) -> dict[str, float]:
+def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
     """Means over the rollout batch, under the names of docs/metrics.md."""
-    rewards, tokens = rollout.rewards.float(), rollout.mask.sum()
+    rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
-        "accuracy/mean": sum(sample.score for sample in samples) / len(samples),
-        "entropy/mean": row_sums(rollout.entropies, rollout.mask).sum() / tokens,
-        "response/length_mean": tokens / len(samples),
+        "entropy/mean": float64_sum(rollout.entropies) / tokens,
+        "response/length_mean": tokens / len(rewards),
         "response/truncated_rate": rollout.truncated.float().mean(),
         "tokens/generated": tokens,
     }
     if rollout.rollout_logprobs is not None:
-        of_policy_BT = rollout.mask & ~rollout.from_guide[:, None]  # a guide is meant to differ
-        metrics |= mismatch_gauges(rollout.old_logprobs, rollout.rollout_logprobs, of_policy_BT, band)
-    return {name: float(value) for name, value in metrics.items()} | reward_logs(samples)
+        metrics |= policy_mismatch(rollout, band)
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def reward_logs(samples: Sequence[Response]) -> dict[str, float]:
-    """Mean of every number the reward function returned in ``extra_logs``, and how many samples were not graded."""
+def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
+    """Mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
+    graded.
+    """
     names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
     logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
+    logs["accuracy/mean"] = sum(sample.score for sample in samples) / len(samples)
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
+from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.controller.rank_actor import RankActor
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.phases import phase
@@ -25,6 +26,6 @@ class FrozenActor(RankActor):
         return info
 
     @phase("log-probs")
-    def forward(self, batch: SequenceBatch) -> Tensor:
+    def forward(self, batch: SequenceBatch) -> np.ndarray:
         """(N,) log-probs of the response tokens of this replica's sequences."""
-        return batch.response_values(self.policy.logprobs(batch).logprobs_BT)
+        return plain(self.policy.logprobs(batch).logprobs_N)

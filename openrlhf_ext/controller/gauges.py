@@ -1,7 +1,7 @@
 """Gauges of a step that are on in every run: how far trainer and engines disagree, how fast and how full the ranks are.
 
-Pure functions of what a step measured; ``StepGauges`` calls them. Shape suffixes: B = completions, T = response tokens,
-N = all response tokens.
+Pure functions of what a step measured; ``StepGauges`` calls them. Shape suffixes: N = response tokens of
+all completions, n = those of a block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import ray
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch
-from openrlhf_ext.algorithms.blocks import row_blocks
+from openrlhf_ext.algorithms import RolloutBatch
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.controller.rank_clock import RankReport
 from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.flops import ForwardFlops, forward_flops, peak_tflops
@@ -34,7 +34,7 @@ _NAMED_FROM_S = 1.0
 
 
 def mismatch_gauges(
-    policy_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor, band: tuple[float, float] = DEFAULT_BAND
+    policy_N: Tensor, rollout_N: Tensor, segments: Segments, band: tuple[float, float] = DEFAULT_BAND
 ) -> dict[str, float]:
     """How far the log-probs of the policy before the step are from those the engines sampled with.
 
@@ -43,36 +43,52 @@ def mismatch_gauges(
     sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w d.
 
     Args:
+        segments: which of the N tokens are of which completion.
         band: ratios outside are counted: what an importance correction with these thresholds drops or clamps.
     """
-    d_N, sequence_B = log_ratios(policy_BT, rollout_BT, mask_BT)
-    if not len(d_N):
+    if not segments.tokens:
         return {}
-    w_N = d_N.exp()
-    mean_abs = d_N.abs().mean()
-    low, high = band
-    gauges = {
-        "kl/rollout": (w_N - 1 - d_N).mean(),
-        "kl/rollout_reverse": (1 - w_N + w_N * d_N).mean(),
-        "kl/rollout_max_abs": d_N.abs().max(),
-        "mismatch/mean_abs": mean_abs,
-        "mismatch/exp_mean_abs": mean_abs.exp(),
-        "mismatch/ess_tokens": effective_share(d_N),
-        "mismatch/ess_completions": effective_share(sequence_B[mask_BT.any(1)]),
-        "mismatch/outside_band": ((w_N < low) | (w_N > high)).double().mean(),
+    blocks, sequences = [], []
+    for block in segments.blocks():
+        d_n = policy_N[block.tokens].double() - rollout_N[block.tokens]
+        sequences.append(block.sums(d_n))
+        blocks.append(_block_sums(d_n, band))
+    sums = torch.stack(blocks)
+    forward, reverse, absolute, outside = (sums[:, :4].sum(0) / segments.tokens).tolist()
+    return {
+        "kl/rollout": forward,
+        "kl/rollout_reverse": reverse,
+        "kl/rollout_max_abs": float(sums[:, 4].max()),
+        "mismatch/mean_abs": absolute,
+        "mismatch/exp_mean_abs": math.exp(absolute),
+        "mismatch/ess_tokens": _share(sums[:, 5].logsumexp(0), sums[:, 6].logsumexp(0), segments.tokens),
+        "mismatch/ess_completions": effective_share(torch.cat(sequences)[segments.lengths_B > 0]),
+        "mismatch/outside_band": outside,
     }
-    return {name: float(value) for name, value in gauges.items()}
 
 
-def log_ratios(policy_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) policy - rollout of the response tokens, row by row, and (B,) its sums over each completion; float64."""
-    sums_B = torch.zeros(len(mask_BT), dtype=torch.float64)
-    parts = [sums_B[:0]]
-    for rows in row_blocks(*mask_BT.shape):
-        d_bT = (policy_BT[rows] - rollout_BT[rows]).double()
-        sums_B[rows] = torch.where(mask_BT[rows], d_bT, 0.0).sum(1)
-        parts.append(d_bT[mask_BT[rows]])
-    return torch.cat(parts), sums_B
+def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
+    """(7,) of a block's d: sums of both KL terms, of |d| and of ratios outside the band; the largest |d|; the
+    logarithms of the sums of w and of its squares.
+    """
+    if not len(d_n):
+        return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
+    largest, (low, high) = d_n.max(), band
+    relative_n = (d_n - largest).exp_()  # at most 1: its sums do not overflow
+    w_n, abs_n = relative_n * largest.exp(), d_n.abs()
+    outside = (len(d_n) - ((w_n >= low) & (w_n <= high)).sum()).double()
+    logs = largest + relative_n.sum().log(), 2 * largest + relative_n.square_().sum().log()
+    return torch.stack([
+        (w_n - 1 - d_n).sum(), (1 - w_n + w_n * d_n).sum(), abs_n.sum(), outside, abs_n.max(), *logs
+    ])  # fmt: skip
+
+
+def policy_mismatch(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
+    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ."""
+    guided = rollout.from_guide is not None and bool(rollout.from_guide.any())
+    rows, segments = ~rollout.from_guide if guided else slice(None), rollout.segments
+    both = (rollout.old_logprobs, rollout.rollout_logprobs)
+    return mismatch_gauges(*(segments.take(values_N, rows) for values_N in both), segments.select(rows), band)
 
 
 def correction_band(algorithm: Any) -> tuple[float, float]:
@@ -82,27 +98,36 @@ def correction_band(algorithm: Any) -> tuple[float, float]:
     return correction.threshold if by_ratio else DEFAULT_BAND
 
 
-def effective_share(log_weights: Tensor) -> Tensor:
+def effective_share(log_weights: Tensor) -> float:
     """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2), 1 if all weights are equal."""
-    return (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0) - math.log(len(log_weights))).exp()
+    return _share(log_weights.logsumexp(0), (2 * log_weights).logsumexp(0), len(log_weights))
+
+
+def _share(log_sum: Tensor, log_sum_of_squares: Tensor, count: int) -> float:
+    return float((2 * log_sum - log_sum_of_squares - math.log(count)).exp())
 
 
 # ---- the guide ----------------------------------------------------------------------------------------------------
 
 
-def guide_gauges(samples: Sequence[Response], rollout: RolloutBatch) -> dict[str, float]:
-    """What the completions of the guide and those of the policy are like, and whether the guide's models agree."""
+def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
+    """What the completions of the guide and those of the policy are like."""
     gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
     for source, is_guide in (("guide", True), ("policy", False)):
-        if own := [sample for sample in samples if sample.from_guide == is_guide]:
-            gauges[f"{source}/reward_mean"] = sum(sample.reward for sample in own) / len(own)
-            gauges[f"{source}/accuracy_mean"] = sum(sample.score for sample in own) / len(own)
-            gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
-    mask_BT = rollout.mask & rollout.from_guide[:, None]
-    if rollout.rollout_logprobs is not None and bool(mask_BT.any()):
-        d_N, _ = log_ratios(rollout.guide_logprobs, rollout.rollout_logprobs, mask_BT)
-        gauges["guide/rollout_max_abs"] = float(d_N.abs().max())
+        own = [sample for sample in samples if sample.from_guide == is_guide]
+        gauges[f"{source}/reward_mean"] = sum(sample.reward for sample in own) / len(own)
+        gauges[f"{source}/accuracy_mean"] = sum(sample.score for sample in own) / len(own)
+        gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
     return gauges
+
+
+def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
+    """Whether the guide's ranks and its engines say the same of its completions; nothing without a guide."""
+    if rollout.guide_logprobs is None or rollout.rollout_logprobs is None:
+        return {}
+    both = (rollout.guide_logprobs, rollout.rollout_logprobs)
+    ranks_n, engines_n = (rollout.segments.take(values_N, rollout.from_guide) for values_N in both)
+    return {"guide/rollout_max_abs": float((ranks_n - engines_n).abs().max())}
 
 
 # ---- speed --------------------------------------------------------------------------------------------------------
@@ -177,7 +202,7 @@ class StepGauges:
         reports: list[RankReport] = ray.get(refs, timeout=self.timeout_s)
         gauges = rank_gauges(reports)
         self._name_slowest(reports, gauges)
-        lengths, predicted = batch.lengths_B.tolist(), int(batch.mask_BT.sum())
+        lengths, predicted = batch.lengths_B.tolist(), batch.responses.tokens
         flops = forward_flops(self.shape, lengths, predicted)
         if not any("train" in report.seconds for report in reports):  # only the critic trained (critic.freezing_steps)
             seconds = {name: spent for name, spent in seconds.items() if name != "time/train"}

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from openrlhf_ext.algorithms.kl import masked_kl
+from openrlhf_ext.algorithms.kl import kl_k3
+from openrlhf_ext.algorithms.segments import BLOCK_TOKENS
 
 _MAX_ERROR = 0.2
 
@@ -47,7 +48,7 @@ class KLCoefficient:
         self.value = float(state["value"])
 
 
-def reference_kl(old_logprobs_BT: Tensor, ref_logprobs_BT: Tensor, mask_BT: Tensor) -> float:
+def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
     """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy sampled them."""
-    kl_BT = masked_kl("k3", old_logprobs_BT.double(), ref_logprobs_BT.double(), mask_BT)
-    return float(kl_BT.sum() / mask_BT.sum())
+    blocks = zip(old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True)
+    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(old_logprobs_N)

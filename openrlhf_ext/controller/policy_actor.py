@@ -7,17 +7,20 @@ OpenRLHF's trainer drives it through ``RayActorGroup`` with the method names of 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch.distributed as dist
-from torch import Tensor
 
+from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.controller.gpu_sharing import Sleepers
 from openrlhf_ext.controller.preparation import share_for_update
 from openrlhf_ext.controller.rank_actor import RankActor
 from openrlhf_ext.controller.rank_checkpoint import CheckpointedRank
 from openrlhf_ext.controller.rank_clock import RankClock, RankReport, timed
-from openrlhf_ext.controller.shards import MiniBatchShard, TrainingShard
+from openrlhf_ext.controller.shards import TrainingShard
 from openrlhf_ext.controller.sleeping_rank import SleepingRank
 from openrlhf_ext.controller.weight_publisher import SyncSettings, WeightPublisher
 from openrlhf_ext.megatron.batch import SequenceBatch
@@ -61,6 +64,7 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         self.sync, self.engines, self.max_epochs = sync, engines, max_epochs
         self.sleepers = sleepers or Sleepers()
         self.watch_states(self.policy, self.sleepers.policy)
+        self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
         self.version, self.is_ahead = 0, False
         self.publisher = WeightPublisher(self.policy, sync, engines) if engines else None
@@ -79,26 +83,30 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
 
     @phase("forward")
     @timed("logprob")
-    def forward(self, batch: SequenceBatch) -> list[Tensor]:
-        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none."""
+    def forward(self, batch: SequenceBatch) -> list[np.ndarray]:
+        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none.
+
+        The replica keeps the sequences: they are what the next ``fit`` is about.
+        """
         self.reload_states("parameters")
-        return [batch.response_values(values_BT) for values_BT in self.policy.logprobs(batch)]
+        self.batch = batch
+        return [plain(values_N) for values_N in self.policy.logprobs(batch)]
 
     @phase("reference log-probs")
-    def reference_logprobs(self, batch: SequenceBatch) -> Tensor:
+    def reference_logprobs(self, batch: SequenceBatch) -> np.ndarray:
         """(N,) log-probs of the response tokens under the starting weights."""
         return self._frozen_logprobs("reference", batch)
 
     @phase("guide log-probs")
-    def guide_logprobs(self, batch: SequenceBatch) -> Tensor:
+    def guide_logprobs(self, batch: SequenceBatch) -> np.ndarray:
         """(N,) log-probs of the response tokens under the guide."""
         return self._frozen_logprobs("guide", batch)
 
-    def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> Tensor:
+    def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
         """(N,) log-probs of the response tokens under one of ``settings.host_copies``."""
         self.reload_states("parameters")
         with self.host_copies[name].swapped_in():
-            return batch.response_values(self.policy.logprobs(batch).logprobs_BT)
+            return plain(self.policy.logprobs(batch).logprobs_N)
 
     def append(self, experience: TrainingShard) -> None:
         """Takes this replica's share of the next train step."""
@@ -109,19 +117,26 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     def fit(self, kl_ctl: float = 0.0) -> dict[str, float]:
         """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
         self.reload_states()
-        mini_batches = [mini for _ in range(self.max_epochs) for mini in self.shard.mini_batches]
-        steps = [self._update(mini, number) for number, mini in enumerate(mini_batches)]
+        mini_batches = [mini for _ in range(self.max_epochs) for mini in self._mini_batches()]
+        steps = [self._update(*mini, number) for number, mini in enumerate(mini_batches)]
         self.is_ahead = True  # of the version that the engines have
-        self.shard = None
+        self.batch = self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
         return mean | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
-    def _update(self, mini: MiniBatchShard, number: int) -> dict[str, float]:
+    def _mini_batches(self) -> Iterator[tuple[SequenceBatch, ShapedBatch]]:
+        """This replica's share of each optimizer step: its rows lie one step behind the other."""
+        first = 0
+        for shaped in self.shard.mini_batches:
+            yield self.batch.select(slice(first, first + len(shaped))), shaped
+            first += len(shaped)
+
+    def _update(self, batch: SequenceBatch, share: ShapedBatch, number: int) -> dict[str, float]:
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout."""
-        shaped = share_for_update(self.policy, mini.batch, mini.shaped, mini.preparation, number)
-        return self.policy.train_step(mini.batch, shaped, shaped.algorithm)
+        shaped = share_for_update(self.policy, batch, share, self.shard.seed, number)
+        return self.policy.train_step(batch, shaped, shaped.algorithm)
 
     @phase("weight sync")
     @timed("sync")

@@ -1,6 +1,6 @@
 """Groups of ranks that give every response token a number: reference log-probs, values.
 
-Shape suffixes: B = completions, T = response tokens of a completion, N = those of several completions.
+Shape suffixes: N = response tokens of all completions, n = those of one replica.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
@@ -27,24 +28,23 @@ class PendingScores:
     ranks_per_part: int
 
     def result(self, get: Callable[[list], list] = ray.get) -> Tensor:
-        """(B, T) fp32 scores; waits for the ranks by ``get``."""
+        """(N,) fp32 scores; waits for the ranks by ``get``."""
         # the first rank of a replica answers for all, but all must have succeeded
         answers = get(self.refs)[:: self.ranks_per_part]
-        return padded_scores(self.batch, self.parts, [answer[0] for answer in answers])
+        return scores_in_order(self.batch, self.parts, [answer[0] for answer in answers])
 
 
-def padded_scores(batch: SequenceBatch, parts: Sequence[list[int]], answers: Sequence[Tensor]) -> Tensor:
-    """(B, T) fp32 scores of the response tokens, 0 elsewhere.
+def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> Tensor:
+    """(N,) fp32 scores of the response tokens.
 
     Args:
         parts: rows of ``batch`` that each replica had.
-        answers: its scores of their response tokens, (N,) each (``SequenceBatch.response_values``).
+        answers: its scores of their response tokens, one row behind the other.
     """
-    scores_BT, counts_B = torch.zeros(batch.mask_BT.shape), batch.counts_B
-    for rows, answer_N in zip(parts, answers, strict=True):
-        for row, scores in zip(rows, answer_N.split(counts_B[rows].tolist()), strict=bool(rows)):
-            scores_BT[row, : len(scores)] = scores
-    return scores_BT
+    scores_N = np.empty(batch.responses.tokens, np.float32)
+    for rows, answer_n in zip(parts, answers, strict=True):
+        batch.responses.put(scores_N, answer_n, rows)
+    return torch.from_numpy(scores_N)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """The controller's side of the critic: values of a batch of rollouts, and what the critic is trained on.
 
-Shape suffixes: B = completions, T = response tokens.
+Shape suffixes: N = response tokens of all completions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 
 from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.algorithms.gae import explained_variance
+from openrlhf_ext.algorithms.segments import float64_sum
 from openrlhf_ext.controller.scorers import PendingScores, Scorer
-from openrlhf_ext.controller.shards import group_chunks
-from openrlhf_ext.megatron.batch import SequenceBatch, ValueTargets, balance_rows
+from openrlhf_ext.controller.shards import deal, group_chunks
+from openrlhf_ext.megatron.batch import SequenceBatch, ValueTargets
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ValueTrainer:
         self._shards: list[list[ValueMiniBatch]] | None = None
 
     def start_values(self, batch: SequenceBatch) -> PendingScores:
-        """Starts the forward pass; its result is (B, T) values."""
+        """Starts the forward pass; its result is (N,) values."""
         return self._scorer.start(batch)
 
     def take(self, batch: SequenceBatch, shaped: ShapedBatch) -> dict[str, float]:
@@ -78,20 +80,23 @@ def value_shards(
     attention_length: float = math.inf,
 ) -> list[list[ValueMiniBatch]]:
     """For each data-parallel rank of the critic, its share of every optimizer step."""
-    values_BT, returns_BT = (shaped.exposed[name].float() for name in ("values", "returns"))
-    values_BT = torch.where(shaped.mask, values_BT, 0.0)
+    values_N, returns_N = (shaped.exposed[name].float() for name in ("values", "returns"))
+    whole = ValueTargets(values_N, returns_N, shaped.segments, torch.tensor(0))
+    chunks = list(group_chunks(len(batch), group_size, mini_batch_size))
+    deals = deal(batch.lengths_B, chunks, replicas, attention_length)
     ranks: list[list[ValueMiniBatch]] = [[] for _ in range(replicas)]
-    for rows in group_chunks(len(batch), group_size, mini_batch_size):
-        targets = ValueTargets(values_BT[rows], returns_BT[rows], shaped.mask[rows].sum())
-        step_batch = batch.select(rows)
-        for rank, part in enumerate(balance_rows(step_batch.lengths_B, replicas, attention_length)):
-            ranks[rank].append(ValueMiniBatch(step_batch.select(part), targets.select(part)))
+    for step, chunk in enumerate(chunks):
+        targets = dataclasses.replace(whole, tokens=shaped.lengths[chunk].sum())
+        for rank, own in zip(ranks, deals, strict=True):
+            rows = own.steps[step]
+            rank.append(ValueMiniBatch(batch.select(rows), targets.select(rows)))
     return ranks
 
 
 def value_metrics(shaped: ShapedBatch) -> dict[str, float]:
     """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only if it is defined."""
-    values_BT, returns_BT, mask_BT = shaped.exposed["values"], shaped.exposed["returns"], shaped.mask
-    metrics = {"value/mean": float(values_BT[mask_BT].mean()), "value/return_mean": float(returns_BT[mask_BT].mean())}
-    explained = explained_variance(values_BT, returns_BT, mask_BT)
+    values_N, returns_N = shaped.exposed["values"], shaped.exposed["returns"]
+    means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
+    metrics = {name: float(total) / len(values_N) for name, total in means.items()}
+    explained = explained_variance(values_N, returns_N)
     return metrics if explained is None else metrics | {"value/explained_variance": float(explained)}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -162,8 +162,8 @@ class WeightPublisher:
         """
         policy, settings = self._policy, self._settings
         tokens = probe_tokens(policy.shape.vocab_size, settings.probe_length, policy.settings.seed)
-        row = sequence_batch([torch.tensor(tokens)], [torch.ones(len(tokens) - 1)])
-        ours = policy.logprobs(row, temperature=1.0).logprobs_BT[0]
+        row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
+        ours = policy.logprobs(row, temperature=1.0).logprobs_N
         before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
 

@@ -180,7 +180,7 @@ class TrainingLoop:
             with self._limit(f"the drift check of step {self.step}"):
                 self.sharing.make_room_for_policy()
                 again = made.old_logprobs(made.batch, self._get)
-                measured |= self.drift.after_training(made.batch, made.old, again, metrics.get("mismatch/mean_abs"))
+                measured |= self.drift.after_training(made.old, again, metrics.get("mismatch/mean_abs"))
         return measured | self.gauges.collect(made.batch, metrics)
 
     def evaluate_and_save(self) -> None:
@@ -230,8 +230,8 @@ class TrainingLoop:
         self._engine_stats()
         batch = sequences_of([response for group in groups for response in group.responses])
         with self._limit(doing):
-            entropies_BT = self.experience.old_logprobs(batch, self._get).entropies_BT
-        return float(mean_entropies(entropies_BT, batch.mask_BT).mean())
+            entropies_N = self.experience.old_logprobs(batch, self._get).entropies_N
+        return float(mean_entropies(entropies_N, batch.responses).mean())
 
     def _engine_stats(self) -> list[dict[str, Any]]:
         """What the engines, those of a guide included, measured since the last call."""

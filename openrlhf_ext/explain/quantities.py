@@ -1,6 +1,6 @@
 """From rollouts to what the picture shows: the method is run on all completions, one group is described.
 
-Shape suffixes: B = completions, T = positions.
+Shape suffixes: B = completions, N = tokens of all completions.
 """
 
 from __future__ import annotations
@@ -54,14 +54,11 @@ def _rows_of(rollouts: Sequence[Rollout], group: str) -> list[int]:
 
 
 def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """All completions, right-padded, float64; groups are numbered in the order of the file."""
+    """All completions, float64; groups are numbered in the order of the file."""
     numbers = {group: index for index, group in enumerate(dict.fromkeys(rollout.group for rollout in rollouts))}
-    longest = max(map(len, rollouts))
-    lengths = torch.tensor([len(rollout) for rollout in rollouts])
 
-    def padded(key: str, dtype: torch.dtype) -> Tensor:
-        rows = [rollout.record[key] + [0] * (longest - len(rollout)) for rollout in rollouts]
-        return torch.tensor(rows, dtype=dtype)
+    def flat(key: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([value for rollout in rollouts for value in rollout.record[key]], dtype=dtype)
 
     def flags(key: str) -> Tensor | None:
         if not any(key in rollout.record for rollout in rollouts):
@@ -69,10 +66,10 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
         return torch.tensor([rollout.record.get(key, False) for rollout in rollouts])
 
     present = [key for key in TOKEN_NUMBERS if key in rollouts[0].record]
-    floats = {"old_logprobs" if key == "logprobs" else key: padded(key, torch.float64) for key in present}
+    floats = {"old_logprobs" if key == "logprobs" else key: flat(key, torch.float64) for key in present}
     return RolloutBatch(
-        tokens=padded("token_ids", torch.int64),
-        mask=torch.arange(longest) < lengths[:, None],
+        tokens=flat("token_ids", torch.int64),
+        lengths=torch.tensor([len(rollout) for rollout in rollouts]),
         rewards=torch.tensor([rollout.record["reward"] for rollout in rollouts], dtype=torch.float64),
         group_ids=torch.tensor([numbers[rollout.group] for rollout in rollouts]),
         truncated=flags("truncated"),
@@ -85,30 +82,30 @@ def _quantities(
     algorithm: Algorithm, batch: RolloutBatch, shaped: ShapedBatch, rows: Sequence[int]
 ) -> tuple[list[Quantity], list[str]]:
     """The panels that a method has, and what is said instead of a panel that would show nothing new."""
-    lengths = shaped.lengths.tolist()
 
-    def panel(name: str, meaning: str, scale: Any, values_BT: Tensor) -> Quantity:
-        values = tuple(tuple(map(float, values_BT[row, : lengths[row]].tolist())) for row in rows)
-        return Quantity(name, meaning, scale, values)
+    def panel(name: str, meaning: str, scale: Any, values_N: Tensor) -> Quantity:
+        spans = [shaped.segments.span(slice(row, row + 1)) for row in rows]
+        return Quantity(name, meaning, scale, tuple(tuple(map(float, values_N[span].tolist())) for span in spans))
 
     panels = [
         panel("entropy", "of the policy at this token, nats", "amount", batch.entropies),
         *(panel(*quantity) for quantity in _method_quantities(shaped)),
         panel("advantage", "above 0 makes the token likelier, below 0 rarer", "signed", shaped.advantages),
     ]
-    update_BT = first_update(algorithm, batch, shaped)
-    if torch.allclose(update_BT, shaped.advantages, rtol=1e-9, atol=1e-12):
+    update_N = first_update(algorithm, batch, shaped)
+    if torch.allclose(update_N, shaped.advantages, rtol=1e-9, atol=1e-12):
         return panels, ["The first update pulls each token by its advantage: all tokens weigh the same."]
     meaning = "pull of the first update on the log-prob; the advantage, where all tokens weigh the same"
-    return [*panels, panel("update", meaning, "signed", update_BT)], []
+    return [*panels, panel("update", meaning, "signed", update_N)], []
 
 
 def _method_quantities(shaped: ShapedBatch) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Name, meaning, scale and (B, T) values of what some methods expose and others do not."""
+    """Name, meaning, scale and (N,) values of what some methods expose and others do not."""
     names = shaped.names()
     if "Rpos" in names:
-        reward_BT = _per_token(shaped["Rpos"] + shaped["Rneg"], shaped)
-        yield "shaped reward", "before standardisation", "signed", reward_BT
+        reward = shaped["Rpos"] + shaped["Rneg"]
+        reward_N = reward if len(reward) == shaped.segments.tokens else shaped.segments.spread(reward)
+        yield "shaped reward", "before standardisation", "signed", reward_N
     if "token_mask" in names:
         yield "trained", "entropy is among the highest of the batch", "choice", shaped["token_mask"]
     if "cov" in names:
@@ -118,15 +115,11 @@ def _method_quantities(shaped: ShapedBatch) -> Iterator[tuple[str, str, str, Ten
         yield "lambda", "0 silences a conflict token, above 1 strengthens it", "factor", shaped["lambda"]
 
 
-def _per_token(values: Tensor, shaped: ShapedBatch) -> Tensor:
-    return values[:, None].expand(shaped.mask.shape) if values.ndim == 1 else values
-
-
 def first_update(algorithm: Algorithm, batch: RolloutBatch, shaped: ShapedBatch) -> Tensor:
-    """(B, T) gradient of the objective in the log-probs, at the policy that sampled, times the tokens that count."""
-    logprobs_BT = batch.old_logprobs.clone().requires_grad_()
-    (gradient_BT,) = torch.autograd.grad(algorithm.loss(logprobs_BT, shaped).value, logprobs_BT)
-    return -gradient_BT * int(shaped.lengths[shaped.active].sum())
+    """(N,) gradient of the objective in the log-probs, at the policy that sampled, times the tokens that count."""
+    logprobs_N = batch.old_logprobs.clone().requires_grad_()
+    (gradient_N,) = torch.autograd.grad(algorithm.loss(logprobs_N, shaped).value, logprobs_N)
+    return -gradient_N * int(shaped.lengths[shaped.active].sum())
 
 
 def _idea(algorithm: Algorithm) -> str:
@@ -138,7 +131,7 @@ def _idea(algorithm: Algorithm) -> str:
 def _group_notes(shaped: ShapedBatch, rows: Sequence[int]) -> Iterator[str]:
     if not bool(shaped.kept[rows[0]]):
         yield "The group is dropped from the batch: all its completions are correct, or all are wrong."
-    elif not bool(shaped.advantages[list(rows)].any()):
+    elif not bool(shaped.segments.take(shaped.advantages, rows).any()):
         yield "The group teaches nothing: all its advantages are 0."
 
 

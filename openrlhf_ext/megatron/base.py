@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -194,9 +195,8 @@ class MegatronModel:
             plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
             loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this
                 rank's device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank.
-                These are those of ``part.mask_BT`` in row-major order; context-parallel ranks share them, and one may
-                have none of them (``part.places_N``). It should read nothing back from the device: the host queues
-                the next micro-batch meanwhile.
+                Context-parallel ranks share them, and one may have none of them (``part.places_N``). It should read
+                nothing back from the device: the host queues the next micro-batch meanwhile.
 
         Returns:
             The metrics of each micro-batch on the last stage, nothing elsewhere.
@@ -221,10 +221,12 @@ class MegatronModel:
             )
 
     def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[PackedBatch]:
-        rank = parallel_state.get_context_parallel_rank()
+        rank, row, token = parallel_state.get_context_parallel_rank(), 0, 0
         for rows in plan:
-            part = batch.select(rows) if rows else SequenceBatch.padding_row(batch.mask_BT.shape[1])
-            yield pack(part, self._pack_shape, rows=rows, context_parallel_rank=rank).to(self.device)
+            part = batch.select(rows) if rows else SequenceBatch.padding_row()
+            place = {"first_row": row, "first_token": token, "context_parallel_rank": rank}
+            yield pack(part, self._pack_shape, **place).to(self.device)
+            row, token = row + len(rows), token + part.responses.tokens
 
     @property
     def _pack_shape(self) -> PackShape:
@@ -247,7 +249,7 @@ class MegatronModel:
     def _finish(
         self, loss: LossFunction, part: PackedBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        if not part.has_responses:
+        if not part.response_tokens:
             return hidden[:0].sum(), one(self.device), {}
         return loss(part, self.response_states(hidden.squeeze(1), part))
 
@@ -274,13 +276,37 @@ class MegatronModel:
                 model.train(True)
 
     def gather_tokens(self, values_N: Tensor, part: PackedBatch) -> Tensor:
-        """(B, T) with this micro-batch's values at its response tokens, 0 elsewhere; differentiable.
+        """The values of all response tokens of this micro-batch, one row behind the other; differentiable.
 
         A collective of the context-parallel ranks: each gives the values of its own response tokens and gets all. When
         all of them go on to compute the same loss, the gradient of each entry goes to the rank that gave it.
         """
-        mine = values_N.new_zeros(part.mask_BT.numel()).scatter(0, part.places_N, values_N)
-        return sum_ranks(mine.view(part.mask_BT.shape), parallel_state.get_context_parallel_group())
+        mine = values_N.new_zeros(part.response_tokens).scatter(0, part.places_N, values_N)
+        return sum_ranks(mine, parallel_state.get_context_parallel_group())
+
+    def collect(
+        self, batch: SequenceBatch, values: Callable[[PackedBatch, Tensor], Sequence[Tensor]], count: int
+    ) -> list[Tensor]:
+        """(N,) fp32 values of the response tokens of this data-parallel rank, on every rank of its replica.
+
+        Args:
+            values: gives the ``count`` values of the response tokens that a rank predicts, from the pack and what
+                ``response_states`` gives.
+        """
+        plan = self.plan(batch, forward_only=True)
+        planned = [torch.zeros(batch.responses.tokens, device=self.device) for _ in range(count)]
+
+        def keep(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
+            for planned_N, mine_N in zip(planned, values(part, states), strict=True):
+                planned_N[part.tokens] = self.gather_tokens(mine_N.float(), part)
+            return states.new_zeros(()), one(self.device), {}
+
+        self.run(batch, plan, keep, forward_only=True)
+        order = planned_rows(plan)
+        segments, inverse = batch.responses.select(order), np.argsort(order)
+        for planned_N in planned:
+            self.broadcast_from_last_stage(planned_N)
+        return [segments.take(planned_N, inverse).cpu() for planned_N in planned]
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> None:
         """Overwrites ``tensor`` (any device) with what the last pipeline stage holds."""
@@ -292,6 +318,26 @@ class MegatronModel:
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
             tensor.copy_(on_device)
+
+    # ---- what data-parallel ranks agree on --------------------------------------------------------------------------
+
+    def agreed(self, tensor: Tensor) -> Tensor:
+        """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the last bit."""
+        on_device = tensor.to(self.device)
+        group = parallel_state.get_tensor_model_parallel_group()
+        dist.broadcast(on_device, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+        return on_device.cpu()
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Sum over the data-parallel ranks, the same bits on every rank if those of each replica agree."""
+        group, on_device = parallel_state.get_data_parallel_group(), tensor.to(self.device)
+        if not tensor.is_floating_point():
+            dist.all_reduce(on_device, group=group)
+            return on_device.to(tensor.device)
+        # in the order of the ranks: what a reduction adds first is its own business, and may differ between groups
+        parts = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, on_device, group=group)
+        return torch.stack(parts).sum(0).to(tensor.device)
 
     # ---- weights out ------------------------------------------------------------------------------------------------
 
@@ -363,6 +409,11 @@ class MegatronModel:
 def _add_up_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs) -> None:
     """Megatron's gradient reduction without its division by a token count: the shares carry their denominators."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def planned_rows(plan: Sequence[list[int]]) -> list[int]:
+    """Rows in the order in which a plan computes them."""
+    return [row for rows in plan for row in rows]
 
 
 def one(device: torch.device) -> Tensor:

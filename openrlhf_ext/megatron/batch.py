@@ -1,8 +1,8 @@
-"""Sequences as the policy sees them: token rows, the positions whose hidden states predict response tokens, and which
-rows are computed together.
+"""Sequences as the policy sees them: their tokens, where their response tokens are, and which rows are computed
+together.
 
-Shape suffixes: B = sequences, S = tokens of a sequence (prompt and response), T = response tokens of a sequence, N =
-response tokens of all.
+Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), N = response tokens of all, R =
+ranges of response tokens.
 """
 
 from __future__ import annotations
@@ -10,100 +10,108 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.blocks import row_blocks, row_counts
-from openrlhf_ext.algorithms.ragged import Ragged
+from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unpacked
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Right-padded sequences and where their response tokens are.
+    """Sequences one behind the other, without padding, and where their response tokens are.
 
-    ``predict_BT[b, t]`` is the position whose hidden state predicts response token t of sequence b, which is
-    ``tokens_BS[b, predict_BT[b, t] + 1]``. Responses may be interrupted (several turns); only ``mask_BT`` says which
-    entries exist: the first ones of each row. It pickles without its padding.
+    Responses may be interrupted (several turns): a sequence may have several ranges of response tokens, or none. A
+    response token at position p is predicted by the hidden state at p - 1.
     """
 
-    tokens_BS: Tensor  # int64
-    lengths_B: Tensor  # int64, tokens of each sequence without padding
-    predict_BT: Tensor  # int64
-    mask_BT: Tensor  # bool
+    tokens_M: Tensor  # int32
+    lengths_B: Tensor  # int64, tokens of each sequence
+    ranges_R2: Tensor  # int64, [start, stop) of response tokens in their sequence, 1 or more, ascending
+    ranges_B: Tensor  # int64, how many ranges each sequence has
 
     def __len__(self) -> int:
-        return self.tokens_BS.shape[0]
+        return len(self.lengths_B)
 
-    @property
-    def targets_BT(self) -> Tensor:
-        """(B, T) int64 response tokens; 0 where ``mask_BT`` is false."""
-        targets_BT, last = torch.empty_like(self.predict_BT), self.tokens_BS.shape[1] - 1
-        for rows in row_blocks(*self.predict_BT.shape):
-            next_bT = (self.predict_BT[rows] + 1).clamp(max=last)
-            targets_BT[rows] = self.tokens_BS[rows].gather(1, next_bT) * self.mask_BT[rows]
-        return targets_BT
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: packed(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: unpacked(value) for name, value in state.items()})
+
+    @cached_property
+    def sequences(self) -> Segments:
+        """Which of the M tokens are whose."""
+        return Segments(self.lengths_B)
+
+    @cached_property
+    def responses(self) -> Segments:
+        """Which of the N response tokens are whose."""
+        return Segments(self._ranges.sums(self.ranges_R2[:, 1] - self.ranges_R2[:, 0]).long())
+
+    @cached_property
+    def _ranges(self) -> Segments:
+        return Segments(self.ranges_B)
 
     @property
     def counts_B(self) -> Tensor:
         """(B,) int64 response tokens of each sequence."""
-        return row_counts(self.mask_BT)
+        return self.responses.lengths_B
 
-    def response_values(self, values_BT: Tensor) -> Tensor:
-        """(N,) entries of the response tokens, one row behind the other: what a rank sends back of its results."""
-        rows = (row[:count] for row, count in zip(values_BT, self.counts_B.tolist(), strict=True))
-        return torch.cat([values_BT.new_zeros(0), *rows])
+    @property
+    def targets_N(self) -> Tensor:
+        """(N,) int32 response tokens."""
+        first_R = torch.from_numpy(self.sequences.bounds[:-1]).repeat_interleave(self.ranges_B)
+        spans = (self.ranges_R2 + first_R[:, None]).tolist()
+        return torch.cat([self.tokens_M[:0], *(self.tokens_M[start:stop] for start, stop in spans)])
 
-    def __reduce__(self) -> tuple[Callable[..., SequenceBatch], tuple]:
-        tokens = Ragged.of(self.tokens_BS, self.lengths_B.numpy(), np.int32)
-        return _padded_batch, (tokens, Ragged.of(self.predict_BT, self.counts_B.numpy(), np.int32))
+    @property
+    def predict_N(self) -> Tensor:
+        """(N,) int64 position in its sequence of the hidden state that predicts each response token."""
+        spans = self.ranges_R2.tolist()
+        return torch.cat([self.lengths_B[:0], *(torch.arange(start - 1, stop - 1) for start, stop in spans)])
 
-    def select(self, rows: Tensor | Sequence[int]) -> SequenceBatch:
-        """These rows, without the padding that only longer sequences needed (the width T is kept)."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        lengths_B = self.lengths_B[index]
-        width = max(int(lengths_B.max()), 2) if len(index) else 2
-        return SequenceBatch(self.tokens_BS[index, :width], lengths_B, self.predict_BT[index], self.mask_BT[index])
-
-    @classmethod
-    def padding_row(cls, response_width: int) -> SequenceBatch:
-        """One row without response tokens: what a data-parallel rank runs when it got no sequence of its own."""
-        return cls(
-            torch.zeros(1, 2, dtype=torch.long),
-            torch.full((1,), 2, dtype=torch.long),
-            torch.zeros(1, response_width, dtype=torch.long),
-            torch.zeros(1, response_width, dtype=torch.bool),
+    def select(self, rows: RowSelection) -> SequenceBatch:
+        """These sequences; its tensors are views for a slice."""
+        index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
+        return SequenceBatch(
+            self.sequences.take(self.tokens_M, rows),
+            self.lengths_B[index],
+            self._ranges.take(self.ranges_R2, rows),
+            self.ranges_B[index],
         )
 
+    @classmethod
+    def padding_row(cls) -> SequenceBatch:
+        """One row without response tokens: what a data-parallel rank runs when it got no sequence of its own."""
+        return sequence_batch([np.zeros(2, np.int32)], [()])
 
-def _padded_batch(tokens: Ragged, predict: Ragged) -> SequenceBatch:
-    lengths_B, counts_B = (torch.tensor(part.counts_B) for part in (tokens, predict))
-    mask_BT = torch.arange(predict.width) < counts_B[:, None]
-    return SequenceBatch(tokens.padded(np.int64), lengths_B, predict.padded(np.int64), mask_BT)
 
-
-def sequence_batch(sequences: Sequence[Tensor], action_masks: Sequence[Tensor]) -> SequenceBatch:
-    """Builds a batch from unpadded rows.
+def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[tuple[int, int]]]) -> SequenceBatch:
+    """Builds a batch.
 
     Args:
-        sequences: (S_i,) int64 token rows, prompt and response.
-        action_masks: (S_i - 1,) 0/1 rows in OpenRLHF's convention: entry p says that token p + 1 is a response token.
+        sequences: (S_i,) int32 tokens of each sequence, prompt and response.
+        actions: of each sequence the [start, stop) ranges of its response tokens, ascending.
+    Raises:
+        ValueError: naming the row whose ranges do not lie one behind the other between its second token and its end.
     """
-    positions = [torch.nonzero(mask).squeeze(1) for mask in action_masks]
-    width_S = max(len(s) for s in sequences)
-    width_T = max(1, *(len(p) for p in positions)) if len(positions) > 1 else max(1, len(positions[0]))
-    tokens_BS = torch.zeros(len(sequences), width_S, dtype=torch.long)
-    predict_BT = torch.zeros(len(sequences), width_T, dtype=torch.long)
-    mask_BT = torch.zeros(len(sequences), width_T, dtype=torch.bool)
-    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-        tokens_BS[row, : len(sequence)] = sequence
-        predict_BT[row, : len(position)] = position
-        mask_BT[row, : len(position)] = True
-    return SequenceBatch(tokens_BS, torch.tensor([len(s) for s in sequences]), predict_BT, mask_BT)
+    lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
+    for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
+        edges = [1, *(edge for span in spans for edge in span), length]
+        if any(later < earlier for earlier, later in zip(edges, edges[1:], strict=False)):
+            raise ValueError(f"row {row} of {length} tokens cannot have its response tokens at {list(spans)}")
+    return SequenceBatch(
+        torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *sequences], dtype=np.int32, casting="same_kind")),
+        torch.tensor(lengths, dtype=torch.long),
+        torch.tensor([span for spans in actions for span in spans], dtype=torch.long).view(-1, 2),
+        torch.tensor(ranges, dtype=torch.long),
+    )
 
 
 # ---- which rows are computed together ------------------------------------------------------------------------------
@@ -141,7 +149,7 @@ def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, a
     # rows that cannot share a micro-batch with each other, and those that fill one
     alone = sum(2 * size > capacity for size in sizes)
     least = max(at_least, alone, -(-sum(min(size, capacity) for size in sizes) // capacity))
-    bins, count, step = _deal(costs, sizes, capacity, least), least, 1
+    bins, count, step = _deal(costs, sizes, capacity, least), least, 1 + least // 256
     while bins is None:
         least, count, step = count + 1, count + step, 2 * step
         bins = _deal(costs, sizes, capacity, count)
@@ -156,30 +164,40 @@ def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, a
 
 
 def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    filled, smallest = [0] * count, min(sizes, default=0)
-    cheapest = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin), without the bins that are full
+    """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none.
+
+    Bins without room for a row wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the
+    costs, so that a bin moves about as often as it gets a row.
+    """
+    bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
+    open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
+    tight: list[tuple[int, int]] = []  # heap of (filled, bin)
     for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
-        too_full = []
-        while cheapest and bins[cheapest[0][1]] and filled[cheapest[0][1]] + sizes[row] > capacity:
-            too_full.append(heapq.heappop(cheapest))
-        if not cheapest:
+        most = capacity - sizes[row]
+        while tight and tight[0][0] <= most:
+            _, chosen = heapq.heappop(tight)
+            heapq.heappush(open_bins, (loads[chosen], chosen))
+        while open_bins and filled[open_bins[0][1]] > max(most, 0):  # an empty one takes any row
+            _, chosen = heapq.heappop(open_bins)
+            heapq.heappush(tight, (filled[chosen], chosen))
+        if not open_bins:
             return None
-        load, chosen = heapq.heappop(cheapest)
-        bins[chosen].append(row)
+        chosen = open_bins[0][1]
+        bin_of[row] = chosen
+        loads[chosen] += costs[row]
         filled[chosen] += sizes[row]
-        for entry in [*too_full, (load + costs[row], chosen)]:
-            if filled[entry[1]] + smallest <= capacity:
-                heapq.heappush(cheapest, entry)
-    return [sorted(rows) for rows in bins]
+        heapq.heapreplace(open_bins, (loads[chosen], chosen))
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for row, chosen in enumerate(bin_of):
+        bins[chosen].append(row)
+    return bins
 
 
 class LogprobEntropy(NamedTuple):
-    """fp32 (B, T) log-probabilities and entropies of the response tokens, 0 elsewhere."""
+    """fp32 (N,) log-probabilities and entropies of the response tokens."""
 
-    logprobs_BT: Tensor
-    entropies_BT: Tensor
+    logprobs_N: Tensor
+    entropies_N: Tensor
 
 
 @dataclass(frozen=True)
@@ -187,20 +205,28 @@ class ValueTargets:
     """What the values of a mini-batch are trained towards.
 
     Attributes:
-        old_values_BT: fp32 values of the rollout, around which new values are clipped.
-        returns_BT: fp32 advantages plus old values.
+        old_values_N: fp32 values of the rollout, around which new values are clipped.
+        returns_N: fp32 advantages plus old values.
+        segments: which of the N response tokens are whose.
         tokens: response tokens of the whole mini-batch, of which these rows may be a share.
     """
 
-    old_values_BT: Tensor
-    returns_BT: Tensor
+    old_values_N: Tensor
+    returns_N: Tensor
+    segments: Segments
     tokens: Tensor
 
-    def select(self, rows: Tensor | Sequence[int]) -> ValueTargets:
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: packed(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: unpacked(value) for name, value in state.items()})
+
+    def select(self, rows: RowSelection) -> ValueTargets:
         """These rows, with the denominator of the whole mini-batch."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.old_values_BT.device)
-        return dataclasses.replace(self, old_values_BT=self.old_values_BT[index], returns_BT=self.returns_BT[index])
+        values_N, returns_N = (self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N))
+        return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 
     def to(self, device: torch.device) -> ValueTargets:
         """A copy on ``device``."""
-        return ValueTargets(*(tensor.to(device) for tensor in vars(self).values()))
+        return ValueTargets(*(value.to(device) for value in vars(self).values()))

@@ -2,7 +2,7 @@
 
 A decoder whose vocabulary projection is replaced by one linear output, on the last stage of any layout. Every public
 method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``base``: B =
-sequences, T = response tokens, N = response tokens of a micro-batch, H = hidden size.
+sequences, N = response tokens, H = hidden size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.base import MegatronModel, NonFiniteUpdateError, one
+from openrlhf_ext.megatron.base import MegatronModel, NonFiniteUpdateError, one, planned_rows
 from openrlhf_ext.megatron.batch import SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.hf_config import ModelShape, read_value_shape
 from openrlhf_ext.megatron.hf_files import HFCheckpoint
@@ -64,19 +64,12 @@ class MegatronCritic(MegatronModel):
 
     @torch.no_grad()
     def values(self, batch: SequenceBatch) -> Tensor:
-        """fp32 (B, T) values of this data-parallel rank's sequences, 0 outside the mask, on every rank of the replica.
+        """fp32 (N,) values at the response tokens of this data-parallel rank, on every rank of the replica.
 
-        Entry (b, t) is the value of the state before response token t: the prompt and the response up to t - 1.
+        Each is the value of the state before its token: the prompt and the response up to there.
         """
-        out_BT = torch.zeros(batch.mask_BT.shape, device=self.device)
-
-        def collect(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
-            out_BT[part.rows_B] = self.gather_tokens(self._head(hidden_NH), part)
-            return hidden_NH.new_zeros(()), one(self.device), {}
-
-        self.run(batch, self.plan(batch, forward_only=True), collect, forward_only=True)
-        self.broadcast_from_last_stage(out_BT)
-        return out_BT.cpu()
+        (values_N,) = self.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
+        return values_N
 
     def _head(self, hidden_NH: Tensor) -> Tensor:
         """fp32 (N,) values; in fp32 also for a bf16 model, whose eight bits are too coarse for returns near 1."""
@@ -102,19 +95,19 @@ class MegatronCritic(MegatronModel):
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
-        clip, targets = self.critic.value_clip, targets.to(self.device)
+        plan = self.plan(batch, forward_only=False)
+        clip, targets = self.critic.value_clip, targets.select(planned_rows(plan)).to(self.device)
 
         def share(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
-            values_BT = self.gather_tokens(self._head(hidden_NH), part)
-            mine = targets.select(part.rows_B)
-            arguments = (values_BT, mine.old_values_BT, mine.returns_BT, part.mask_BT)
+            mine = targets.select(part.rows)
+            arguments = (self.gather_tokens(self._head(hidden_NH), part), mine.old_values_N, mine.returns_N)
             loss = value_loss(*arguments, clip=clip, tokens=mine.tokens)
             metrics = {"loss/value": loss.detach()}
             if clip is not None:
                 metrics["value/clip_fraction"] = value_clip_fraction(*arguments, clip=clip, tokens=mine.tokens)
             return loss, one(self.device), metrics
 
-        shares = self.run(batch, self.plan(batch, forward_only=False), share, forward_only=False)
+        shares = self.run(batch, plan, share, forward_only=False)
         return {"loss/value": 0.0} | self.sum_metrics(shares)
 
     # ---- weights ------------------------------------------------------------------------------------------------

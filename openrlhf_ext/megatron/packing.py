@@ -8,8 +8,8 @@ that causal attention never lets a real token see it, and nothing reads what it 
 Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp`` chunks of a slot, rank r
 holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same work under a causal mask.
 
-Shape suffixes: B = sequences, T = response tokens, P = tokens of the whole pack, L = tokens of the pack on this rank,
-N = response tokens that this rank predicts.
+Shape suffixes: B = sequences, M = tokens of all sequences, P = tokens of the whole pack, L = tokens of the pack on this
+rank, N = response tokens that this rank predicts.
 """
 
 from __future__ import annotations
@@ -29,23 +29,27 @@ from openrlhf_ext.megatron.batch import SequenceBatch
 class PackedBatch:
     """A micro-batch as this rank computes it.
 
-    The N response tokens that this rank predicts are in row-major order of (B, T). Without context parallelism they are
-    those of ``mask_BT``; with it, each of those is predicted by one of the context-parallel ranks, and a rank may have
-    none. Everything that is known before the device computes is a plain value or an index, so that nothing has to be
-    read back from the device.
+    The N response tokens that this rank predicts are in the order of the batch. Without context parallelism they are
+    all of the micro-batch's; with it, each of those is predicted by one of the context-parallel ranks, and a rank may
+    have none. Everything that is known before the device computes is a plain value or an index, so that nothing has to
+    be read back from the device.
     """
 
-    mask_BT: Tensor  # bool, which response tokens exist
     packed_L: Tensor  # int64 token ids
     positions_L: Tensor  # int64, position of each token in its sequence
     hidden_N: Tensor  # int64, which of this rank's L tokens' hidden states predict the N response tokens
-    places_N: Tensor  # int64, their flat places in (B, T)
+    places_N: Tensor  # int64, which of the micro-batch's response tokens they are
     targets_N: Tensor  # int64, their token ids
-    rows_B: Tensor  # int64, which rows of the whole batch these are
+    rows: slice  # which rows of the whole batch these are, and which of its response tokens, in the order of the plan
+    tokens: slice
     boundaries: Tensor  # (sequences + 1,) int32, where the slots of the whole pack begin and end
     slots: tuple[int, ...]  # length of each slot in the whole pack
     piece_counts: tuple[int, ...]  # how many of the N hidden states are in each piece of this rank's L tokens
-    has_responses: bool  # whether any context-parallel rank predicts a response token
+
+    @property
+    def response_tokens(self) -> int:
+        """Response tokens of the micro-batch, which the context-parallel ranks predict together."""
+        return self.tokens.stop - self.tokens.start
 
     def to(self, device: torch.device) -> PackedBatch:
         """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
@@ -83,12 +87,12 @@ class PackShape:
 
 
 def pack(
-    batch: SequenceBatch, shape: PackShape, *, rows: Sequence[int] = (), context_parallel_rank: int = 0
+    batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0
 ) -> PackedBatch:
     """Packs the sequences of a micro-batch.
 
     Args:
-        rows: which rows of a larger batch these are.
+        first_row, first_token: rows and response tokens of the micro-batches before it.
     """
     slots = shape.slots(batch.lengths_B.tolist())
     ends = list(itertools.accumulate(slots, initial=0))
@@ -96,22 +100,20 @@ def pack(
     tokens_P, positions_P = _whole_pack(batch, slots, starts_B)
     mine_L = local_places(slots, shape.context_parallel_size, context_parallel_rank)
     place_P = torch.full_like(tokens_P, -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
-    responses, columns = torch.nonzero(batch.mask_BT, as_tuple=True)
-    hidden = place_P[starts_B[responses] + batch.predict_BT[responses, columns]]
+    hidden = place_P[batch.responses.spread(starts_B) + batch.predict_N]
     here = hidden >= 0
     piece = torch.div(hidden[here], len(mine_L) // shape.pieces, rounding_mode="floor")
     return PackedBatch(
-        mask_BT=batch.mask_BT,
         packed_L=tokens_P[mine_L],
         positions_L=positions_P[mine_L],
         hidden_N=hidden[here],
-        places_N=(responses * batch.mask_BT.shape[1] + columns)[here],
-        targets_N=batch.targets_BT[responses, columns][here],
-        rows_B=torch.tensor(rows, dtype=torch.long),
+        places_N=here.nonzero().squeeze(1),
+        targets_N=batch.targets_N[here].long(),
+        rows=slice(first_row, first_row + len(batch)),
+        tokens=slice(first_token, first_token + len(hidden)),
         boundaries=torch.tensor(ends, dtype=torch.int32),
         slots=slots,
         piece_counts=tuple(torch.bincount(piece, minlength=shape.pieces).tolist()),
-        has_responses=len(responses) > 0,
     )
 
 
@@ -129,9 +131,7 @@ def local_places(slots: Sequence[int], context_parallel_size: int, context_paral
 
 def _whole_pack(batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor) -> tuple[Tensor, Tensor]:
     """(P,) token ids, 0 in padding, and (P,) positions."""
-    columns_S = torch.arange(batch.tokens_BS.shape[1])
-    real_BS = columns_S < batch.lengths_B[:, None]
-    places_BS = starts_B[:, None] + columns_S
+    whole = batch.sequences.block(slice(None))
     tokens_P = torch.zeros(sum(slots), dtype=torch.long)
-    tokens_P[places_BS[real_BS]] = batch.tokens_BS[real_BS]
+    tokens_P[whole.positions(starts_B)] = batch.tokens_M.long()
     return tokens_P, torch.cat([torch.arange(slot) for slot in slots])

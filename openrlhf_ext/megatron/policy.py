@@ -1,7 +1,7 @@
 """The policy of one rank: forward pass for log-prob and entropy, train step, weights in and out.
 
 Every public method is a collective over all ranks of the policy unless it says otherwise. Shape suffixes as in
-``base``: B = sequences, S = tokens, T = response tokens, N = response tokens of a micro-batch.
+``base``: B = sequences, N = response tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from openrlhf_ext.megatron.base import (
     NonFiniteUpdateError,
     initialize_distributed,
     one,
+    planned_rows,
 )
 from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.grad_norms import gradient_norms
@@ -44,18 +45,7 @@ class MegatronPolicy(MegatronModel):
     def logprobs(self, batch: SequenceBatch, temperature: float | None = None) -> LogprobEntropy:
         """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of the replica."""
         temperature = self.settings.temperature if temperature is None else temperature
-        out = [torch.zeros(batch.mask_BT.shape, device=self.device) for _ in LogprobEntropy._fields]
-
-        def collect(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
-            head = self._head(part, states, temperature)
-            for target, value in zip(out, head, strict=True):
-                target[part.rows_B] = self.gather_tokens(value.float(), part)
-            return states.new_zeros(()), one(self.device), {}
-
-        self.run(batch, self.plan(batch, forward_only=True), collect, forward_only=True)
-        for tensor in out:
-            self.broadcast_from_last_stage(tensor)
-        return LogprobEntropy(*(tensor.cpu() for tensor in out))
+        return LogprobEntropy(*self.collect(batch, lambda part, states: self._head(part, states, temperature), 2))
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
         """Under sequence parallelism the head itself gathers the rows it needs, while it computes others."""
@@ -115,14 +105,16 @@ class MegatronPolicy(MegatronModel):
     def accumulate_gradients(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Any) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
-        shaped = shaped.to(self.device)  # all at once, while the device has nothing else to do
+        plan = self.plan(batch, forward_only=False)
+        # all at once, while the device has nothing else to do; micro-batches are then slices of it
+        shaped = shaped.select(planned_rows(plan)).to(self.device)
 
         def share(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
-            value, loss = self._loss(part, states, shaped.select(part.rows_B), algorithm)
+            value, loss = self._loss(part, states, shaped.select(part.rows), algorithm)
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
-        shares = self.run(batch, self.plan(batch, forward_only=False), share, forward_only=False)
+        shares = self.run(batch, plan, share, forward_only=False)
         return {"loss/policy": 0.0} | self.sum_metrics(shares)
 
     def _loss(

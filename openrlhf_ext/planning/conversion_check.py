@@ -176,8 +176,8 @@ def _policy_logprobs(policy: Any, sequences: list[Tensor]) -> Tensor:
     """(N,) log-probs of every token after a sequence's first, sequence after sequence."""
     from openrlhf_ext.megatron.batch import sequence_batch
 
-    batch = sequence_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
-    return policy.logprobs(batch, temperature=1.0).logprobs_BT[batch.mask_BT]
+    batch = sequence_batch([tokens.numpy() for tokens in sequences], [[(1, len(tokens))] for tokens in sequences])
+    return policy.logprobs(batch, temperature=1.0).logprobs_N
 
 
 @torch.no_grad()

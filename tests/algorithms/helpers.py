@@ -10,8 +10,6 @@ import torch
 from openrlhf_ext.algorithms import RolloutBatch, SequenceAlgorithm, get_algorithm
 from tests.algorithms import reference
 
-GARBAGE = (float("nan"), float("inf"), -1e30)
-
 
 def random_completion(rng: random.Random, vocabulary: int, max_length: int) -> dict:
     length = rng.randint(1, max_length)
@@ -67,14 +65,12 @@ def to_batch(
     *,
     dtype: torch.dtype = torch.float64,
     shuffle: int | None = None,
-    extra_padding: int = 0,
-    garbage: bool = True,
     **fields,
 ):
-    """A RolloutBatch with rows shuffled over groups and garbage in the padding.
+    """A RolloutBatch with rows shuffled over groups.
 
     Returns:
-        batch, new log-probs (B, T), and the (group, completion) of each row.
+        batch, new log-probs (N,), and the (group, completion) of each row.
     """
     places = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     if shuffle is not None:
@@ -83,40 +79,40 @@ def to_batch(
         slots = {g: iter(range(len(groups[g]))) for g in range(len(groups))}
         places = [(g, next(slots[g])) for g, _ in places]
     rows = [groups[g][i] for g, i in places]
-    width = max(len(c["tokens"]) for c in rows) + extra_padding
 
-    def pad(key, kind=dtype, default=0.0):
-        out = torch.full((len(rows), width), default, dtype=kind)
-        for b, c in enumerate(rows):
-            if garbage and kind.is_floating_point:
-                out[b, len(c["tokens"]) :] = GARBAGE[b % len(GARBAGE)]
-            out[b, : len(c["tokens"])] = torch.tensor(c[key], dtype=kind)
-        return out
+    def flat(key, kind=dtype):
+        return torch.tensor([value for c in rows for value in c[key]], dtype=kind)
 
-    lengths = torch.tensor([len(c["tokens"]) for c in rows])
     batch = RolloutBatch(
-        tokens=pad("tokens", torch.int64, 1),
-        mask=torch.arange(width) < lengths[:, None],
+        tokens=flat("tokens", torch.int64),
+        lengths=torch.tensor([len(c["tokens"]) for c in rows]),
         rewards=torch.tensor([c["reward"] for c in rows], dtype=torch.float64),
         group_ids=torch.tensor([10 + 3 * g for g, _ in places]),
-        old_logprobs=pad("old"),
-        entropies=pad("H"),
-        ref_logprobs=pad("ref"),
-        guide_logprobs=pad("guide"),
-        rollout_logprobs=pad("rollout"),
+        old_logprobs=flat("old"),
+        entropies=flat("H"),
+        ref_logprobs=flat("ref"),
+        guide_logprobs=flat("guide"),
+        rollout_logprobs=flat("rollout"),
         truncated=torch.tensor([c["truncated"] for c in rows]),
         from_guide=torch.tensor([c["behavior"] == "guide" for c in rows]),
         **fields,
     )
-    return batch, pad("new").requires_grad_(), places
+    return batch, flat("new").requires_grad_(), places
+
+
+def padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """(B, T) with the tokens of each row, 0 behind them."""
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths.tolist())), batch_first=True)
 
 
 def by_place(tensor: torch.Tensor, places: list, groups: list) -> list:
-    """A (B, T) or (B,) tensor as nested lists like the reference's."""
+    """A (N,) or (B,) tensor as nested lists like the reference's."""
     out = [[None] * len(group) for group in groups]
-    for row, (g, i) in enumerate(places):
-        values = tensor[row].tolist()
-        out[g][i] = values[: len(groups[g][i]["tokens"])] if isinstance(values, list) else values
+    lengths = [len(groups[g][i]["tokens"]) for g, i in places]
+    per_token = len(tensor) == sum(lengths)
+    values = [part.tolist() for part in tensor.split(lengths)] if per_token else tensor.tolist()
+    for (g, i), value in zip(places, values, strict=True):
+        out[g][i] = value
     return out
 
 
@@ -166,7 +162,7 @@ def check_against_reference(
 ) -> None:
     """Product and reference agree in loss, gradient and every exposed quantity; shares add up to the whole."""
     groups = rounded(groups, dtype)
-    batch, new, places = to_batch(groups, dtype=dtype, shuffle=shuffle, extra_padding=1)
+    batch, new, places = to_batch(groups, dtype=dtype, shuffle=shuffle)
     algorithm = get_algorithm(name, correction=correction, **options, **extra.pop("product", {}))
     wanted = reference.run(name, options, groups, correction=correction, **extra)
     if selection_is_a_near_tie(wanted):
@@ -211,7 +207,7 @@ def check_shares_add_up(algorithm, shaped, new, loss, grad, tolerance) -> None:
     rows = torch.randperm(len(shaped), generator=torch.Generator().manual_seed(len(shaped)))
     total, total_grad, metrics = 0.0, torch.zeros_like(new), {}
     for part in rows.split(2):
-        share = algorithm.loss(new[part], prepared.select(part))
+        share = algorithm.loss(shaped.segments.take(new, part), prepared.select(part))
         total += share.value.item()
         total_grad += torch.autograd.grad(share.value, new)[0]
         for key, value in share.metrics.items():
@@ -228,15 +224,14 @@ def check_terms_add_up(algorithm, shaped, new, loss: float, grad, tolerance: flo
     if isinstance(algorithm, SequenceAlgorithm):
         assert terms is None
         return
-    tokens = shaped.mask.flatten().nonzero().flatten()
-    tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(len(tokens)))]
+    tokens = torch.randperm(len(new), generator=torch.Generator().manual_seed(len(new)))
     total, total_grad = 0.0, torch.zeros_like(grad)
     for block_N in tokens.split(5):
-        new_N = new.detach().flatten()[block_N].requires_grad_()
+        new_N = new.detach()[block_N].requires_grad_()
         loss_N = terms(new_N, block_N)
         assert loss_N.shape == block_N.shape
         total += loss_N.sum().item()
-        total_grad.view(-1)[block_N] = torch.autograd.grad(loss_N.sum(), new_N)[0]
+        total_grad[block_N] = torch.autograd.grad(loss_N.sum(), new_N)[0]
     assert_close(total, loss, tolerance, "sum of terms")
     assert_close(total_grad.tolist(), grad.tolist(), tolerance, "gradient of terms")
 

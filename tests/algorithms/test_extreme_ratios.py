@@ -68,25 +68,25 @@ def test_a_tie_keeps_the_gradient() -> None:
 
 def test_a_negative_token_in_conflict_may_have_any_ratio() -> None:
     """lambda is 0 there, and gtpo_conflict does not clip."""
-    batch = simple_batch((1.0, 0.0), tokens=torch.full((2, 4), 7), group_ids=torch.zeros(2, dtype=torch.long))
+    batch = simple_batch((1.0, 0.0), tokens=torch.full((8,), 7), group_ids=torch.zeros(2, dtype=torch.long))
     new = batch.old_logprobs.clone()
-    new[1], batch.old_logprobs[1] = -0.1, -100.0
+    new[4:], batch.old_logprobs[4:] = -0.1, -100.0
     new.requires_grad_()
     algorithm = build("gtpo_conflict", filter="off")
     shaped = algorithm.shape(batch)
-    assert not shaped["lambda"][1].any()
+    assert not shaped["lambda"][4:].any()
     loss = algorithm.loss(new, shaped)
     (grad,) = torch.autograd.grad(loss.value, new)
-    assert torch.isfinite(loss.value) and torch.isfinite(grad).all() and grad[0].any() and not grad[1].any()
+    assert torch.isfinite(loss.value) and torch.isfinite(grad).all() and grad[:4].any() and not grad[4:].any()
 
 
 def test_a_token_removed_by_clip_cov_may_have_any_ratio() -> None:
     batch = simple_batch()
-    batch.old_logprobs[1, 2] = -100.0
-    new = (-torch.rand(4, 4)).requires_grad_()
+    batch.old_logprobs[4 + 2] = -100.0
+    new = (-torch.rand(16)).requires_grad_()
     algorithm = get_algorithm("clip_cov", cov_lb=-1e3, cov_ub=1e3, cov_ratio=1.0, clip_low=None)
     shaped = algorithm.prepare(new.detach(), algorithm.shape(batch))
-    assert shaped.selection.all() and (shaped.advantages[1] < 0).all()
+    assert shaped.selection.all() and (shaped.advantages[4:8] < 0).all()
     loss = algorithm.loss(new, shaped)
     assert loss.value.item() == 0.0 and not torch.autograd.grad(loss.value, new)[0].any()
 
@@ -104,13 +104,13 @@ def test_a_token_removed_by_clip_cov_may_have_any_ratio() -> None:
 )
 def test_an_overflow_that_nothing_silences_is_named(name: str, options: dict) -> None:
     rewards = (1.0, 0.0, 0.0, 0.0) if name == "mixed_policy_dapo" else (1.0, 0.0, 1.0, 0.0)
-    batch = simple_batch(rewards, ref_logprobs=-torch.rand(4, 4))
+    batch = simple_batch(rewards, ref_logprobs=-torch.rand(16))
     new = batch.old_logprobs.clone()
     if options.get("kl_coef"):
-        new[3, 2] = -120.0
+        new[3 * 4 + 2] = -120.0
     else:
         for base in (batch.old_logprobs, batch.guide_logprobs):
-            base[3, 2] = -1000.0
+            base[3 * 4 + 2] = -1000.0
     algorithm = build(name, **options)
     with pytest.raises(ValueError, match="the loss is (inf|nan): at row 3, position 2 .new log-prob .*dual_clip"):
         algorithm.loss(new, algorithm.prepare(new, algorithm.shape(batch)))
@@ -118,15 +118,15 @@ def test_an_overflow_that_nothing_silences_is_named(name: str, options: dict) ->
 
 @pytest.mark.parametrize("name", ["grpo", "gae"])
 def test_a_kl_penalty_in_the_reward_that_overflows_is_named(name: str) -> None:
-    batch = simple_batch(ref_logprobs=-torch.rand(4, 4), values=torch.zeros(4, 4))
-    batch.old_logprobs[2, 1] = -100.0
+    batch = simple_batch(ref_logprobs=-torch.rand(16), values=torch.zeros(16))
+    batch.old_logprobs[2 * 4 + 1] = -100.0
     with pytest.raises(ValueError, match="KL penalty k3 .* must be finite .*: row 2, position 1 is inf"):
         get_algorithm(name, kl={"coef": 0.1, "place": "reward"}).shape(batch)
 
 
 def test_an_importance_weight_that_overflows_is_named() -> None:
-    batch = simple_batch(rollout_logprobs=-torch.rand(4, 4))
-    batch.rollout_logprobs[2, 1] = -100.0
+    batch = simple_batch(rollout_logprobs=-torch.rand(16))
+    batch.rollout_logprobs[2 * 4 + 1] = -100.0
     correction = {"level": "token", "gating": "tv", "threshold": 1.0}
     with pytest.raises(ValueError, match="importance correction .*: row 2, position 1 is inf"):
         get_algorithm("dapo", correction=correction).shape(batch)

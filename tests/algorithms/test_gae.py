@@ -13,9 +13,8 @@ from tests.algorithms.helpers import random_groups, to_batch
 
 
 def ragged(seed: int):
-    batch, new, _ = to_batch(random_groups(seed), garbage=False)
-    values = torch.randn(batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    values[~batch.mask] = float("nan")
+    batch, new, _ = to_batch(random_groups(seed))
+    values = torch.randn(batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return dataclasses.replace(batch, values=values), new
 
 
@@ -23,30 +22,33 @@ def ragged(seed: int):
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.95), (0.99, 0.0)])
 def test_gae_is_the_discounted_sum_of_deltas(seed: int, gamma: float, lambd: float) -> None:
     batch, _ = ragged(seed)
-    rewards = token_rewards(batch.rewards, batch.mask)
-    advantages, returns = gae(rewards, batch.values, batch.mask, gamma=gamma, lambd=lambd)
-    for row, length in enumerate(batch.mask.sum(dim=1).tolist()):
-        v = [*batch.values[row, :length].tolist(), 0.0]
+    rewards = token_rewards(batch.rewards, batch.segments)
+    advantages, returns = gae(rewards, batch.values, batch.segments, gamma=gamma, lambd=lambd)
+    for row, length in enumerate(batch.lengths.tolist()):
+        tokens = batch.segments.span(slice(row, row + 1))
+        v = [*batch.values[tokens].tolist(), 0.0]
         r = [0.0] * (length - 1) + [batch.rewards[row].item()]
         delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
         for t in range(length):
             wanted = sum((gamma * lambd) ** (s - t) * delta[s] for s in range(t, length))
-            assert advantages[row, t].item() == pytest.approx(wanted)
-            assert returns[row, t].item() == pytest.approx(wanted + v[t])
-        assert not advantages[row, length:].any() and not returns[row, length:].any()
+            assert advantages[tokens][t].item() == pytest.approx(wanted)
+            assert returns[tokens][t].item() == pytest.approx(wanted + v[t])
 
 
 def test_gae_algorithm_whitens_over_all_tokens_and_exposes_returns() -> None:
     batch, new = ragged(1)
     algorithm = get_algorithm("gae", lambd=0.95)
     shaped = algorithm.shape(batch)
-    tokens = shaped.advantages[batch.mask]
+    tokens = shaped.advantages
     assert tokens.mean().item() == pytest.approx(0.0, abs=1e-12)
     assert tokens.std(unbiased=False).item() == pytest.approx(1.0, abs=1e-6)
     whole = algorithm.loss(new, shaped).value.item()
-    halves = [algorithm.loss(new[rows], shaped.select(rows)).value.item() for rows in ([0], slice(1, None))]
+    halves = [
+        algorithm.loss(batch.segments.take(new, rows), shaped.select(rows)).value.item()
+        for rows in ([0], slice(1, None))
+    ]
     assert sum(halves) == pytest.approx(whole)
-    assert shaped.returns.shape == batch.mask.shape
+    assert shaped.returns.shape == batch.tokens.shape
     assert not shaped.lean().exposed, "returns and values are for the critic's ranks"
 
 
@@ -54,9 +56,9 @@ def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
     batch, _ = ragged(1)
     penalty = {"kind": "dapo", "l_max": 4, "l_cache": 3}
     shaped = get_algorithm("gae", length_penalty=penalty, whiten=False).shape(batch)
-    lengths = batch.mask.sum(dim=1)
+    lengths = batch.lengths
     rewards = batch.rewards - ((lengths - 1).clamp(min=0) / 3).clamp(max=1.0)
-    wanted, _ = gae(token_rewards(rewards, batch.mask), batch.values, batch.mask, gamma=1.0, lambd=1.0)
+    wanted, _ = gae(token_rewards(rewards, batch.segments), batch.values, batch.segments, gamma=1.0, lambd=1.0)
     assert lengths.max() > 1 and torch.allclose(shaped.advantages, wanted)
     assert torch.allclose(shaped.rewards, rewards)
 
@@ -64,33 +66,32 @@ def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
 def test_whitening_without_the_std_only_centres() -> None:
     batch, _ = ragged(1)
     plain, centred = (get_algorithm("gae", **o).shape(batch) for o in ({"whiten": False}, {"normalize_std": False}))
-    mean = plain.advantages[batch.mask].mean()
-    assert torch.allclose(centred.advantages[batch.mask], plain.advantages[batch.mask] - mean)
+    mean = plain.advantages.mean()
+    assert torch.allclose(centred.advantages, plain.advantages - mean)
 
 
 def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:
     batch, _ = ragged(2)
     shaped = get_algorithm("gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False).shape(batch)
-    kl = torch.where(batch.mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
-    rewards = token_rewards(batch.rewards, batch.mask) - 0.5 * kl
-    wanted, _ = gae(rewards, batch.values, batch.mask, gamma=1.0, lambd=1.0)
-    assert torch.allclose(shaped.rewards, rewards.sum(dim=1))
+    kl = batch.old_logprobs - batch.ref_logprobs
+    rewards = token_rewards(batch.rewards, batch.segments) - 0.5 * kl
+    wanted, _ = gae(rewards, batch.values, batch.segments, gamma=1.0, lambd=1.0)
+    assert torch.allclose(shaped.rewards, batch.segments.sums(rewards))
     assert torch.allclose(shaped.advantages, wanted)
 
 
 def test_value_loss_shares_add_up_and_clip() -> None:
     generator = torch.Generator().manual_seed(0)
-    values, old, returns = torch.randn(3, 4, 5, dtype=torch.float64, generator=generator)
-    mask = torch.arange(5) < torch.tensor([5, 2, 3, 1])[:, None]
-    tokens = mask.sum()
-    whole = value_loss(values, old, returns, mask, clip=0.2, tokens=tokens)
-    parts = [value_loss(values[r], old[r], returns[r], mask[r], clip=0.2, tokens=tokens) for r in ([0, 2], [1, 3])]
+    values, old, returns = torch.randn(3, 11, dtype=torch.float64, generator=generator)
+    tokens = torch.tensor(11)
+    whole = value_loss(values, old, returns, clip=0.2, tokens=tokens)
+    parts = [value_loss(values[r], old[r], returns[r], clip=0.2, tokens=tokens) for r in (slice(4), slice(4, None))]
     assert sum(parts).item() == pytest.approx(whole.item())
     near = old + (values - old).clamp(-0.2, 0.2)
-    cut = (((near - returns) ** 2 > (values - returns) ** 2) & mask).sum() / tokens
-    assert value_clip_fraction(values, old, returns, mask, clip=0.2, tokens=tokens).item() == pytest.approx(cut.item())
+    cut = ((near - returns) ** 2 > (values - returns) ** 2).sum() / tokens
+    assert value_clip_fraction(values, old, returns, clip=0.2, tokens=tokens).item() == pytest.approx(cut.item())
     assert 0 < cut < 1
-    wanted = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)[mask].mean()
+    wanted = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2).mean()
     assert whole.item() == pytest.approx(wanted.item())
 
 

@@ -13,6 +13,7 @@ import torch
 
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.algorithms.importance import parse_correction
+from tests.algorithms.helpers import padded
 from tests.algorithms.test_invariants import mixed_groups, to_batch
 
 
@@ -55,7 +56,7 @@ def upstream():
 )
 @pytest.mark.parametrize("dual_clip", [None, 1.2])
 def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, gating, threshold, dual_clip) -> None:
-    batch, new, _ = to_batch(mixed_groups(8, groups=4, max_size=6, max_length=10), garbage=False)
+    batch, new, _ = to_batch(mixed_groups(8, groups=4, max_size=6, max_length=10))
     correction = {"level": level, "mode": mode, "gating": gating, "threshold": list(threshold)}
     algorithm = get_algorithm("dapo", correction=correction, dual_clip=dual_clip)
     shaped = algorithm.shape(batch)
@@ -69,8 +70,12 @@ def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, 
         is_correction_gating=gating,
         is_correction_threshold=threshold,
     )
+    table, old, advantages, rollout, mask = (
+        padded(values, batch.lengths)
+        for values in (new, batch.old_logprobs, shaped.advantages, batch.rollout_logprobs, torch.ones_like(new) > 0)
+    )
     theirs, clip_ratio, ppo_kl, vllm_kl, filtered = policy_loss(
-        new, batch.old_logprobs, shaped.advantages, action_mask=batch.mask, rollout_log_probs=batch.rollout_logprobs
+        table, old, advantages, action_mask=mask, rollout_log_probs=rollout
     )
     assert ours.value.item() == pytest.approx(theirs.item(), abs=1e-12)
     assert torch.allclose(*(torch.autograd.grad(value, new)[0] for value in (ours.value, theirs)), atol=1e-12)
@@ -84,12 +89,12 @@ def test_dapo_with_a_correction_is_upstreams_policy_loss(upstream, level, mode, 
 
 
 def test_completions_of_a_guide_are_neither_corrected_nor_counted() -> None:
-    batch, _, _ = to_batch(mixed_groups(2), garbage=False)
+    batch, _, _ = to_batch(mixed_groups(2))
     guided = torch.arange(len(batch.rewards)) % 2 == 0
     batch = dataclasses.replace(batch, from_guide=guided, rollout_logprobs=batch.old_logprobs - 9.0)
     shaped = get_algorithm("mixed_policy_dapo", correction={"level": "token"}).shape(batch)
-    assert torch.equal(shaped.correction, torch.where(guided[:, None] | ~batch.mask, 1.0, 0.0).double())
-    own = batch.mask[~guided].sum() / batch.mask.sum()
+    assert torch.equal(shaped.correction, batch.segments.spread(guided).double())
+    own = batch.lengths[~guided].sum() / batch.lengths.sum()
     assert shaped.metrics["correction_filtered"].item() == pytest.approx(own.item())
 
 
@@ -103,6 +108,5 @@ def test_a_single_threshold_is_the_upper_end() -> None:
 def test_a_correction_needs_the_samplers_logprobs() -> None:
     batch, _, _ = to_batch(mixed_groups(1))
     algorithm = get_algorithm("dapo", correction={"level": "token"})
-    fields = {**vars(batch), "rollout_logprobs": None}
     with pytest.raises(ValueError, match="an importance correction needs RolloutBatch.rollout_logprobs"):
-        algorithm.shape(type(batch)(**fields))
+        algorithm.shape(dataclasses.replace(batch, rollout_logprobs=None))

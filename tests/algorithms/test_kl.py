@@ -56,9 +56,9 @@ def test_unbiased_gradient_is_that_of_the_kl_and_the_value_is_the_estimators(est
     old, ref = old.log_softmax(-1), ref.log_softmax(-1)
     logits.requires_grad_()
     new = logits.log_softmax(-1)
-    mask = torch.ones(1, 7, dtype=torch.bool)
+    mask = torch.ones(7, dtype=torch.bool)
     penalty = get_algorithm("grpo", kl={"coef": 1.0, "estimator": estimator, "unbiased_gradient": True}).kl
-    value = penalty.in_loss(new[None], ref[None], old[None], mask)[0]
+    value = penalty.in_loss(new, ref, old, mask)
     assert torch.allclose(value, KL_ESTIMATORS[estimator](new, ref))
     (wanted,) = torch.autograd.grad((new.exp() * (new - ref)).sum(), logits, retain_graph=True)
     (got,) = torch.autograd.grad((old.exp() * value).sum(), logits)
@@ -67,9 +67,9 @@ def test_unbiased_gradient_is_that_of_the_kl_and_the_value_is_the_estimators(est
 
 @pytest.mark.parametrize(("log_ratio", "weight"), [(math.log(9.0), 9.0), (math.log(11.0), 10.0), (200.0, 10.0)])
 def test_the_weight_of_the_unbiased_gradient_is_at_most_10(log_ratio: float, weight: float) -> None:
-    new = torch.tensor([[-0.5]], requires_grad=True)
+    new = torch.tensor([-0.5], requires_grad=True)
     penalty = get_algorithm("grpo", kl={"coef": 1.0, "estimator": "k2", "unbiased_gradient": True}).kl
-    value = penalty.in_loss(new, torch.tensor([[-0.7]]), new.detach() - log_ratio, torch.ones(1, 1, dtype=torch.bool))
+    value = penalty.in_loss(new, torch.tensor([-0.7]), new.detach() - log_ratio, torch.ones(1, dtype=torch.bool))
     assert torch.autograd.grad(value.sum(), new)[0].item() == pytest.approx(weight * 0.2, rel=1e-5)
 
 

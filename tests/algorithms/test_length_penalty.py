@@ -22,17 +22,16 @@ def test_tan_v1_jumps_as_printed_and_is_continuous_with_l1() -> None:
 
 
 def penalties(lengths: list[int], rewards: list[float], name: str = "grpo", **options) -> list[float]:
-    width = max(lengths)
-    zeros = torch.zeros(len(lengths), width, dtype=torch.float64)
+    zeros = torch.zeros(sum(lengths), dtype=torch.float64)
     batch = RolloutBatch(
         tokens=zeros.long(),
-        mask=torch.arange(width) < torch.tensor(lengths)[:, None],
+        lengths=torch.tensor(lengths),
         rewards=torch.tensor(rewards, dtype=torch.float64),
         group_ids=torch.zeros(len(lengths), dtype=torch.long),
         old_logprobs=zeros,
         entropies=zeros + 1.0,
     )
-    options = with_published_values(name, {"length_penalty": {"kind": "grop"}, **options}, max_length=width)
+    options = with_published_values(name, {"length_penalty": {"kind": "grop"}, **options}, max_length=max(lengths))
     shaped = get_algorithm(name, **options).shape(batch)
     assert torch.isclose(shaped.metrics["penalised_reward"], shaped.rewards.mean())
     return (shaped.rewards - batch.rewards).tolist()

@@ -11,19 +11,18 @@ from openrlhf_ext.reporting import METRICS
 from tests.algorithms.test_batch import simple_batch
 from tests.algorithms.test_invariants import NAMES, build, mixed_groups, to_batch
 
-ENTROPIES = torch.tensor([[0.1, 0.9, 0.0], [0.2, 0.4, 0.6], [0.3, 0.5, 0.0], [0.8, 0.7, 0.0]], dtype=torch.float64)
+ENTROPIES = torch.tensor([0.1, 0.9, 0.2, 0.4, 0.6, 0.3, 0.5, 0.8, 0.7], dtype=torch.float64)
 
 
 def batch(rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 1.0)) -> RolloutBatch:
     """Two groups of two; lengths 2, 3, 2, 2."""
-    mask = torch.tensor([[True, True, False], [True, True, True], [True, True, False], [True, True, False]])
     return RolloutBatch(
-        tokens=torch.arange(12).view(4, 3),
-        mask=mask,
+        tokens=torch.arange(9),
+        lengths=torch.tensor([2, 3, 2, 2]),
         rewards=torch.tensor(rewards),
         group_ids=torch.tensor([0, 0, 1, 1]),
-        old_logprobs=torch.full((4, 3), -1.0, dtype=torch.float64),
-        entropies=torch.where(mask, ENTROPIES, float("nan")),
+        old_logprobs=torch.full((9,), -1.0, dtype=torch.float64),
+        entropies=ENTROPIES,
     )
 
 
@@ -58,19 +57,20 @@ def test_advantage_mass_of_a_large_batch_is_that_of_all_its_tokens(every: int, f
     assert rows * width // 2 > SAMPLE
     generator = torch.Generator().manual_seed(0)
     lengths = torch.full((rows,), width // 2) if full else torch.randint(1, width, (rows,), generator=generator)
-    loud = (torch.arange(width) % every == 0) & (torch.arange(rows) >= rows // 2)[:, None]
+    table = (torch.arange(width) % every == 0) & (torch.arange(rows) >= rows // 2)[:, None]
+    loud = table[torch.arange(width) < lengths[:, None]]
     rollout = RolloutBatch(
-        tokens=torch.zeros(rows, width, dtype=torch.long),
-        mask=torch.arange(width) < lengths[:, None],
+        tokens=torch.zeros(len(loud), dtype=torch.long),
+        lengths=lengths,
         rewards=torch.zeros(rows),
         group_ids=torch.arange(rows) // 4,
-        old_logprobs=torch.full((rows, width), -1.0),
-        entropies=torch.rand(rows, width, generator=generator) + loud,
+        old_logprobs=torch.full(loud.shape, -1.0),
+        entropies=torch.rand(loud.shape, generator=generator) + loud,
         values=loud.float(),
     )
     # With gamma = 0 and no reward, A = -V.
     found = get_algorithm("gae", gamma=0.0, lambd=0.0, whiten=False).shape(rollout).metrics
-    share = loud[rollout.mask].double().mean().item()
+    share = loud.double().mean().item()
     for i in range(1, 6):
         wanted = min(max(share - (5 - i) / 5, 0.0), 0.2) / share
         assert found[f"advantage_mass_q{i}"].item() == pytest.approx(wanted, abs=0.01), f"fifth {i}"
@@ -86,7 +86,7 @@ def test_numbers_that_do_not_exist_are_left_out() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_metric_is_documented_by_name(name: str) -> None:
     documented = {metric.name for metric in METRICS}
-    groups, _, _ = to_batch(mixed_groups(4), garbage=False)
+    groups, _, _ = to_batch(mixed_groups(4))
     correction = {"level": "token"}
     options = {"zero_batch": True} if name == "mixed_policy_dapo" else {}
     algorithm = get_algorithm(name, correction=correction, **{**vars(build(name).options), **options})
@@ -106,8 +106,8 @@ def test_sequence_methods_count_clipped_completions(name: str) -> None:
     rollout = simple_batch()
     algorithm = build(name, clip_low=0.2, clip_high=0.2)
     shaped = algorithm.shape(rollout)
-    new = rollout.old_logprobs + torch.where(shaped.seq_advantages[:, None] > 0, 1.0, 0.0)
-    new[0] = rollout.old_logprobs[0]
+    new = rollout.old_logprobs + torch.where(shaped.advantages > 0, 1.0, 0.0)
+    new[:4] = rollout.old_logprobs[:4]
     loss = algorithm.loss(new, shaped)
     assert loss.details["clipped"].tolist() == [False, False, True, False]
     assert loss.metrics["clip_fraction"].item() == 1 / 4
@@ -115,7 +115,7 @@ def test_sequence_methods_count_clipped_completions(name: str) -> None:
 
 def test_the_kl_in_the_loss_is_documented() -> None:
     algorithm = get_algorithm("grpo", kl={"coef": 0.1})
-    rollout = simple_batch(ref_logprobs=torch.zeros(4, 4))
+    rollout = simple_batch(ref_logprobs=torch.zeros(16))
     loss = algorithm.loss(rollout.old_logprobs, algorithm.shape(rollout))
     assert {"ref_kl", "policy_kl", "clip_fraction_high", "clip_fraction_low"} <= set(loss.metrics)
     assert {f"algorithm/{name}" for name in ("ref_kl", "policy_kl")} <= {metric.name for metric in METRICS}

@@ -16,7 +16,6 @@ from tests.algorithms.test_batch import simple_batch
 MODULE = '''
 from dataclasses import dataclass
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.base import broadcast
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
 )
@@ -34,7 +33,7 @@ class RewardSign(TokenAlgorithm):
 
     def advantages(self, inputs: Inputs):
         sign_B = inputs.part.success_B.double() - inputs.part.failure_B.double()
-        return {"advantages": broadcast(self.options.strength * sign_B, inputs.batch.mask, inputs.batch.float_dtype)}
+        return {"advantages": inputs.segments.spread((self.options.strength * sign_B).float())}
 '''
 
 
@@ -48,7 +47,7 @@ def test_a_users_module_adds_an_algorithm(tmp_path: Path, monkeypatch: pytest.Mo
     algorithm = get_algorithm("reward_sign", strength=0.5, correction={"level": "off"})
     batch = simple_batch()
     shaped = algorithm.shape(batch)
-    assert shaped.advantages[:, 0].tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert shaped.advantages[::4].tolist() == [0.5, -0.5, 0.5, -0.5]
     new = batch.old_logprobs.clone().requires_grad_()
     algorithm.loss(new, shaped).value.backward()
     assert torch.allclose(new.grad, -shaped.advantages / 16)

@@ -9,32 +9,38 @@ import pytest
 import ray
 import torch
 
-from openrlhf_ext.algorithms import RolloutBatch
+from openrlhf_ext.algorithms import RolloutBatch, segments
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.controller import gauges
-from openrlhf_ext.controller.experience import batch_metrics, staleness_metrics
+from openrlhf_ext.controller.experience import staleness_metrics
 from openrlhf_ext.controller.gauges import (
     DEFAULT_BAND,
     StepGauges,
     correction_band,
+    guide_agreement,
     guide_gauges,
     mismatch_gauges,
+    policy_mismatch,
     rank_gauges,
     throughput_gauges,
 )
 from openrlhf_ext.controller.rank_clock import RankReport
-from openrlhf_ext.megatron.batch import sequence_batch
 from openrlhf_ext.megatron.flops import ForwardFlops
 from openrlhf_ext.megatron.hf_config import ModelShape
 from openrlhf_ext.reporting import is_documented
 from tests.driver.simulated import response
+from tests.sequences import masked_batch
 
 # ---- trainer against engines
 
 
+def completions(*lengths: int) -> Segments:
+    return Segments(torch.tensor(lengths, dtype=torch.long))
+
+
 def test_two_tokens_by_hand():
-    policy, rollout = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
-    mask = torch.tensor([[True, True, False]])
-    got = mismatch_gauges(policy, rollout, mask, band=(0.5, 5.0))
+    policy, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    got = mismatch_gauges(policy, rollout, completions(2), band=(0.5, 5.0))
     w = [math.exp(0.5), math.exp(-1.0)]
     expected = {
         "kl/rollout": ((w[0] - 1 - 0.5) + (w[1] - 1 + 1.0)) / 2,
@@ -51,8 +57,8 @@ def test_two_tokens_by_hand():
 
 
 def test_agreement_gives_the_neutral_values():
-    logprobs, mask = -torch.rand(4, 6), torch.rand(4, 6) > 0.3
-    got = mismatch_gauges(logprobs, logprobs, mask)
+    logprobs = -torch.rand(17)
+    got = mismatch_gauges(logprobs, logprobs, completions(6, 1, 0, 10))
     ones = {"mismatch/exp_mean_abs", "mismatch/ess_tokens", "mismatch/ess_completions"}
     assert got == pytest.approx({name: float(name in ones) for name in got})
 
@@ -63,7 +69,7 @@ def test_both_kl_estimators_have_the_right_mean_over_the_engines_samples():
     policy_V, rollout_V = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
     means = {"kl/rollout": 0.0, "kl/rollout_reverse": 0.0}
     for policy, rollout in zip(policy_V, rollout_V, strict=True):
-        one = mismatch_gauges(policy.view(1, 1), rollout.view(1, 1), torch.ones(1, 1, dtype=torch.bool))
+        one = mismatch_gauges(policy.view(1), rollout.view(1), completions(1))
         means = {name: mean + float(rollout.exp()) * one[name] for name, mean in means.items()}
         assert min(one[name] for name in means) >= 0
     assert means["kl/rollout"] == pytest.approx(float((rollout_V.exp() * (rollout_V - policy_V)).sum()))
@@ -71,11 +77,20 @@ def test_both_kl_estimators_have_the_right_mean_over_the_engines_samples():
 
 
 def test_effective_sample_size_of_long_completions_does_not_overflow():
-    policy = torch.zeros(2, 5000)
-    policy[0] = 2.0  # exp(10000) is no number; the other completion has no weight beside it
-    got = mismatch_gauges(policy, torch.zeros(2, 5000), torch.ones(2, 5000, dtype=torch.bool))
+    policy = torch.zeros(10_000)
+    policy[:5000] = 2.0  # exp(10000) is no number; the other completion has no weight beside it
+    got = mismatch_gauges(policy, torch.zeros(10_000), completions(5000, 5000))
     assert got["mismatch/ess_completions"] == pytest.approx(0.5)
-    assert mismatch_gauges(policy, policy, torch.zeros(2, 5000, dtype=torch.bool)) == {}
+    assert mismatch_gauges(policy[:0], policy[:0], completions(0, 0)) == {}
+
+
+def test_the_gauges_do_not_depend_on_the_block_size(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    policy, rollout = -torch.rand(2, 40, generator=generator)
+    lengths = completions(7, 1, 20, 12)
+    whole = mismatch_gauges(policy, rollout, lengths)
+    monkeypatch.setattr(segments, "BLOCK_TOKENS", 8)
+    assert mismatch_gauges(policy, rollout, lengths) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -96,25 +111,26 @@ def test_the_band_is_that_of_a_correction_by_token_ratio(correction, band):
 
 def test_completions_of_guide_and_policy_are_told_apart():
     made = [response("p", 0, 0, score) for score in (1.0, 0.5, 0.0)]
-    samples = [made[0], made[1], dataclasses.replace(made[2], from_guide=True)]
-    logprobs_BT = torch.tensor([[-0.5, -1.0]] * 3)
-    rollout = RolloutBatch(
-        tokens=torch.ones(3, 2, dtype=torch.long), mask=torch.ones(3, 2, dtype=torch.bool), rewards=torch.zeros(3),
-        group_ids=torch.zeros(3, dtype=torch.long), old_logprobs=logprobs_BT - 1.0, rollout_logprobs=logprobs_BT,
-        entropies=logprobs_BT, truncated=torch.zeros(3, dtype=torch.bool),
-        guide_logprobs=logprobs_BT + torch.tensor([[-5.0, 0.0], [0.0, 0.0], [0.0, -0.25]]),
-        from_guide=torch.tensor([False, False, True]),
-    )  # fmt: skip
-    got = guide_gauges(samples, rollout)
+    got = guide_gauges([made[0], dataclasses.replace(made[2], from_guide=True), made[1]])
     assert got == pytest.approx({
         "guide/fraction": 1 / 3, "guide/reward_mean": 0.0, "guide/accuracy_mean": 0.0, "guide/length_mean": 2.0,
         "policy/reward_mean": 0.75, "policy/accuracy_mean": 0.75, "policy/length_mean": 2.0,
-        "guide/rollout_max_abs": 0.25,
     })  # fmt: skip
     assert all(map(is_documented, got))
-    assert batch_metrics(samples, rollout)["kl/rollout_max_abs"] == 1.0
-    rollout.rollout_logprobs[2] = 7.0
-    assert batch_metrics(samples, rollout)["kl/rollout_max_abs"] == 1.0, "a guide is meant to differ from the policy"
+
+
+def test_the_guide_is_compared_with_its_engines_and_the_policy_with_its_own():
+    engines_N = torch.tensor([-0.5, -1.0, -7.0, -2.0, -3.0])
+    batch = RolloutBatch(
+        tokens=torch.ones(5, dtype=torch.long), lengths=torch.tensor([2, 1, 2]), rewards=torch.zeros(3),
+        group_ids=torch.zeros(3, dtype=torch.long), rollout_logprobs=engines_N,
+        old_logprobs=torch.tensor([-0.5, -2.0, -1.0, -2.0, -3.0]),
+        guide_logprobs=torch.tensor([-9.0, -9.0, -7.25, -9.0, -9.0]), from_guide=torch.tensor([False, True, False]),
+    )  # fmt: skip
+    assert guide_agreement(batch) == {"guide/rollout_max_abs": 0.25} and is_documented("guide/rollout_max_abs")
+    assert policy_mismatch(batch)["kl/rollout_max_abs"] == 1.0 and policy_mismatch(batch)["mismatch/mean_abs"] == 0.25
+    without = dataclasses.replace(batch, from_guide=None, guide_logprobs=None)
+    assert guide_agreement(without) == {} and policy_mismatch(without)["kl/rollout_max_abs"] == 6.0
 
 
 def test_ages_are_those_of_the_policys_tokens():
@@ -165,7 +181,7 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     reports = [report(0, 1.0, device="NVIDIA H100 80GB HBM3"), report(1, 9.0, device="NVIDIA H100 80GB HBM3")]
     group = SimpleNamespace(async_run_method=lambda name: reports)
     monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
-    batch = sequence_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
+    batch = masked_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
     step = StepGauges(group, shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
     with caplog.at_level(logging.WARNING, logger=gauges.__name__):
         for _ in range(2):

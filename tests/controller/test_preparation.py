@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.controller.shards import mini_batch_shards
+from openrlhf_ext.controller.shards import deal, group_chunks, training_shards
 from openrlhf_ext.megatron.layout import ParallelLayout
 from tests.controller.test_shards import GROUP, make_batch
 from tests.launch import launch
@@ -30,38 +30,43 @@ def rollout():
 
 @pytest.fixture(scope="module")
 def ranks(rollout) -> list[dict]:
-    batch, rollout_batch, new_BT = rollout
-    parts = {}
+    batch, rollout_batch, new_N = rollout
+    chunks = list(group_chunks(len(batch), GROUP, 3 * GROUP))
+    deals, parts = deal(batch.lengths_B, chunks, LAYOUT.data_parallel_size), {}
     for name, options in OPTIONS.items():
         shaped = get_algorithm(name, **options).shape(rollout_batch)
-        replicas = mini_batch_shards(batch, shaped, GROUP, 3 * GROUP, LAYOUT.data_parallel_size, seed=7)
-        parts[name] = [[(m.rows, m.batch, m.shaped, m.preparation) for m in minis] for minis in replicas]
+        shards = training_shards(shaped, chunks, deals, seed=7)
+        parts[name] = [
+            [(rows, batch.select(rows), share) for rows, share in zip(own.steps, shard.mini_batches, strict=True)]
+            for own, shard in zip(deals, shards, strict=True)
+        ]
     return launch(
         "tests.controller.preparation_worker", "shares", LAYOUT.world_size,
-        layout=LAYOUT, by_replica=parts, new_BT=new_BT, updates=UPDATES,
+        layout=LAYOUT, by_replica=parts, new_N=new_N, segments=batch.responses, updates=UPDATES,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_all_ranks_choose_as_one_process_would(ranks, rollout, name) -> None:
-    batch, rollout_batch, new_BT = rollout
+    batch, rollout_batch, new_N = rollout
     algorithm = get_algorithm(name, **OPTIONS[name])
     shaped = algorithm.shape(rollout_batch)
     chosen = []
     for update in range(UPDATES):
         parts = [rank[name][update] for rank in ranks]
         rows = sorted({row for part_rows, _ in parts for row in part_rows})
-        current_BT = rollout_batch.old_logprobs if update == 0 else new_BT
-        whole = algorithm.prepare(
-            current_BT[rows], shaped.mini_batch(rows), seed=7 if update == 0 else (7 << 20) + update
-        )
+        current_N = batch.responses.take(rollout_batch.old_logprobs if update == 0 else new_N, rows)
+        whole = algorithm.prepare(current_N, shaped.mini_batch(rows), seed=7 if update == 0 else (7 << 20) + update)
         chosen.append(whole.selection)
         for part_rows, share in parts:
-            assert torch.equal(share.selection, whole.selection[[rows.index(row) for row in part_rows]])
+            own = whole.segments.take(whole.selection, [rows.index(row) for row in part_rows])
+            assert torch.equal(share.selection, own)
         losses = [
-            algorithm.loss(new_BT[part_rows], share).value for part_rows, share in parts[:: LAYOUT.tensor_parallel_size]
+            algorithm.loss(batch.responses.take(new_N, part_rows), share).value
+            for part_rows, share in parts[:: LAYOUT.tensor_parallel_size]
         ]
-        assert torch.allclose(sum(losses), algorithm.loss(new_BT[rows], whole).value, atol=1e-12)
+        wanted = algorithm.loss(batch.responses.take(new_N, rows), whole).value
+        assert torch.allclose(sum(losses), wanted, atol=1e-12)
     # the second pass over the first mini-batch: by then the policy has moved
     assert not torch.equal(chosen[0], chosen[2])
     assert all(selection.any() for selection in chosen)

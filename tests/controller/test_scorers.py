@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.controller import scorers
 from openrlhf_ext.controller.scorers import Scorer
 from tests.controller.ranks import LocalGroup, get
 from tests.megatron.test_policy import make_batch
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (2, 3), (9, 1)])
-def test_scores_are_those_of_their_rows(monkeypatch, replicas, ranks):
-    monkeypatch.setattr(scorers.ray, "get", get)
+def test_scores_are_those_of_their_rows(replicas, ranks):
     batch, _ = make_batch(61)  # seven rows: with nine replicas two have none
 
     def token_ids(batch):
-        return batch.response_values(batch.targets_BT.float())
+        return batch.targets_N.float().numpy()
 
     group = LocalGroup(replicas, ranks, forward=token_ids)
-    scores_BT = Scorer(group, "forward", replicas).start(batch).result()
-    assert torch.equal(scores_BT, batch.targets_BT.float())
-    assert scores_BT.dtype == torch.float32 and batch.targets_BT.any()
+    scores_N = Scorer(group, "forward", replicas).start(batch).result(get)
+    assert torch.equal(scores_N, batch.targets_N.float())
+    assert scores_N.dtype == torch.float32 and batch.targets_N.any()

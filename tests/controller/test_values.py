@@ -20,10 +20,10 @@ def rollout():
     batch, _ = make_batch(61)
     batch = batch.select([*range(7), 0])
     generator = torch.Generator().manual_seed(2)
-    old_BT, values_BT = (torch.randn(batch.mask_BT.shape, generator=generator) for _ in range(2))
+    old_N, values_N = (torch.randn(batch.responses.tokens, generator=generator) for _ in range(2))
     return batch, RolloutBatch(
-        tokens=batch.targets_BT, mask=batch.mask_BT, rewards=torch.randn(8, generator=generator),
-        group_ids=torch.arange(8) // 2, old_logprobs=-old_BT.abs(), values=values_BT, entropies=torch.ones_like(old_BT),
+        tokens=batch.targets_N, lengths=batch.counts_B, rewards=torch.randn(8, generator=generator),
+        group_ids=torch.arange(8) // 2, old_logprobs=-old_N.abs(), values=values_N, entropies=torch.ones_like(old_N),
         group_size=2,
     )  # fmt: skip
 
@@ -38,21 +38,13 @@ def test_shares_of_the_replicas_add_up_to_the_loss_of_each_mini_batch(rollout, r
         shares = []
         for shard in shards:
             mini = shard[step]
-            new_BT = mini.batch.targets_BT / 61.0  # a critic that reads the tokens: rows must match their targets
-            shares.append(
-                value_loss(
-                    new_BT,
-                    mini.targets.old_values_BT,
-                    mini.targets.returns_BT,
-                    mini.batch.mask_BT,
-                    clip=0.2,
-                    tokens=mini.targets.tokens,
-                )  # fmt: skip
-            )
-        mask_BT = batch.mask_BT[rows]
+            new_N = mini.batch.targets_N / 61.0  # a critic that reads the tokens: rows must match their targets
+            targets = mini.targets
+            shares.append(value_loss(new_N, targets.old_values_N, targets.returns_N, clip=0.2, tokens=targets.tokens))
+        tokens = batch.responses.span(slice(rows[0], rows[-1] + 1))
         wanted = value_loss(
-            batch.targets_BT[rows] / 61.0, whole.values[rows], shaped.returns[rows].float(), mask_BT, clip=0.2,
-            tokens=mask_BT.sum(),
+            batch.targets_N[tokens] / 61.0, whole.values[tokens], shaped.returns[tokens].float(), clip=0.2,
+            tokens=torch.tensor(tokens.stop - tokens.start),
         )  # fmt: skip
         assert sum(shares).item() == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -74,10 +66,10 @@ def test_metrics_of_values(rollout):
     algorithm = get_algorithm("gae")
     shaped = algorithm.shape(whole)
     metrics = value_metrics(shaped)
-    assert metrics["value/mean"] == pytest.approx(whole.values[whole.mask].mean().item(), rel=1e-5)
-    assert metrics["value/return_mean"] == pytest.approx(shaped.returns[whole.mask].mean().item(), rel=1e-5)
+    assert metrics["value/mean"] == pytest.approx(whole.values.mean().item(), rel=1e-5)
+    assert metrics["value/return_mean"] == pytest.approx(shaped.returns.mean().item(), rel=1e-5)
     # a critic that is right everywhere explains all; one that knows only the mean explains nothing
-    right = algorithm.shape(dataclasses.replace(whole, values=whole.rewards[:, None].expand_as(whole.values)))
+    right = algorithm.shape(dataclasses.replace(whole, values=whole.segments.spread(whole.rewards)))
     assert value_metrics(right)["value/explained_variance"] == pytest.approx(1.0)
     mean = algorithm.shape(dataclasses.replace(whole, values=torch.full_like(whole.values, 0.3)))
     assert value_metrics(mean)["value/explained_variance"] == pytest.approx(0.0, abs=1e-6)

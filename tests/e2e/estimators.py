@@ -31,7 +31,6 @@ OWN_METHOD = """
 from __future__ import annotations
 from dataclasses import dataclass
 from openrlhf_ext.algorithms import TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.base import broadcast
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions
 from openrlhf_ext.algorithms.option_blocks import degenerate
 
@@ -44,7 +43,7 @@ class SignOptions(PartitionOptions, TruncationOptions, ClipOptions, ScopeOptions
 class RewardSign(TokenAlgorithm):
     def advantages(self, inputs):
         sign_B = inputs.part.success_B.double() - inputs.part.failure_B.double()
-        return {"advantages": broadcast(self.options.strength * sign_B, inputs.batch.mask, inputs.batch.float_dtype)}
+        return {"advantages": inputs.segments.spread((self.options.strength * sign_B).float())}
 
     def surrogate(self, log_ratio_BT, shaped):
         objective_BT, clipped_BT = super().surrogate(log_ratio_BT, shaped)

@@ -41,15 +41,16 @@ def build(case: dict) -> MegatronPolicy | MegatronCritic:
     return MegatronCritic(CriticSettings(settings)) if case.get("critic") else MegatronPolicy(settings)
 
 
-def train(model: MegatronPolicy | MegatronCritic, batch: SequenceBatch, weights_BT: torch.Tensor, steps: int) -> list:
+def train(model: MegatronPolicy | MegatronCritic, batch: SequenceBatch, weights_N: torch.Tensor, steps: int) -> list:
     """Train steps towards something: a policy with weighted log-probs, a critic with the weights as returns."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = balance_rows(batch.lengths_B, replicas)[replica]
     mine = batch.select(rows)
     if isinstance(model, MegatronCritic):
-        targets = ValueTargets(torch.zeros_like(weights_BT), weights_BT, batch.mask_BT.sum()).select(rows)
+        tokens = torch.tensor(len(weights_N))
+        targets = ValueTargets(torch.zeros_like(weights_N), weights_N, batch.responses, tokens).select(rows)
         return [model.train_step(mine, targets) for _ in range(steps)]
-    shaped = WeightedLogprob(weights_BT[rows])
+    shaped = WeightedLogprob(weights_N, batch.responses).select(rows)
     return [model.train_step(mine, shaped, shaped) for _ in range(steps)]
 
 
@@ -57,21 +58,21 @@ def exported(policy: MegatronPolicy | MegatronCritic) -> dict[str, torch.Tensor]
     return {name: tensor.clone() for name, tensor in policy.export()}
 
 
-def save_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_BT: torch.Tensor) -> dict:
+def save_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_N: torch.Tensor) -> dict:
     """Two steps, a checkpoint, and two more steps: what a run does that is never interrupted."""
     policy = build(case)
-    train(policy, batch, weights_BT, 2)
+    train(policy, batch, weights_N, 2)
     snapshot = take_snapshot(policy, {"version": 2}, copy=True)
-    steps = train(policy, batch, weights_BT, 1)  # the copy is of before this step
+    steps = train(policy, batch, weights_N, 1)  # the copy is of before this step
     entries = snapshot.write(folder, "policy")
     dist.barrier()
-    steps += train(policy, batch, weights_BT, 1)
+    steps += train(policy, batch, weights_N, 1)
     result = {"steps": steps, "weights": exported(policy), "entries": entries}
     parallel_state.destroy_model_parallel()
     return result
 
 
-def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_BT: torch.Tensor) -> dict:
+def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_N: torch.Tensor) -> dict:
     """The checkpoint into a fresh policy, and two steps."""
     policy = build(case)
     try:
@@ -80,7 +81,7 @@ def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_BT: t
     except CheckpointError as error:
         parallel_state.destroy_model_parallel()
         return {"error": str(error)}
-    result = {"extra": extra, "steps": train(policy, batch, weights_BT, 2), "weights": exported(policy)}
+    result = {"extra": extra, "steps": train(policy, batch, weights_N, 2), "weights": exported(policy)}
     parallel_state.destroy_model_parallel()
     return result
 
@@ -102,7 +103,7 @@ def reading_slowly() -> Iterator[None]:
         checkpoint._restore_random_states = read
 
 
-def run(batch: SequenceBatch, weights_BT: torch.Tensor, jobs: list[tuple[str, dict, Path]]) -> list[dict]:
+def run(batch: SequenceBatch, weights_N: torch.Tensor, jobs: list[tuple[str, dict, Path]]) -> list[dict]:
     """``save`` and ``load`` jobs one after the other in one set of processes."""
     functions = {"save": save_and_go_on, "load": load_and_go_on}
-    return [functions[kind](case, folder, batch, weights_BT) for kind, case, folder in jobs]
+    return [functions[kind](case, folder, batch, weights_N) for kind, case, folder in jobs]

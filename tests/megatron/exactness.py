@@ -1,6 +1,6 @@
 """Every algorithm on one small mini-batch: the truth from plain transformers in fp64, and what the ranks compute.
 
-The truth is made in one process on padded sequences, all at once. The ranks compute the same mini-batch in a layout,
+The truth is made in one process, one sequence at a time. The ranks compute the same mini-batch in a layout,
 dealt, cut into micro-batches and packed.
 """
 
@@ -16,11 +16,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
-from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
 from tests.algorithms.test_invariants import NAMES, build
 from tests.megatron.parity import deal, settings
 from tests.patience import PATIENCE_S
+from tests.sequences import masked_batch, plain_rows
 
 GROUP, TEMPERATURE = 4, 0.8
 # (prompt, response) tokens of each completion: one-token responses among them
@@ -52,29 +53,29 @@ def make_batch(vocab: int) -> SequenceBatch:
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(2, vocab, (p + r,), generator=generator) for p, r in LENGTHS]
     masks = [torch.tensor([0] * (p - 1) + [1] * r) for p, r in LENGTHS]
-    return sequence_batch(sequences, masks)
+    return masked_batch(sequences, masks)
 
 
-def rollout(batch: SequenceBatch, new_BT: Tensor, entropies_BT: Tensor) -> RolloutBatch:
+def rollout(batch: SequenceBatch, new_N: Tensor, entropies_N: Tensor) -> RolloutBatch:
     """A rollout batch whose old log-probs are far enough from the new ones for every kind of clipping."""
     generator = torch.Generator().manual_seed(7)
 
     def near(scale: float) -> Tensor:
-        noise_BT = scale * torch.randn(new_BT.shape, generator=generator)
-        return (new_BT.detach() + noise_BT).clamp(max=-1e-3).float() * batch.mask_BT
+        noise_N = scale * torch.randn(new_N.shape, generator=generator)
+        return (new_N.detach() + noise_N).clamp(max=-1e-3).float()
 
     rows = len(batch)
     return RolloutBatch(
-        tokens=batch.targets_BT,
-        mask=batch.mask_BT,
+        tokens=batch.targets_N,
+        lengths=batch.counts_B,
         rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]),
         group_ids=torch.arange(rows) // GROUP,
         old_logprobs=near(0.4),
-        entropies=entropies_BT.detach().float(),
+        entropies=entropies_N.detach().float(),
         ref_logprobs=near(0.3),
         guide_logprobs=near(0.3),
         rollout_logprobs=near(0.5),
-        values=torch.randn(new_BT.shape, generator=generator),
+        values=torch.randn(new_N.shape, generator=generator),
         truncated=torch.arange(rows) == 5,
         from_guide=torch.arange(rows) % GROUP == 3,
         group_size=GROUP,
@@ -82,19 +83,19 @@ def rollout(batch: SequenceBatch, new_BT: Tensor, entropies_BT: Tensor) -> Rollo
 
 
 def truths(model: torch.nn.Module, batch: SequenceBatch) -> dict[str, Truth]:
-    """Every algorithm's loss, metrics and gradients by plain transformers, in fp64, on the padded batch."""
+    """Every algorithm's loss, metrics and gradients by plain transformers, in fp64."""
     model = copy.deepcopy(model).double()
-    log_p_BSV = (model(batch.tokens_BS).logits / TEMPERATURE).log_softmax(-1)
-    log_p_BTV = log_p_BSV.gather(1, batch.predict_BT[..., None].expand(-1, -1, log_p_BSV.shape[-1]))
-    new_BT = log_p_BTV.gather(2, batch.targets_BT[..., None])[..., 0] * batch.mask_BT
-    entropies_BT = -(log_p_BTV.exp() * log_p_BTV).sum(-1) * batch.mask_BT
-    samples = rollout(batch, new_BT, entropies_BT)
-    return {name: truth(algorithm, samples, new_BT, model) for name, algorithm in algorithms().items()}
+    rows = [(model(tokens[None]).logits[0] / TEMPERATURE)[positions] for tokens, positions in plain_rows(batch)]
+    log_p_NV = torch.cat(rows).log_softmax(-1)
+    new_N = log_p_NV.gather(1, batch.targets_N.long()[:, None])[:, 0]
+    entropies_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
+    samples = rollout(batch, new_N, entropies_N)
+    return {name: truth(algorithm, samples, new_N, model) for name, algorithm in algorithms().items()}
 
 
-def truth(algorithm: Any, samples: RolloutBatch, new_BT: Tensor, model: torch.nn.Module) -> Truth:
-    shaped = algorithm.prepare(new_BT.detach(), algorithm.shape(samples))
-    loss = algorithm.loss(new_BT, shaped)
+def truth(algorithm: Any, samples: RolloutBatch, new_N: Tensor, model: torch.nn.Module) -> Truth:
+    shaped = algorithm.prepare(new_N.detach(), algorithm.shape(samples))
+    loss = algorithm.loss(new_N, shaped)
     model.zero_grad()
     loss.value.backward(retain_graph=True)
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}

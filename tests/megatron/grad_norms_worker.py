@@ -7,23 +7,23 @@ import math
 import torch
 from megatron.core import parallel_state
 
-from openrlhf_ext.megatron.batch import sequence_batch
 from openrlhf_ext.megatron.grad_norms import gradient_norms
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S
+from tests.sequences import masked_batch
 
 
 def rows(replica: int, replicas: int):
     """This replica's part of four sequences, and a weight for every response token."""
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(2, 60, (length,), generator=generator) for length in (9, 5, 12, 7)]
-    batch = sequence_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
-    weights_BT = torch.randn(batch.mask_BT.shape, generator=generator) * batch.mask_BT
+    batch = masked_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
+    weights_N = torch.randn(batch.responses.tokens, generator=generator)
     mine = list(range(replica, 4, replicas))
-    return batch.select(mine), WeightedLogprob(weights_BT[mine])
+    return batch.select(mine), WeightedLogprob(weights_N, batch.responses).select(mine)
 
 
 def run_cases(cases: list[dict], ranks: int) -> list[dict]:

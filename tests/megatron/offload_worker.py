@@ -13,30 +13,30 @@ from tests.megatron.parity import WeightedLogprob, settings
 from tests.patience import PATIENCE_S
 
 
-def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor) -> list[dict]:
+def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) -> list[dict]:
     """For each case what was seen without and with swaps."""
     results = []
     for case in cases:
         policy_settings = settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
-        plain = train(MegatronPolicy(policy_settings), batch, weights_BT, swaps=False)
-        swapped = train(MegatronPolicy(policy_settings), batch, weights_BT, swaps=True)
+        plain = train(MegatronPolicy(policy_settings), batch, weights_N, swaps=False)
+        swapped = train(MegatronPolicy(policy_settings), batch, weights_N, swaps=True)
         results.append({"plain": plain, "swapped": swapped})
         parallel_state.destroy_model_parallel()
     return results
 
 
-def train(policy: MegatronPolicy, batch: SequenceBatch, weights_BT: torch.Tensor, swaps: bool) -> dict:
+def train(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, swaps: bool) -> dict:
     """Three steps; with ``swaps`` the states leave and come back in the order of a colocated run."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = balance_rows(batch.lengths_B, replicas)[replica]
-    mine, shaped = batch.select(rows), WeightedLogprob(weights_BT[rows])
+    mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
     states = ModelStates(policy.models, policy.optimizer, policy.device)
     result: dict = {"logprobs": [], "steps": [], "swaps": []}
     for _ in range(3):
         if swaps:
             result["swaps"].append(swap_out_and_in(policy, states))
-        result["logprobs"].append(policy.logprobs(mine).logprobs_BT)  # needs the parameters only
+        result["logprobs"].append(policy.logprobs(mine).logprobs_N)  # needs the parameters only
         states.reload()
         result["steps"].append(policy.train_step(mine, shaped, shaped))
         if swaps:

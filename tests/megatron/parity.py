@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import Recompute
@@ -20,24 +21,25 @@ from tests.patience import PATIENCE_S
 class WeightedLogprob:
     """A stand-in for an algorithm: loss = -sum(weights * logprobs), whose gradients are easy to get elsewhere."""
 
-    weights_BT: torch.Tensor
+    weights_N: torch.Tensor
+    segments: Segments
 
     def select(self, rows) -> WeightedLogprob:
-        return WeightedLogprob(self.weights_BT[rows])
+        return WeightedLogprob(self.segments.take(self.weights_N, rows), self.segments.select(rows))
 
     def to(self, device) -> WeightedLogprob:
-        return WeightedLogprob(self.weights_BT.to(device))
+        return WeightedLogprob(self.weights_N.to(device), self.segments)
 
     def token_loss(self, shaped):
-        return lambda logprob_N, index_N: -logprob_N * shaped.weights_BT.flatten()[index_N]
+        return lambda logprob_N, index_N: -logprob_N * shaped.weights_N[index_N]
 
-    def loss(self, logprobs_BT, shaped):
+    def loss(self, logprobs_N, shaped):
         @dataclass
         class Loss:
             value: torch.Tensor
             metrics: dict
 
-        return Loss(-(logprobs_BT * shaped.weights_BT).sum(), {"tokens": (shaped.weights_BT != 0).sum()})
+        return Loss(-(logprobs_N * shaped.weights_N).sum(), {"tokens": (shaped.weights_N != 0).sum()})
 
 
 def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
@@ -62,14 +64,14 @@ def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
     )  # fmt: skip
 
 
-def run_cases(cases: list[dict], batch: SequenceBatch, weights_BT: torch.Tensor) -> list[dict]:
+def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) -> list[dict]:
     """For each case: log-probs, entropies, all gradients and the weights after some steps, as this rank sees them."""
     results = []
     for case in cases:
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
         policy_settings = settings(case, world_size)
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
-        results.append(run_case(MegatronPolicy(policy_settings), batch, weights_BT, case))
+        results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
         parallel_state.destroy_model_parallel()
     return results
 
@@ -82,11 +84,11 @@ def deal(case: dict, batch: SequenceBatch, attention_length: float) -> list[int]
     return balance_rows(batch.lengths_B, replicas, attention_length)[replica]
 
 
-def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_BT: torch.Tensor, case: dict) -> dict:
+def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, case: dict) -> dict:
     rows = deal(case, batch, policy.shape.attention_length)
-    mine, shaped = batch.select(rows), WeightedLogprob(weights_BT[rows])
+    mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
     out = policy.logprobs(mine)
-    result = {"rows": rows, "logprobs": out.logprobs_BT, "entropies": out.entropies_BT}
+    result = {"rows": rows, "logprobs": out.logprobs_N, "entropies": out.entropies_N}
     if not case.get("distributed_optimizer", False):
         result["metrics"] = policy.accumulate_gradients(mine, shaped, shaped)
         result["grads"] = {n: t.clone() for n, t in policy.export(lambda p: p.main_grad)}

@@ -19,7 +19,7 @@ from tests.megatron.test_policy import TEMPERATURE
 from tests.patience import PATIENCE_S
 
 
-def run_cases(cases: list[dict], batch, weights_BT) -> list[dict]:
+def run_cases(cases: list[dict], batch, weights_N) -> list[dict]:
     results = []
     for case in cases:
         layout = ParallelLayout(case["world_size"], case.get("tp", 1), case.get("pp", 1))
@@ -27,37 +27,37 @@ def run_cases(cases: list[dict], batch, weights_BT) -> list[dict]:
         settings = PolicySettings(case["model"], layout, param_dtype=case["dtype"], optimizer=optimizer)
         initialize_distributed(layout, PATIENCE_S, 1234)
         plain = MegatronPolicy(settings)
-        result = {"plain": train(plain, batch, weights_BT, 4)}
+        result = {"plain": train(plain, batch, weights_N, 4)}
         policy = MegatronPolicy(settings)
-        result |= train_with_reference(policy, batch, weights_BT)
+        result |= train_with_reference(policy, batch, weights_N)
         result |= score_with_guide(policy, batch, case["guide"])
         results.append(result)
         parallel_state.destroy_model_parallel()
     return results
 
 
-def train(policy: MegatronPolicy, batch, weights_BT, steps: int) -> list[dict]:
+def train(policy: MegatronPolicy, batch, weights_N, steps: int) -> list[dict]:
     rows = balance_rows(batch.lengths_B, parallel_state.get_data_parallel_world_size())
     mine = rows[parallel_state.get_data_parallel_rank()]
-    shaped = WeightedLogprob(weights_BT[mine])
+    shaped = WeightedLogprob(weights_N, batch.responses).select(mine)
     return [policy.train_step(batch.select(mine), shaped, shaped) for _ in range(steps)]
 
 
-def train_with_reference(policy: MegatronPolicy, batch, weights_BT) -> dict:
+def train_with_reference(policy: MegatronPolicy, batch, weights_N) -> dict:
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
-    start = policy.logprobs(batch).logprobs_BT
+    start = policy.logprobs(batch).logprobs_N
     reference = HostReference(policy.chunks)
-    steps = train(policy, batch, weights_BT, 2)
+    steps = train(policy, batch, weights_N, 2)
     before = [p.detach().clone() for p in parameters]
     with reference.swapped_in():
-        inside = policy.logprobs(batch).logprobs_BT
+        inside = policy.logprobs(batch).logprobs_N
     with contextlib.suppress(InterruptedError), reference.swapped_in():
         raise InterruptedError
     exact = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
-    trained = policy.logprobs(batch).logprobs_BT
-    steps += train(policy, batch, weights_BT, 2)
+    trained = policy.logprobs(batch).logprobs_N
+    steps += train(policy, batch, weights_N, 2)
     with reference.swapped_in():
-        later = policy.logprobs(batch).logprobs_BT
+        later = policy.logprobs(batch).logprobs_N
     return {
         "start": start, "inside": inside, "later": later, "trained": trained, "exact": exact, "steps": steps,
         "bytes": (reference.nbytes, sum(p.nbytes for p in parameters)), "rank": dist.get_rank(),
@@ -70,6 +70,6 @@ def score_with_guide(policy: MegatronPolicy, batch, path: str) -> dict:
     guide = policy.host_copy(path)
     untouched = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     with guide.swapped_in():
-        scores = policy.logprobs(batch, TEMPERATURE).logprobs_BT
+        scores = policy.logprobs(batch, TEMPERATURE).logprobs_N
     exact = all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     return {"guide": scores, "guide_exact": untouched and exact, "guide_bytes": guide.nbytes}

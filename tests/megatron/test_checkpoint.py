@@ -59,7 +59,7 @@ def two_ranks(models, batch, tmp_path_factory):
         ("load", untied | {"cp": 2}, root / "tp2"),
         ("load", untied | {"pp": 2, "vp": 2}, root / "tp2"),
     ]
-    return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_BT=batch[1], jobs=jobs)
+    return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
 
 def assert_same_continuation(expected: dict, got: dict, case: dict, rel: float = 1e-5, atol: float = 1e-5) -> None:
@@ -101,13 +101,13 @@ def test_another_number_of_ranks(two_ranks, models, batch):
         ("load", untied | {"pp": 2}, root / "tp2dp2"),
         ("load", untied, root / "tp2dp2"),
     ]
-    four = launch(WORKER, "run", 4, batch=batch[0], weights_BT=batch[1], jobs=jobs)[0]
+    four = launch(WORKER, "run", 4, batch=batch[0], weights_N=batch[1], jobs=jobs)[0]
     for i in (0, 1):
         assert_same_continuation(results[0][0], four[i], jobs[i][1])
     for i in (3, 4):
         assert_same_continuation(four[2], four[i], jobs[i][1])
     alone = [("load", untied, root / name) for name in ("tp2", "tp2dp2")]
-    one = launch(WORKER, "run", 1, batch=batch[0], weights_BT=batch[1], jobs=alone)[0]
+    one = launch(WORKER, "run", 1, batch=batch[0], weights_N=batch[1], jobs=alone)[0]
     assert_same_continuation(results[0][0], one[0], {"tp": 1})
     assert_same_continuation(four[2], one[1], {"tp": 1})
 

@@ -9,11 +9,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.critic import ValueTargets
 from tests.launch import launch
 from tests.megatron.critic_parity import CLIP, EPS, LR, STEPS
 from tests.megatron.test_policy import make_batch, relative
 from tests.models import make_tiny_model
+from tests.sequences import plain_rows
 
 LAYOUTS = [
     {"name": "qwen2", "tp": 2},
@@ -33,8 +35,8 @@ BF16 = {"name": "qwen2", "tp": 2, "dtype": "bf16", "distributed_optimizer": True
 
 def make_targets(batch) -> ValueTargets:
     generator = torch.Generator().manual_seed(5)
-    old_BT, returns_BT = (torch.randn(batch.mask_BT.shape, generator=generator) * batch.mask_BT for _ in range(2))
-    return ValueTargets(old_BT, returns_BT, batch.mask_BT.sum())
+    old_N, returns_N = (torch.randn(batch.responses.tokens, generator=generator) for _ in range(2))
+    return ValueTargets(old_N, returns_N, batch.responses, torch.tensor(len(old_N)))
 
 
 def make_value_model(path, family: str, tied: bool):
@@ -48,12 +50,11 @@ def make_value_model(path, family: str, tied: bool):
 
 
 def plain_values(model, batch) -> torch.Tensor:
-    values_BT = torch.zeros(batch.mask_BT.shape)
-    for row in range(len(batch)):
-        hidden_SH = model.model(batch.tokens_BS[row, : batch.lengths_B[row]][None]).last_hidden_state[0]
-        positions = batch.predict_BT[row][batch.mask_BT[row]]
-        values_BT[row, : len(positions)] = model.score(hidden_SH[positions]).squeeze(-1)
-    return values_BT
+    by_row = []
+    for tokens, positions in plain_rows(batch):
+        hidden_SH = model.model(tokens[None]).last_hidden_state[0]
+        by_row.append(model.score(hidden_SH[positions]).squeeze(-1))
+    return torch.cat(by_row)
 
 
 def reference(model, batch, targets: ValueTargets, clip: float | None) -> dict:
@@ -64,12 +65,12 @@ def reference(model, batch, targets: ValueTargets, clip: float | None) -> dict:
     result: dict = {"steps": []}
     for step in range(STEPS):
         optimizer.zero_grad()
-        values_BT = plain_values(model, batch)
-        arguments = (values_BT, targets.old_values_BT, targets.returns_BT, batch.mask_BT)
+        values_N = plain_values(model, batch)
+        arguments = (values_N, targets.old_values_N, targets.returns_N)
         loss = value_loss(*arguments, clip=clip, tokens=targets.tokens)
         loss.backward()
         if step == 0:
-            result["values"] = values_BT.detach()
+            result["values"] = values_N.detach()
             result["grads"] = {name: p.grad.clone() for name, p in parameters.items()}
         metrics = {"loss/value": loss.item()}
         if clip is not None:
@@ -107,12 +108,12 @@ def outcome(tmp_path_factory):
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[str(case) for case in LAYOUTS])
 def test_equals_transformers(outcome, index):
-    cases, ranks, expected, _ = outcome
+    cases, ranks, expected, batch = outcome
     case = cases[index]
     wanted = expected[case["name"], case.get("clip", CLIP)]
     for rank in ranks:
         got = rank[index]
-        assert torch.allclose(got["values"], wanted["values"][got["rows"]], atol=2e-5, rtol=1e-5)
+        assert torch.allclose(got["values"], batch.responses.take(wanted["values"], got["rows"]), atol=2e-5, rtol=1e-5)
         assert got["steps"] == ranks[0][index]["steps"], "metrics differ between ranks"
         for metrics, plain in zip(got["steps"], wanted["steps"], strict=True):
             assert metrics == pytest.approx(plain, rel=2e-5)
@@ -146,9 +147,10 @@ def test_a_saved_critic_is_a_sequence_classifier_of_transformers(outcome):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.num_labels == 1
     with torch.no_grad():
-        values_BT = plain_values(model, batch)
+        values_N = plain_values(model, batch)
     for rank in ranks:
-        assert torch.allclose(rank[index]["saved_values"], values_BT[rank[index]["rows"]], atol=2e-5, rtol=1e-5)
+        wanted = batch.responses.take(values_N, rank[index]["rows"])
+        assert torch.allclose(rank[index]["saved_values"], wanted, atol=2e-5, rtol=1e-5)
     with open(f"{folder}/config.json") as file:
         assert json.load(file)["value_head_prefix"] == "score"
 
@@ -158,28 +160,29 @@ def test_a_language_model_gets_a_small_value_head_that_every_layout_starts_with(
     layouts = [i for i, case in enumerate(cases) if case["name"] == "language-model"]
     heads = [ranks[0][i]["start"]["score.weight"] for i in layouts]
     assert torch.equal(*heads) and heads[0].std().item() == pytest.approx(1 / 65, rel=0.3)
-    values = [torch.zeros(batch.mask_BT.shape) for _ in layouts]
+    values = [torch.zeros(batch.responses.tokens) for _ in layouts]
     for rank in ranks:
-        for value_BT, i in zip(values, layouts, strict=True):
-            value_BT[rank[i]["rows"]] = rank[i]["values"]
+        for value_N, i in zip(values, layouts, strict=True):
+            batch.responses.put(value_N, rank[i]["values"], rank[i]["rows"])
     assert torch.allclose(*values, atol=1e-6)
     assert 0 < values[0].abs().max() < 1
 
 
 def test_bf16_is_close_to_fp32(outcome):
-    cases, ranks, expected, _ = outcome
+    cases, ranks, expected, batch = outcome
     index = next(i for i, case in enumerate(cases) if case.get("dtype") == "bf16")
     wanted = expected["qwen2", CLIP]
     for rank in ranks:
         got = rank[index]
         assert got["values"].dtype == torch.float32
-        assert relative(got["values"], wanted["values"][got["rows"]]) < 0.05
+        assert relative(got["values"], batch.responses.take(wanted["values"], got["rows"])) < 0.05
         for metrics, plain in zip(got["steps"], wanted["steps"], strict=True):
             assert metrics["loss/value"] == pytest.approx(plain["loss/value"], rel=0.15)
             assert metrics["value/grad_norm"] == pytest.approx(plain["value/grad_norm"], rel=0.15)
 
 
 def test_targets_of_selected_rows_keep_the_denominator():
-    targets = ValueTargets(torch.arange(6.0).view(3, 2), torch.ones(3, 2), torch.tensor(6))
+    targets = ValueTargets(torch.arange(6.0), torch.ones(6), Segments(torch.tensor([3, 1, 2])), torch.tensor(6))
     part = targets.select([2, 0])
-    assert part.old_values_BT.tolist() == [[4.0, 5.0], [0.0, 1.0]] and part.tokens == 6
+    assert part.old_values_N.tolist() == [4.0, 5.0, 0.0, 1.0, 2.0] and part.tokens == 6
+    assert part.segments.lengths_B.tolist() == [2, 3]

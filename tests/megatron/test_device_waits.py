@@ -82,10 +82,10 @@ def fetched(monkeypatch):
 def shaped_batches():
     batch = make_batch(61)
     generator = torch.Generator().manual_seed(1)
-    new_BT = -torch.rand(batch.mask_BT.shape, generator=generator) * batch.mask_BT
-    samples = rollout(batch, new_BT, torch.rand(batch.mask_BT.shape, generator=generator) * batch.mask_BT)
+    new_N = -torch.rand(batch.responses.tokens, generator=generator)
+    samples = rollout(batch, new_N, torch.rand(batch.responses.tokens, generator=generator))
     for name, algorithm in algorithms().items():
-        yield name, algorithm, algorithm.prepare(new_BT, algorithm.shape(samples)).lean().to(META)
+        yield name, algorithm, algorithm.prepare(new_N, algorithm.shape(samples)).lean().to(META)
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(1), ParallelLayout(2, context_parallel_size=2)], ids=["1", "cp2"])
@@ -105,17 +105,18 @@ def test_the_heads_gathering_under_sequence_parallelism(path, head):
     layout, rows = ParallelLayout(2, 2, sequence_parallel=True), [0, 5, 7]
     with fake_rank(layout, 0):
         model = MetaPolicy(PolicySettings(path, layout, param_dtype="fp32", head=head))
-        part = pack(make_batch(61).select(rows), model._pack_shape, rows=rows).to(META)
+        part = pack(make_batch(61).select(rows), model._pack_shape).to(META)
         states_LH = torch.empty(len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True)
         _, algorithm, shaped = next(shaped_batches())
-        value, _ = model._loss(part, states_LH, shaped.select(part.rows_B), algorithm)
+        value, _ = model._loss(part, states_LH, shaped.select(rows), algorithm)
         value.backward()
         assert states_LH.grad.shape == states_LH.shape
 
 
 def test_the_critics_micro_batches(path, fetched):
     layout, batch = ParallelLayout(1), make_batch(61)
-    targets = ValueTargets(torch.zeros(batch.mask_BT.shape), torch.ones(batch.mask_BT.shape), batch.mask_BT.sum())
+    count = batch.responses.tokens
+    targets = ValueTargets(torch.zeros(count), torch.ones(count), batch.responses, torch.tensor(count))
     with fake_rank(layout, 0):
         model = MetaCritic(CriticSettings(PolicySettings(path, layout, param_dtype="fp32")))
         assert model.accumulate_gradients(batch, targets)["losses"] == 3 and fetched == []

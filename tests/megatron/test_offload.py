@@ -23,10 +23,10 @@ CASES = [
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     make_tiny_model(path, tied=True)
-    batch, weights_BT = make_batch(61)
+    batch, weights_N = make_batch(61)
     cases = [{"model": str(path), **case} for case in CASES]
     return launch("tests.megatron.offload_worker", "run_cases", 2, cases=with_world_size(cases), batch=batch,
-                  weights_BT=weights_BT)  # fmt: skip
+                  weights_N=weights_N)  # fmt: skip
 
 
 def with_world_size(cases: list[dict]) -> list[dict]:

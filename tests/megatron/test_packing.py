@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.megatron.batch import sequence_batch
 from openrlhf_ext.megatron.packing import PackShape, local_places, pack
+from tests.sequences import masked_batch
 
 SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6)  # prompt, response
@@ -18,7 +18,7 @@ def ragged(rows):
     for prompt, response in rows:  # every token is different
         sequences.append(torch.arange(start, start + prompt + response))
         start += prompt + response
-    return sequence_batch(sequences, [torch.tensor([0] * (p - 1) + [1] * r) for p, r in rows])
+    return masked_batch(sequences, [torch.tensor([0] * (p - 1) + [1] * r) for p, r in rows])
 
 
 @given(SHAPES, st.lists(st.integers(1, 50), min_size=1, max_size=8))
@@ -38,12 +38,12 @@ def test_the_ranks_hold_every_token_once_and_predict_every_response_token_once(s
     held = torch.cat([part.packed_L for part in parts])
     assert sorted(held[held > 0].tolist()) == list(range(1, sum(p + r for p, r in rows) + 1))
     predicted = torch.cat([part.places_N for part in parts])
-    assert torch.equal(predicted.sort().values, batch.mask_BT.flatten().nonzero().squeeze(1))
+    assert torch.equal(predicted.sort().values, torch.arange(sum(r for _, r in rows)))
     for part in parts:
         assert len(part.packed_L) == len(parts[0].packed_L), "equal work"
         # the token after the one whose hidden state is taken is the target: tokens are consecutive numbers
         assert torch.equal(part.packed_L[part.hidden_N] + 1, part.targets_N)
-        assert torch.equal(batch.targets_BT.flatten()[part.places_N], part.targets_N)
+        assert torch.equal(batch.targets_N[part.places_N].long(), part.targets_N)
 
 
 @given(ROWS)
@@ -68,7 +68,8 @@ def test_the_pieces_of_a_rank_know_how_many_of_its_hidden_states_are_wanted(shap
 
 
 def test_moving_keeps_everything():
-    part = pack(ragged([(2, 3), (1, 1)]), PackShape(2), rows=[7, 9])
+    part = pack(ragged([(2, 3), (1, 1)]), PackShape(2), first_row=7, first_token=20)
     moved = part.to(torch.device("cpu"))
     assert moved.slots == part.slots and torch.equal(moved.hidden_N, part.hidden_N)
-    assert moved.rows_B.tolist() == [7, 9] and moved.boundaries.tolist() == [0, *itertools.accumulate(part.slots)]
+    assert (moved.rows, moved.tokens) == (slice(7, 9), slice(20, 24))
+    assert moved.boundaries.tolist() == [0, *itertools.accumulate(part.slots)]

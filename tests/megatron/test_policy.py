@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.megatron.batch import sequence_batch
 from tests.launch import launch
 from tests.models import make_tiny_model
+from tests.sequences import masked_batch, plain_rows
 
 TEMPERATURE = 0.8
 
@@ -23,12 +23,12 @@ def make_batch(vocab: int):
         mask[prompt - 1 :] = 1
         masks.append(mask)
     masks[2][9:11] = 0  # a turn of the environment inside the response
-    batch = sequence_batch(sequences, masks)
-    weights_BT = torch.randn(batch.mask_BT.shape, generator=generator) * batch.mask_BT
-    return batch, weights_BT
+    batch = masked_batch(sequences, masks)
+    weights_N = torch.randn(batch.responses.tokens, generator=generator)
+    return batch, weights_N
 
 
-def reference(model, batch, weights_BT, steps: int = 2) -> dict:
+def reference(model, batch, weights_N, steps: int = 2) -> dict:
     """Log-probs, entropies, gradients and two AdamW steps of plain transformers, one sequence at a time."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
@@ -36,14 +36,12 @@ def reference(model, batch, weights_BT, steps: int = 2) -> dict:
     result: dict = {"losses": [], "grad_norms": []}
     for step in range(steps):
         optimizer.zero_grad()
-        logprobs, entropies = torch.zeros(batch.mask_BT.shape), torch.zeros(batch.mask_BT.shape)
-        for row in range(len(batch)):
-            tokens = batch.tokens_BS[row, : batch.lengths_B[row]]
+        by_row = []
+        for tokens, positions in plain_rows(batch):
             log_p = (model(tokens[None]).logits[0].float() / TEMPERATURE).log_softmax(-1)
-            positions = batch.predict_BT[row][batch.mask_BT[row]]
-            logprobs[row, : len(positions)] = log_p[positions, tokens[positions + 1]]
-            entropies[row, : len(positions)] = -(log_p.exp() * log_p).sum(-1)[positions]
-        loss = -(logprobs * weights_BT).sum()
+            by_row.append((log_p[positions, tokens[positions + 1]], -(log_p.exp() * log_p).sum(-1)[positions]))
+        logprobs, entropies = (torch.cat(values) for values in zip(*by_row, strict=True))
+        loss = -(logprobs * weights_N).sum()
         loss.backward()
         if step == 0:
             result |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
@@ -66,8 +64,8 @@ def checkpoints(tmp_path_factory):
     ]:  # fmt: skip
         path = tmp_path_factory.mktemp(name)
         model = make_tiny_model(path, family, tied=tied, **more)
-        batch, weights_BT = make_batch(61)
-        made[name] = (str(path), reference(model, batch, weights_BT))
+        batch, weights_N = make_batch(61)
+        made[name] = (str(path), reference(model, batch, weights_N))
     return made
 
 
@@ -110,20 +108,21 @@ LAYOUTS = {
 
 def test_bf16_is_close_to_fp32(checkpoints):
     """Rounding only: log-probs within bf16's error of fp32, the same loss on every rank, master weights in fp32."""
-    batch, weights_BT = make_batch(61)
+    batch, weights_N = make_batch(61)
     bf16 = {"dtype": "bf16", "distributed_optimizer": True}
     layouts = [
         ("qwen2", {"tp": 2, "sp": True, **bf16}), ("qwen2-tied", {"pp": 2, "vp": 2, **bf16}),
         ("qwen3", {"cp": 2, "max_tokens": 20, **bf16}), ("qwen3", {"head": "two_pass", **bf16}),
     ]  # fmt: skip
     todo = cases(checkpoints, 2, layouts)
-    ranks = launch("tests.megatron.parity", "run_cases", 2, cases=todo, batch=batch, weights_BT=weights_BT)
+    ranks = launch("tests.megatron.parity", "run_cases", 2, cases=todo, batch=batch, weights_N=weights_N)
     for i, case in enumerate(todo):
         expected = checkpoints[case["name"]][1]
         for rank in ranks:
             got = rank[i]
-            assert (got["logprobs"] - expected["logprobs"][got["rows"]]).abs().max() < 0.15, case
-            assert (got["entropies"] - expected["entropies"][got["rows"]]).abs().max() < 0.15, case
+            logprobs, entropies = (batch.responses.take(expected[k], got["rows"]) for k in ("logprobs", "entropies"))
+            assert (got["logprobs"] - logprobs).abs().max() < 0.15, case
+            assert (got["entropies"] - entropies).abs().max() < 0.15, case
             assert got["steps"] == ranks[0][i]["steps"], case
             assert got["steps"][0]["grad_norm"] == pytest.approx(expected["grad_norms"][0], rel=0.1), case
         for name, weight in ranks[0][i]["weights"].items():
@@ -137,15 +136,16 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_equals_transformers(checkpoints, world_size):
-    batch, weights_BT = make_batch(61)
+    batch, weights_N = make_batch(61)
     todo = cases(checkpoints, world_size, LAYOUTS[world_size])
-    ranks = launch("tests.megatron.parity", "run_cases", world_size, cases=todo, batch=batch, weights_BT=weights_BT)
+    ranks = launch("tests.megatron.parity", "run_cases", world_size, cases=todo, batch=batch, weights_N=weights_N)
     for i, case in enumerate(todo):
         expected = checkpoints[case["name"]][1]
         for rank in ranks:
             got = rank[i]
-            assert torch.allclose(got["logprobs"], expected["logprobs"][got["rows"]], atol=2e-5, rtol=1e-5), case
-            assert torch.allclose(got["entropies"], expected["entropies"][got["rows"]], atol=2e-5, rtol=1e-5), case
+            logprobs, entropies = (batch.responses.take(expected[k], got["rows"]) for k in ("logprobs", "entropies"))
+            assert torch.allclose(got["logprobs"], logprobs, atol=2e-5, rtol=1e-5), case
+            assert torch.allclose(got["entropies"], entropies, atol=2e-5, rtol=1e-5), case
             assert got["steps"] == ranks[0][i]["steps"], f"metrics differ between ranks: {case}"
             for step, metrics in enumerate(got["steps"]):
                 assert metrics["loss/policy"] == pytest.approx(expected["losses"][step], rel=1e-5, abs=1e-4), case

@@ -24,15 +24,15 @@ CASES = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    batch, weights_BT = make_batch(61)
+    batch, weights_N = make_batch(61)
     cases, truth = [], []
     for case in CASES:
         name = "tied" if case.get("tied") else "untied"
         make_tiny_model(folder / name, tied="tied" in case, layers=2)
         guide = make_tiny_model(folder / f"{name}_guide", tied="tied" in case, layers=2, seed=7)
-        truth.append(transformers_outcome(guide, batch, weights_BT, steps=1)["logprobs"])
+        truth.append(transformers_outcome(guide, batch, weights_N, steps=1)["logprobs"])
         cases.append({**case, "world_size": 2, "model": str(folder / name), "guide": str(folder / f"{name}_guide")})
-    results = launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_BT=weights_BT)
+    results = launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_N=weights_N)
     return [[result | {"truth": scores} for result, scores in zip(rank, truth, strict=True)] for rank in results]
 
 

