@@ -82,9 +82,10 @@ WORKLOADS = {
 
 # name -> options for train_ppo_ray beyond configs/quickstart.yaml, and OMP_NUM_THREADS for each of its processes
 OURS: dict[str, tuple[str, int]] = {
-    "ours-tp1": ("--actor.num_gpus_per_node 1 --megatron.tensor_parallel_size 1", 2),
-    "ours-tp2": ("", 1),
-    "ours-dp2": ("--megatron.tensor_parallel_size 1", 1),
+    "ours-dp2": ("", 1),
+    "ours-tp2": ("--megatron.tensor_parallel_size 2", 1),
+    "ours-tp1": ("--actor.num_gpus_per_node 1", 1),
+    "ours-streaming": ("--actor.num_gpus_per_node 1 --train.max_staleness 1", 1),
 }
 OTHERS = ("trl", "openrlhf")
 TRL_LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}

@@ -37,7 +37,7 @@ def summarise(run_dir: Path, minutes: float, overrides: str) -> dict:
             "config": "configs/quickstart.yaml",
             "steps": len(steps),
             "samples_per_step": 256,
-            "layout": "TP2",
+            "layout": "DP2",
             "overrides": overrides,
         },
         "metrics": {

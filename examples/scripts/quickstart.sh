@@ -3,12 +3,13 @@
 #
 #   bash examples/scripts/quickstart.sh [--entity.name value ...]
 #
-# OpenRLHF's controller on Ray, a Megatron-core policy split over two tensor-parallel ranks, rollouts from vLLM, and
+# OpenRLHF's controller on Ray, a Megatron-core policy on two data-parallel ranks, rollouts from vLLM, and
 # rewards shaped by token entropy (gtpo_entropy). Everything after the script's name goes to the training command, so
 # other layouts are one option away:
 #
-#   bash examples/scripts/quickstart.sh --megatron.tensor_parallel_size 1 --megatron.pipeline_parallel_size 2
-#   bash examples/scripts/quickstart.sh --megatron.tensor_parallel_size 1        # two data-parallel ranks
+#   bash examples/scripts/quickstart.sh --megatron.tensor_parallel_size 2
+#   bash examples/scripts/quickstart.sh --megatron.pipeline_parallel_size 2
+#   bash examples/scripts/quickstart.sh --train.max_staleness 1                  # sample while the policy trains
 #
 # Variables that you may set:
 #   QUICKSTART_DIR       where results go                          (default: runs/quickstart in the checkout)

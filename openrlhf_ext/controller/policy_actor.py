@@ -128,6 +128,8 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
 
     def _mini_batches(self) -> Iterator[tuple[SequenceBatch, ShapedBatch]]:
         """This replica's share of each optimizer step: its rows lie one step behind the other."""
+        if self.batch is None or len(self.batch) != sum(map(len, self.shard.mini_batches)):
+            raise RuntimeError("fit() trains the sequences of the last forward(), and the shard is about others")
         first = 0
         for shaped in self.shard.mini_batches:
             yield self.batch.select(slice(first, first + len(shaped))), shaped

@@ -61,11 +61,11 @@ def load(options: list[str], tmp_path: Path) -> RunConfig:
 
 def test_the_quickstart_trains_what_it_says(run_script, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    calls = run_script(ROOT / "examples/scripts/quickstart.sh", "--megatron.tensor_parallel_size", "1")
+    calls = run_script(ROOT / "examples/scripts/quickstart.sh", "--megatron.tensor_parallel_size", "2")
     config = load(training_options(calls), tmp_path)
     assert config.warnings == ()
     assert config.algo.advantage.estimator == "gtpo_entropy"
-    assert (config.megatron.tensor_parallel_size, config.world_size) == (1, 2), "the user's words count"
+    assert (config.megatron.tensor_parallel_size, config.world_size) == (2, 2), "the user's words count"
     assert config.data.max_samples == 1280 and config.rollout.batch_size == 32
     out = tmp_path / "out"
     assert config.actor.model_name_or_path == str(out / "warm_start") and config.ckpt.output_dir == str(out / "policy")
@@ -77,10 +77,10 @@ def test_the_quickstart_trains_what_it_says(run_script, tmp_path, monkeypatch) -
     assert after[after.index("--expect_accuracy") + 1] == "0.5" and after[after.index("--expect_stderr") + 1] == "0.01"
 
 
-def test_the_quickstart_is_two_tensor_parallel_ranks_by_itself(run_script, tmp_path, monkeypatch) -> None:
+def test_the_quickstart_is_two_data_parallel_ranks_by_itself(run_script, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load(training_options(run_script(ROOT / "examples/scripts/quickstart.sh")), tmp_path)
-    assert (config.megatron.tensor_parallel_size, config.world_size, config.vllm.num_engines) == (2, 2, 1)
+    assert (config.megatron.tensor_parallel_size, config.world_size, config.vllm.num_engines) == (1, 2, 1)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
