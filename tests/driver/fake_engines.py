@@ -28,20 +28,20 @@ class _Process:
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
 class MisbehavingEngine(_Process):
-    """Answers with its prompt and its own start; misbehaves at the prompts that say so, until it is replaced."""
+    """Answers with its prompt and its own start; engine 0 misbehaves at the prompts that say so, until it is replaced."""
 
     def __init__(self, index: int, life: int) -> None:
         self.index, self.life, self.void_before = index, life, False
 
     def generate_group(self, request: GroupRequest) -> list[str]:
-        prompt = request.prompt
+        prompt, is_first = request.prompt, (self.index, self.life) == (0, 0)
         time.sleep(0.05)
-        if self.life == 0 and prompt == "die":
+        if is_first and prompt == "die" or prompt == "die always":
             os._exit(1)
-        if self.life == 0 and prompt == "stop":
+        if is_first and prompt == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(3600)  # this thread may run on for a moment
-        if self.life == 0 and prompt == "lose the engine":
+        if is_first and prompt == "lose the engine":
             raise EngineDied("the vLLM engine of this actor died")
         if prompt == "void" and not self.void_before:
             self.void_before = True
