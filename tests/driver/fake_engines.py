@@ -28,7 +28,7 @@ class _Process:
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
 class MisbehavingEngine(_Process):
-    """Answers with its prompt and its own start; engine 0 misbehaves at the prompts that say so, until it is replaced."""
+    """Answers with its prompt and its own start; the first engine 0 misbehaves at the prompts that say so."""
 
     def __init__(self, index: int, life: int) -> None:
         self.index, self.life, self.void_before = index, life, False
