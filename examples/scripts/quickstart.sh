@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole stack on a laptop: a toy policy learns arithmetic by reinforcement learning, in about ten minutes on two cores.
+# The whole stack on a laptop: a toy policy learns arithmetic by reinforcement learning, in a few minutes on two cores.
 #
 #   bash examples/scripts/quickstart.sh [--entity.name value ...]
 #
