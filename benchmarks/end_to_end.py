@@ -663,7 +663,7 @@ def draw_phases(axis: Any, policy: str, rows: list[dict[str, Any]]) -> None:
     axis.plot([row["step"]["median"] for row in rows], names, "k|", markersize=18, label="step")
     axis.invert_yaxis()
     axis.set(xlabel="seconds per step (median)", title=f"{policy} policy")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
