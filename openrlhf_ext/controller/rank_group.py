@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -27,11 +25,13 @@ class Reservation:
     Attributes:
         group: Ray's placement group.
         nodes: node of each bundle, by bundle index: host name and id, readable in messages.
+        timeout_s: longest wait for an actor in them to start.
         shared: whether several actors share a bundle (colocation).
     """
 
     group: PlacementGroup
     nodes: tuple[str, ...]
+    timeout_s: float
     shared: bool = False
 
     @property
@@ -63,7 +63,7 @@ def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) ->
             f"{what} need {count} bundles of 1 GPU and 1 CPU, which Ray could not place within {timeout_s:g} s; the "
             f"cluster has {total}, free are {free}: wait for other jobs to end, or use fewer ranks or engines"
         ) from error
-    return Reservation(group, _nodes_of(group, count), shared)
+    return Reservation(group, _nodes_of(group, count), timeout_s, shared)
 
 
 def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
@@ -75,8 +75,6 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
 class RankGroup(RayActorGroup):
     """One actor per rank; contiguous blocks of ``model_parallel_size`` ranks are one data-parallel rank.
 
-    Calls of several threads reach all ranks in the same order: ranks that met in different calls would wait for ever.
-
     Args:
         actor_class: a Ray remote class, constructed with (world size, rank, master address, master port).
         reservation: at least one bundle for each rank.
@@ -85,7 +83,7 @@ class RankGroup(RayActorGroup):
         block_size: ranks that should stay within one node if that can be: tensor times context parallel.
 
     Raises:
-        PlacementError: a tensor-parallel group would be on two nodes.
+        PlacementError: a tensor-parallel group would be on two nodes, or rank 0 did not start in time.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class RankGroup(RayActorGroup):
         tensor_size: int = 1,
         block_size: int | None = None,
     ) -> None:
-        self._calling = threading.Lock()
         self.reservation = reservation
         self.bundles = place_ranks(reservation.nodes, tensor_size=tensor_size, block_size=block_size)
         _log_split_blocks(self.bundles, reservation.nodes, block_size or tensor_size)
@@ -106,16 +103,6 @@ class RankGroup(RayActorGroup):
             1, world_size, actor_class, pg=reservation.group, num_gpus_per_actor=reservation.share,
             duplicate_actors=model_parallel_size,
         )  # fmt: skip
-
-    def async_run_method(self, method_name: str, *args: Any, **kwargs: Any) -> list:
-        """Calls a method on every rank; one reference each."""
-        with self._calling:
-            return super().async_run_method(method_name, *args, **kwargs)
-
-    def async_run_method_batch(self, method_name: str, **kwargs: Any) -> list:
-        """Calls a method on every rank with its replica's part of each list; one reference each."""
-        with self._calling:
-            return super().async_run_method_batch(method_name, **kwargs)
 
     def _initiate_actors(self, pg: PlacementGroup, num_gpus_per_actor: float) -> None:
         """Starts rank 0, which gives the address, then the others."""
@@ -131,8 +118,19 @@ class RankGroup(RayActorGroup):
 
         self._actor_handlers = [start(0, None, None)]
         if world_size > 1:
-            address, port = ray.get(self._actor_handlers[0].get_master_addr_port.remote())
+            address, port = self._address_of_rank_0()
             self._actor_handlers += [start(rank, address, port) for rank in range(1, world_size)]
+
+    def _address_of_rank_0(self) -> tuple[str, int]:
+        timeout_s, node = self.reservation.timeout_s, self.reservation.nodes[self.bundles[0]]
+        try:
+            return ray.get(self._actor_handlers[0].get_master_addr_port.remote(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            name = self.ray_actor_type.__ray_metadata__.class_name
+            raise PlacementError(
+                f"rank 0 of {name} on {node} did not start within {timeout_s:g} s; raise "
+                "--vllm.start_timeout_s if this is expected to take longer"
+            ) from error
 
 
 def _log_split_blocks(order: list[int], nodes: tuple[str, ...], size: int) -> None:

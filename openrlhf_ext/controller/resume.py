@@ -114,6 +114,11 @@ def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
         logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
         return None
     folder = find_good(store, groups, options, fallback=config.ckpt.fallback_enable)
+    if not (folder / GROUPS).is_file():
+        raise CheckpointError(
+            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
+            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
+        )
     state = read_plain(folder / CONTROLLER)
     report_changed_options(state["options"], plain_options(config))
     for name, group in groups.items():

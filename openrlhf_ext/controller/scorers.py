@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ class PendingScores:
     refs: list[Any]
     ranks_per_part: int
 
-    def result(self, get: Callable[[list], list] = ray.get) -> Tensor:
+    def result(self, get: Callable[[list], list]) -> Tensor:
         """(N,) fp32 scores; waits for the ranks by ``get``."""
         # the first rank of a replica answers for all, but all must have succeeded
         answers = get(self.refs)[:: self.ranks_per_part]

@@ -16,16 +16,9 @@ class Rank:
 
     def __init__(self, world_size: int, rank: int, address: str | None, port: int | None) -> None:
         self.seen = (world_size, rank, address, port)
-        self.callers: list[int] = []
 
     def get_master_addr_port(self) -> tuple[str, int]:
         return "master", 1234
-
-    def note(self, caller: int) -> None:
-        self.callers.append(caller)
-
-    def noted(self) -> list[int]:
-        return self.callers
 
     def where(self) -> tuple[str, tuple]:
         return ray.get_runtime_context().get_node_id(), self.seen
@@ -43,6 +36,11 @@ class Mortal:
         os._exit(1)
 
 
-@ray.remote(num_cpus=0)
-def slow() -> None:
-    time.sleep(3600)
+class Silent:
+    """A rank that does not say where to meet."""
+
+    def __init__(self, *_: object) -> None:
+        time.sleep(3600)
+
+    def get_master_addr_port(self) -> None:
+        """Never answers."""
