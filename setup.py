@@ -40,10 +40,13 @@ EXTRAS = {
     "dev": [
         "hypothesis==6.170.15",
         "mbridge==0.15.1",
+        "mypy==2.4.1",
         "pytest==9.2.0",
         "pytest-timeout==2.4.0",
         "pytest-xdist==3.8.0",
         "ruff==0.17.6",
+        "types-PyYAML==6.0.12.20261113",
+        "vulture==2.16",
     ],
 }
 

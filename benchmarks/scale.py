@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.controller.experience import (
+from openrlhf_ext.driver.experience import (
     batch_metrics,
     in_group_order,
     reward_metrics,
@@ -53,11 +53,11 @@ from openrlhf_ext.controller.experience import (
     sequences_of,
     staleness_metrics,
 )
-from openrlhf_ext.controller.scorers import scores_in_order
-from openrlhf_ext.controller.shards import deal, group_chunks, training_shards
 from openrlhf_ext.driver.prompts import Prompt
 from openrlhf_ext.driver.rollouts import Group
-from openrlhf_ext.megatron.batch import LogprobEntropy, balance_rows, micro_batches, sequence_costs
+from openrlhf_ext.driver.scorers import scores_in_order
+from openrlhf_ext.driver.shards import deal, group_chunks, training_shards
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, balance_rows, micro_batches, sequence_costs
 from openrlhf_ext.rollout.response import Response
 
 OPTIONS: dict[str, dict[str, Any]] = {

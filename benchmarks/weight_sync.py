@@ -41,7 +41,7 @@ from openrlhf_ext import patches
 
 patches.apply()
 
-from openrlhf_ext.rollout.weight_sync import BucketPlan, Link, make_receiver  # noqa: E402
+from openrlhf_ext.rollout.sync import BucketPlan, Link, make_receiver  # noqa: E402
 
 TIMEOUT_S = 120.0
 CONFIG = {
@@ -58,8 +58,8 @@ def make_checkpoint(folder: Path, **changes: Any) -> Path:
     """A random checkpoint of Qwen2.5-0.5B's shape, or with changes to it."""
     from safetensors.torch import save_file
 
-    from openrlhf_ext.megatron.hf_config import read_model_shape
-    from openrlhf_ext.megatron.weight_map import hf_tensors
+    from openrlhf_ext.megatron.model.shape import read_model_shape
+    from openrlhf_ext.megatron.model.weight_map import hf_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
@@ -104,9 +104,9 @@ class PolicyRank:
 
     def load(self, path: str, bucket_mib: int) -> None:
         """Build the policy."""
-        from openrlhf_ext.controller.weight_publisher import SyncSettings
         from openrlhf_ext.megatron.layout import ParallelLayout
         from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+        from openrlhf_ext.ranks.publishing import SyncSettings
 
         settings = PolicySettings(path, ParallelLayout(self.world_size, self.world_size))
         initialize_distributed(settings.layout, TIMEOUT_S, 0)
@@ -116,7 +116,7 @@ class PolicyRank:
 
     def connect(self, engines: list) -> dict[str, int]:
         """Join the engines' group; what an update consists of."""
-        from openrlhf_ext.controller.weight_publisher import WeightPublisher
+        from openrlhf_ext.ranks.publishing import WeightPublisher
 
         self.engines = engines
         self.publisher = WeightPublisher(self.policy, self.sync, engines)

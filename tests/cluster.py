@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from openrlhf_ext.controller.ray_start import patiently
+from openrlhf_ext.driver.ray_start import patiently
 
 
 def start_local_ray() -> None:

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from openrlhf_ext.megatron.hf_files import HFRows, save_hf
-from openrlhf_ext.megatron.weight_map import HFTensor
+from openrlhf_ext.megatron.model.hf_files import HFRows, save_hf
+from openrlhf_ext.megatron.model.weight_map import HFTensor
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

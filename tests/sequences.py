@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from openrlhf_ext.megatron.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 
 
 def masked_batch(sequences: Sequence[Tensor], masks: Sequence[Tensor]) -> SequenceBatch:

@@ -23,11 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-    from openrlhf_ext.megatron.accounting import describe, unaccounted_tensors
-    from openrlhf_ext.megatron.hf_config import read_model_shape
-    from openrlhf_ext.megatron.hf_files import HFCheckpoint
     from openrlhf_ext.megatron.layout import ParallelLayout
-    from openrlhf_ext.planning.conversion_check import LOGPROB_TOLERANCES, CheckSettings, check_conversion
+    from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
+    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
+    from openrlhf_ext.megatron.model.shape import read_model_shape
+    from openrlhf_ext.tools.plan.conversion_check import LOGPROB_TOLERANCES, CheckSettings, check_conversion
 
     try:
         ranks = arguments.tp * arguments.pp * arguments.cp

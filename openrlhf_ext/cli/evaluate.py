@@ -91,7 +91,7 @@ def _evaluate(arguments: argparse.Namespace) -> Any:
         raise ValueError("--min_gain needs --compare")
     from transformers.utils import logging as transformers_logging
 
-    from openrlhf_ext.evaluation import EvaluationOptions, evaluate_checkpoint
+    from openrlhf_ext.tools.evaluate import EvaluationOptions, evaluate_checkpoint
 
     transformers_logging.disable_progress_bar()
     names = {option.name for option in fields(EvaluationOptions)}
@@ -141,7 +141,7 @@ def _graded(sample: dict[str, Any]) -> str:
 
 
 def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Namespace) -> list[str]:
-    from openrlhf_ext.evaluation import difference_in_errors
+    from openrlhf_ext.tools.evaluate import difference_in_errors
 
     unmet = []
     if arguments.min_gain is not None and before is not None:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.explain.png import write_png
-from openrlhf_ext.explain.rollouts import read_rollouts
-from openrlhf_ext.explain.terminal import render
+from openrlhf_ext.tools.explain.png import write_png
+from openrlhf_ext.tools.explain.rollouts import read_rollouts
+from openrlhf_ext.tools.explain.terminal import render
 
 _PNG_WIDTH = 200
 _NARROWEST = 40
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rollouts = read_rollouts(Path(arguments.rollouts))
         from openrlhf_ext.algorithms.own_file import algorithm_of_file  # these import torch
-        from openrlhf_ext.explain.quantities import explain
+        from openrlhf_ext.tools.explain.quantities import explain
 
         if arguments.module_path:
             algorithm_of_file(arguments.module_path)

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
     from openrlhf_ext.config import load_config
-    from openrlhf_ext.controller import preflight
+    from openrlhf_ext.driver import preflight
 
     config = load_config(argv, more_rules=preflight.findings)
     if not config.logger.verbose:
@@ -44,7 +44,7 @@ def start(argv: list[str]) -> int:
     if config.dry_run:
         preflight.check_reward(config)
         return dry_run(config)
-    from openrlhf_ext.controller.job import run
+    from openrlhf_ext.driver.job import run
 
     return run(config)
 
@@ -68,7 +68,7 @@ def dry_run(config) -> int:
     from openrlhf_ext.imports import without_collection
 
     with without_collection():
-        from openrlhf_ext.planning.layout_proof import LayoutProofError
+        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
     try:
         print("\n".join(layout_proofs(config)))
@@ -80,10 +80,10 @@ def dry_run(config) -> int:
 
 def layout_proofs(config) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
-    from openrlhf_ext.controller.settings import parallel_layout
+    from openrlhf_ext.driver.settings import parallel_layout
     from openrlhf_ext.megatron.base import DTYPES
-    from openrlhf_ext.planning.layout_proof import prove_layout
-    from openrlhf_ext.planning.table import format_proof
+    from openrlhf_ext.tools.plan.layout_proof import prove_layout
+    from openrlhf_ext.tools.plan.table import format_proof
 
     policy, megatron = config.actor.model_name_or_path, config.megatron
     layout = parallel_layout(config.world_size, megatron)

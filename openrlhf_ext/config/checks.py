@@ -2,7 +2,7 @@
 
 What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen when Ray places the
 actors; and what needs torch to know (the options of an estimator, the tensors of a model), which
-``openrlhf_ext.controller.preflight`` adds to the same report.
+``openrlhf_ext.driver.preflight`` adds to the same report.
 """
 
 from __future__ import annotations

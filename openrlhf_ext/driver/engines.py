@@ -30,7 +30,7 @@ from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, Generation
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.identity import machine_id
 from openrlhf_ext.rollout.response import GroupRequest, Response
-from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
+from openrlhf_ext.rollout.sync.base import EnginesAtFault
 
 logger = logging.getLogger(__name__)
 

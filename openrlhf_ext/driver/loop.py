@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from openrlhf_ext.algorithms import mean_entropies
-from openrlhf_ext.controller.checkpointing import Checkpointer
-from openrlhf_ext.controller.drift import DriftCheck
-from openrlhf_ext.controller.experience import ExperienceMaker, sequences_of
-from openrlhf_ext.controller.gauges import StepGauges
-from openrlhf_ext.controller.gpu_sharing import GpuSharing
-from openrlhf_ext.controller.records import StepRecorder
-from openrlhf_ext.controller.shards import TrainingShard
+from openrlhf_ext.driver.checkpointing import Checkpointer
+from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.engines import EngineGuard
+from openrlhf_ext.driver.experience import ExperienceMaker, sequences_of
+from openrlhf_ext.driver.gauges import StepGauges
+from openrlhf_ext.driver.gpu_sharing import GpuSharing
 from openrlhf_ext.driver.prompts import Prompt, all_prompts
+from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.rollouts import Group, Rollouts
+from openrlhf_ext.driver.shards import TrainingShard
 from openrlhf_ext.driver.state import loop_state
 from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.response import Sampling

@@ -32,26 +32,26 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.batch import SequenceBatch, micro_batches, sequence_costs
-from openrlhf_ext.megatron.context_parallel import sum_ranks
-from openrlhf_ext.megatron.export import export_hf, whole_tensors
 from openrlhf_ext.megatron.groups import build_groups
-from openrlhf_ext.megatron.hf_config import ModelShape, read_model_shape
-from openrlhf_ext.megatron.hf_files import HFRows, save_hf
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model import (
+from openrlhf_ext.megatron.model.build import (
     HiddenStateGPTModel,
     build_model,
     packed_sequences,
     transformer_config,
 )
-from openrlhf_ext.megatron.optimizer import build_optimizer, build_scheduler
-from openrlhf_ext.megatron.packing import PackedBatch, PackShape, pack
+from openrlhf_ext.megatron.model.context_parallel import sum_ranks
+from openrlhf_ext.megatron.model.export import export_hf, whole_tensors
+from openrlhf_ext.megatron.model.hf_files import HFRows, save_hf
+from openrlhf_ext.megatron.model.load import load_hf
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.phases import progress
-from openrlhf_ext.megatron.pipeline import pipeline_arguments
 from openrlhf_ext.megatron.settings import PolicySettings
-from openrlhf_ext.megatron.weight_map import hf_tensors
-from openrlhf_ext.megatron.weights import load_hf
+from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
+from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
+from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, pack
+from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from openrlhf_ext.megatron.base import (
     one,
     planned_rows,
 )
-from openrlhf_ext.megatron.batch import LogprobEntropy, SequenceBatch
-from openrlhf_ext.megatron.grad_norms import gradient_norms
-from openrlhf_ext.megatron.packing import PackedBatch
-from openrlhf_ext.megatron.reference import HostReference
+from openrlhf_ext.megatron.memory.reference import HostReference
+from openrlhf_ext.megatron.model.load import load_hf
+from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import PolicySettings
-from openrlhf_ext.megatron.weight_map import hf_tensors
-from openrlhf_ext.megatron.weights import load_hf
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
+from openrlhf_ext.megatron.step.grad_norms import gradient_norms
+from openrlhf_ext.megatron.step.packing import PackedBatch
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Algorithm, Loss, ShapedBatch

@@ -19,9 +19,9 @@ from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
+from openrlhf_ext.rollout.sync.base import Link
+from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
-from openrlhf_ext.rollout.weight_sync.base import Link
-from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
 
 if TYPE_CHECKING:
     import vllm

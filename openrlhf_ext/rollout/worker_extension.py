@@ -14,9 +14,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
-from openrlhf_ext.rollout.weight_sync import make_receiver
-from openrlhf_ext.rollout.weight_sync.base import Link, WeightReceiver, WeightStreamAborted, WeightSyncError
-from openrlhf_ext.rollout.weight_sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync import make_receiver
+from openrlhf_ext.rollout.sync.base import Link, WeightReceiver, WeightStreamAborted, WeightSyncError
+from openrlhf_ext.rollout.sync.plan import BucketPlan
 
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 

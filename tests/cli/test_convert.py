@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf_ext.cli import convert
-from openrlhf_ext.megatron.hf_files import HFCheckpoint
-from openrlhf_ext.planning import conversion_check
-from openrlhf_ext.planning.conversion_check import CheckReport, compare_export, same_bits
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
+from openrlhf_ext.tools.plan import conversion_check
+from openrlhf_ext.tools.plan.conversion_check import CheckReport, compare_export, same_bits
 from tests.models import make_tiny_model, rows_of, save_tensors
 from tests.patience import PATIENCE_S
 

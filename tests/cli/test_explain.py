@@ -11,10 +11,10 @@ import pytest
 
 from openrlhf_ext.algorithms import algorithm_names, with_published_values
 from openrlhf_ext.cli.explain import main, parse_options
-from openrlhf_ext.explain.quantities import explain
-from openrlhf_ext.explain.rollouts import read_rollouts
-from tests.explain.test_drawing import size_of
+from openrlhf_ext.tools.explain.quantities import explain
+from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.patience import PATIENCE_S
+from tests.tools.explain.test_drawing import size_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "data" / "explain_rollouts.jsonl"
 

@@ -6,7 +6,7 @@ import sys
 from openrlhf_ext.cli.train_ppo_ray import main
 from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
-from tests.planning.test_layout_proof import QWEN25_32B
+from tests.tools.plan.test_layout_proof import QWEN25_32B
 
 
 def test_dry_run_proves_a_32b_layout_without_a_gpu(tmp_path):

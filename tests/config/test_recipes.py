@@ -7,7 +7,7 @@ import pytest
 
 from openrlhf_ext.cli.train_ppo_ray import dry_run
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import preflight
+from openrlhf_ext.driver import preflight
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 

@@ -23,8 +23,8 @@ from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
-from openrlhf_ext.rollout.weight_sync import EngineFailed, WeightStreamMismatch
-from openrlhf_ext.rollout.weight_sync.base import EnginesAtFault
+from openrlhf_ext.rollout.sync import EngineFailed, WeightStreamMismatch
+from openrlhf_ext.rollout.sync.base import EnginesAtFault
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import MisbehavingEngine, NotStarting, outcome
 from tests.patience import PATIENCE_S

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf_ext.controller import data, job
+from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.loop import LoopOptions, TrainingLoop, evaluation_metrics
 from openrlhf_ext.driver.prompts import Prompt, PromptStream
 from openrlhf_ext.driver.rollouts import Group, Rollouts

@@ -15,10 +15,10 @@ import ray
 
 from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import job, settings
-from openrlhf_ext.controller.resume import restore
-from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.resume import restore
+from openrlhf_ext.driver.session import RaySession
 from tests.e2e.jobs import Task
 from tests.patience import until
 

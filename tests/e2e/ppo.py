@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
-from openrlhf_ext.controller import job, settings
-from openrlhf_ext.controller.session import RaySession
+from openrlhf_ext.driver import job, settings
+from openrlhf_ext.driver.session import RaySession
 from tests.e2e.jobs import Task
 
 # the policy has tensor parallelism 2, the critic two copies on ranks of its own

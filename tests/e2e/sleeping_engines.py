@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from openrlhf_ext.cli.train_ppo_ray import main
-from openrlhf_ext.controller import job
+from openrlhf_ext.driver import job
 
 TROUBLES = {1: (0, signal.SIGKILL), 2: (1, signal.SIGSTOP)}
 build_loop = job.build_loop

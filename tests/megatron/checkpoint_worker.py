@@ -13,12 +13,12 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.megatron import checkpoint, phases
-from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.optimizer import OptimizerSettings
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.slow_disk import let_others_wait, monitors
 from tests.patience import PATIENCE_S

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
-from openrlhf_ext.megatron.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.patience import PATIENCE_S
 
 LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3  # a large eps: Adam would amplify the rounding of tiny gradients

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
-from openrlhf_ext.megatron.batch import SequenceBatch
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.algorithms.test_invariants import NAMES, build
 from tests.megatron.parity import deal, settings
 from tests.patience import PATIENCE_S

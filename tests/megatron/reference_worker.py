@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
-from openrlhf_ext.megatron.batch import balance_rows
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.memory.reference import HostReference
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.reference import HostReference
+from openrlhf_ext.megatron.step.batch import balance_rows
+from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.test_policy import TEMPERATURE
 from tests.patience import PATIENCE_S

@@ -11,9 +11,9 @@ import torch
 from openrlhf_ext.megatron import base, critic, policy
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.meta import fake_rank
-from openrlhf_ext.megatron.packing import pack
+from openrlhf_ext.megatron.model.meta import fake_rank
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings
+from openrlhf_ext.megatron.step.packing import pack
 from tests.megatron.exactness import algorithms, make_batch, rollout
 from tests.models import make_tiny_model
 

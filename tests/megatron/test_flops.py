@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from openrlhf_ext.megatron.flops import forward_flops, peak_tflops
-from openrlhf_ext.megatron.hf_config import ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.flops import forward_flops, peak_tflops
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from tests.models import make_tiny_model
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from openrlhf_ext.megatron.grad_norms import GROUPS, group_of
+from openrlhf_ext.megatron.step.grad_norms import GROUPS, group_of
 from tests.launch import launch
 from tests.models import make_tiny_model
 

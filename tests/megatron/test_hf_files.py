@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf_ext.megatron.hf_files import HFCheckpoint, finish_interrupted
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from tests.models import save_tensors
 
 OLD = {f"layer{i}": torch.full((100,), float(i)) for i in range(4)}

@@ -10,12 +10,12 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from openrlhf_ext.megatron import model
-from openrlhf_ext.megatron.hf_config import read_model_shape
-from openrlhf_ext.megatron.layer_spec import PackedSequences
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.meta import fake_rank
-from openrlhf_ext.megatron.model import Recompute, packed_sequences, transformer_config
-from openrlhf_ext.megatron.packing import PackShape, pack
+from openrlhf_ext.megatron.model.build import Recompute, packed_sequences, transformer_config
+from openrlhf_ext.megatron.model.meta import fake_rank
+from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.megatron.model.spec import PackedSequences
+from openrlhf_ext.megatron.step.packing import PackShape, pack
 from tests.megatron.test_packing import ragged
 from tests.models import make_tiny_model
 

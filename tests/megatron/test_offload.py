@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.megatron.offload import HostArena, ModelStates
+from openrlhf_ext.megatron.memory.offload import HostArena, ModelStates
 from tests.launch import launch
 from tests.megatron.test_policy import make_batch
 from tests.models import make_tiny_model

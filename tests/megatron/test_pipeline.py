@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.pipeline import schedule_order
+from openrlhf_ext.megatron.step.pipeline import schedule_order
 
 
 def test_interleaving_needs_stages():

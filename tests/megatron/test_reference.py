@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from openrlhf_ext.megatron import reference
-from openrlhf_ext.megatron.offload import HostArena
-from openrlhf_ext.megatron.reference import HostReference
+from openrlhf_ext.megatron.memory.offload import HostArena
+from openrlhf_ext.megatron.memory.reference import HostReference
 from tests.launch import launch
 from tests.megatron.test_policy import make_batch
 from tests.megatron.test_policy import reference as transformers_outcome

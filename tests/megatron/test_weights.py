@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from openrlhf_ext.megatron.accounting import describe, unaccounted_parameters
-from openrlhf_ext.megatron.hf_config import ModelShape, UnsupportedModelError, read_model_shape
-from openrlhf_ext.megatron.hf_files import HFCheckpoint, HFCheckpointError, HFRows, save_hf
-from openrlhf_ext.megatron.weight_map import (
+from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFCheckpointError, HFRows, save_hf
+from openrlhf_ext.megatron.model.load import BUCKET_BYTES
+from openrlhf_ext.megatron.model.shape import ModelShape, UnsupportedModelError, read_model_shape
+from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,
     Rule,
     chunk_layers,
@@ -29,7 +30,6 @@ from openrlhf_ext.megatron.weight_map import (
     shard_shape,
     stage_rules,
 )
-from openrlhf_ext.megatron.weights import BUCKET_BYTES
 from tests.launch import launch
 from tests.models import make_tiny_model, rows_of, save_tensors
 

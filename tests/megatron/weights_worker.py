@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron import weights
-from openrlhf_ext.megatron.export import export_hf
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.export import export_hf
+from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
-from openrlhf_ext.megatron.weights import load_hf
 from tests.megatron.slow_disk import let_others_wait, monitors, until
 from tests.patience import PATIENCE_S
 

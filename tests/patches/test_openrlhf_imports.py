@@ -13,8 +13,8 @@ from tests.patience import PATIENCE_S
 
 HEAVY = ("vllm", "deepspeed", "peft", "datasets", "transformers", "sympy", "megatron.core", "openrlhf.models")
 LIGHT = (
-    "compat", "rollout.launch", "controller.policy_actor", "controller.critic_actor", "controller.frozen_actor",
-    "controller.job", "driver.loop", "controller.companions", "controller.rank_group",
+    "compat", "rollout.launch", "ranks.policy", "ranks.critic", "ranks.frozen",
+    "driver.job", "driver.loop", "driver.auxiliary", "driver.rank_group",
 )  # fmt: skip
 
 

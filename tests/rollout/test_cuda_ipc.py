@@ -11,7 +11,7 @@ import ray
 import torch
 from torch import Tensor
 
-from openrlhf_ext.rollout.weight_sync import (
+from openrlhf_ext.rollout.sync import (
     BucketPlan,
     EngineFailed,
     Link,
@@ -21,8 +21,8 @@ from openrlhf_ext.rollout.weight_sync import (
     WeightSyncTimeout,
     make_sender,
 )
-from openrlhf_ext.rollout.weight_sync.cuda_ipc import IpcWeightReceiver, IpcWeightSender
-from openrlhf_ext.rollout.weight_sync.shared_memory import HostMemory
+from openrlhf_ext.rollout.sync.cuda_ipc import IpcWeightReceiver, IpcWeightSender
+from openrlhf_ext.rollout.sync.shared_memory import HostMemory
 from tests.launch import launch
 from tests.patience import PATIENCE_S
 from tests.rollout.test_gloo import PATIENCE, plan, ready, same, state
@@ -157,6 +157,6 @@ def test_nccl_without_a_gpu_says_what_to_use(ray_session: None) -> None:
 @ray.remote(num_cpus=0.1)
 class FakeNcclEngine:
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
-        from openrlhf_ext.rollout.weight_sync import make_receiver
+        from openrlhf_ext.rollout.sync import make_receiver
 
         make_receiver(plan, link, 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from openrlhf_ext.rollout import EngineStartError, GenerationTimeout, InvalidWeights, WeightSyncMismatch, launch
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
-from openrlhf_ext.rollout.weight_sync import (
+from openrlhf_ext.rollout.sync import (
     BucketPlan,
     EngineFailed,
     SendReport,

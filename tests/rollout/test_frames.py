@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrlhf_ext.rollout.weight_sync.frames import FramePool
+from openrlhf_ext.rollout.sync.frames import FramePool
 
 
 def test_memory_is_lent_again_when_the_last_tensor_on_it_is_gone() -> None:

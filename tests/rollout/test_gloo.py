@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.weight_sync import (
+from openrlhf_ext.rollout.sync import (
     BucketPlan,
     EngineFailed,
     Link,
@@ -27,9 +27,9 @@ from openrlhf_ext.rollout.weight_sync import (
     make_receiver,
     make_sender,
 )
-from openrlhf_ext.rollout.weight_sync.collective import SendingEnd
-from openrlhf_ext.rollout.weight_sync.gloo import Gloo, GlooWeightReceiver
-from openrlhf_ext.rollout.weight_sync.stream import TensorSource, send_stream
+from openrlhf_ext.rollout.sync.collective import SendingEnd
+from openrlhf_ext.rollout.sync.gloo import Gloo, GlooWeightReceiver
+from openrlhf_ext.rollout.sync.stream import TensorSource, send_stream
 from tests.launch import launch
 from tests.patience import PATIENCE_S, SOONER_S
 

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S
     ("module", "absent"),
     [
         ("openrlhf_ext.rollout", ["torch", "ray", "vllm", "openrlhf"]),
-        ("openrlhf_ext.rollout.weight_sync", ["ray", "vllm", "openrlhf"]),
+        ("openrlhf_ext.rollout.sync", ["ray", "vllm", "openrlhf"]),
         ("openrlhf_ext.rollout.worker_extension", ["openrlhf", "deepspeed"]),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.weight_sync.plan import ALIGNMENT_BYTES, BucketPlan, TensorSpec
+from openrlhf_ext.rollout.sync.plan import ALIGNMENT_BYTES, BucketPlan, TensorSpec
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.rollout.weight_sync.base import (
+from openrlhf_ext.rollout.sync.base import (
     WeightStreamAborted,
     WeightStreamMismatch,
     WeightSyncError,
     WeightTransferFailed,
 )
-from openrlhf_ext.rollout.weight_sync.plan import Bucket, BucketPlan, TensorSpec
-from openrlhf_ext.rollout.weight_sync.stream import TensorSource, WeightStream, frame_bytes, send_stream
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, TensorSpec
+from openrlhf_ext.rollout.sync.stream import TensorSource, WeightStream, frame_bytes, send_stream
 from tests.rollout.test_plan import random_tensor, spec_lists
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf_ext.rollout.weight_sync import RECEIVERS, SENDERS, choose_transport
+from openrlhf_ext.rollout.sync import RECEIVERS, SENDERS, choose_transport
 
 
 def test_every_transport_has_both_ends() -> None:

@@ -1,0 +1,97 @@
+"""The self-test of ``train.drift_check``: with a learning rate of 0, a step of the whole system must change nothing.
+
+It runs the real loop: rollouts, shaping, forward and backward, Adam, weight sync. Then weights and master weights have
+to be the same bits, the policy's log-probs of the batch the same numbers, and the engines' log-probs close to them.
+What moves points at a fault (a wrong reduction, an update of something frozen, stale weights, a lossy sync, a cache
+that outlived its weights) that ordinary training would hide.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from openrlhf_ext.megatron.step.batch import LogprobEntropy
+
+logger = logging.getLogger(__name__)
+
+
+class DriftError(RuntimeError):
+    """A step with learning rate 0 changed something."""
+
+
+@dataclass
+class DriftCheck:
+    """Compares before and after each training step.
+
+    Attributes:
+        policy_group: OpenRLHF's group of policy ranks.
+        tolerance: largest log-prob difference that counts as the same, nats.
+        timeout_s: longest wait for the ranks.
+    """
+
+    policy_group: Any
+    tolerance: float
+    timeout_s: float
+    steps: int = 0
+    _before: list[str] = field(default_factory=list)
+
+    def before_training(self) -> None:
+        """Remembers the weights."""
+        self._before = self._digests()
+
+    def after_training(self, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None) -> dict[str, float]:
+        """What moved, as metrics.
+
+        Args:
+            old, new: the policy's log-probs of the batch before and after the step.
+            mean_mismatch: mean absolute difference between policy and engines, None if the engines report none.
+
+        Raises:
+            DriftError: lists what moved and on which ranks.
+        """
+        self.steps += 1
+        moved = max_difference(old.logprobs_N, new.logprobs_N)
+        problems = [
+            *changed_ranks(self._before, self._digests()),
+            *logprob_problems(moved, mean_mismatch, self.tolerance),
+        ]
+        if problems:
+            raise DriftError(
+                f"train.drift_check: step {self.steps} had learning rate 0 and changed something:\n"
+                + "\n".join(f"- {problem}" for problem in problems)
+            )
+        logger.info("drift check, step %d: weights unchanged, log-probs moved by %.1e nats", self.steps, moved)
+        return {"drift/logprob_max_abs": moved}
+
+    def _digests(self) -> list[str]:
+        return ray.get(self.policy_group.async_run_method("weight_digest"), timeout=self.timeout_s)
+
+
+def max_difference(one_N: Tensor, other_N: Tensor) -> float:
+    """Largest absolute difference."""
+    return float((one_N - other_N).abs().max())
+
+
+def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """A line that names the ranks whose weights are no longer the same bits."""
+    ranks = [rank for rank, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    return [f"the weights changed on the policy ranks {ranks}"] if ranks else []
+
+
+def logprob_problems(moved: float, mean_mismatch: float | None, tolerance: float) -> list[str]:
+    """Lines on log-probs that moved, or on engines that do not sample from the policy; NaN counts as moved."""
+    problems = []
+    if not moved <= tolerance:
+        problems.append(f"the policy's log-probs of the batch moved by {moved:.2e} nats, allowed are {tolerance:g}")
+    if mean_mismatch is not None and not mean_mismatch <= tolerance:
+        problems.append(
+            f"policy and engines differ by {mean_mismatch:.2e} nats on average, allowed are {tolerance:g} "
+            "(weight_sync.probe_tolerance)"
+        )
+    return problems

@@ -1,0 +1,223 @@
+"""Going on where an earlier run stopped: which checkpoint, what the ranks take from it, restarts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_manifest
+from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.checkpoints.store import step_of
+from openrlhf_ext.driver.checkpointing import CONTROLLER, GROUPS, CheckpointOptions, ask_ranks
+from openrlhf_ext.megatron.model.hf_files import finish_interrupted
+
+logger = logging.getLogger(__name__)
+
+# options whose change between two parts of a run says nothing about the training
+_IMMATERIAL = ("ckpt.", "logger.", "dry_run", "train.max_restarts", "train.step_timeout_s")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that this run goes on from: its folder, its step, and the driver's part of it (``driver.state``)."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+
+# ---- before training ------------------------------------------------------------------------------------------------
+
+
+def prepare_folder(config: Any) -> None:
+    """Makes the folders ready: half-written checkpoints go; a run that starts anew finds none of another one.
+
+    Raises:
+        CheckpointError: the folder cannot be changed.
+    """
+    store = CheckpointOptions.of(config).store()
+    try:
+        _finish_interrupted(config, store)
+        saves = config.ckpt.save_steps != -1 or config.ckpt.best_metric_key
+        if saves and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
+            logger.warning(
+                "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
+                store.folder,
+                aside,
+            )
+    except OSError as error:
+        raise CheckpointError(f"ckpt.path {store.folder} cannot be used: {error}") from error
+
+
+def check_shared_folders(config: Any, policy: Any) -> None:
+    """What the run will write can be seen by all that must: said at the start, not when the last weights are lost.
+
+    Raises:
+        CheckpointError: a folder of the driver's is not the one that the ranks see under its name.
+    """
+    ckpt = config.ckpt
+    folders = {"ckpt.output_dir": ckpt.output_dir}
+    if ckpt.save_steps != -1 or ckpt.best_metric_key or ckpt.load_enable:
+        folders["ckpt.path"] = ckpt.path
+    for option, folder in folders.items():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
+            seen = ask_ranks(policy, "policy", "sees", config.train.step_timeout_s, path=file.name)
+        # Hugging Face checkpoints are written by rank 0, the others by all
+        blind = [rank for rank, sees in enumerate(seen) if not sees and (rank == 0 or option == "ckpt.path")]
+        if blind:
+            raise CheckpointError(
+                f"{option} must be on storage that all nodes and the driver share: a file that the driver has written "
+                f"to {folder} is not seen by the policy's ranks {blind}"
+            )
+
+
+def clean_up(config: Any) -> None:
+    """Leaves nothing half-written; call it when every process of the run has ended."""
+    store = CheckpointOptions.of(config).store()
+    try:
+        _finish_interrupted(config, store)
+    except OSError as error:
+        logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
+
+
+def _finish_interrupted(config: Any, store: CheckpointStore) -> None:
+    store.clean()
+    final = config.ckpt.output_dir
+    for folder in (final, f"{final}_critic", *store.folder.glob("global_step*_hf")):
+        finish_interrupted(folder)
+
+
+def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
+    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one.
+
+    Args:
+        groups: actor groups with ``CheckpointedRank`` classes, by name.
+
+    Raises:
+        CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good), or does not fit.
+    """
+    if not config.ckpt.load_enable:
+        return None
+    options = CheckpointOptions.of(config)
+    store = options.store()
+    if not store.checkpoints():
+        logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
+        return None
+    folder = find_good(store, groups, options, fallback=config.ckpt.fallback_enable)
+    if not (folder / GROUPS).is_file():
+        raise CheckpointError(
+            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
+            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
+        )
+    state = read_plain(folder / CONTROLLER)
+    report_changed_options(state["options"], plain_options(config))
+    for name, group in groups.items():
+        if not (folder / name).is_dir():
+            raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
+        ask_ranks(group, name, "load_state", options.timeout_s, folder=str(folder), name=name)
+    store.recover_best(folder)
+    logger.info("resumed from %s", folder)
+    return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
+
+
+def find_good(store: CheckpointStore, groups: Mapping[str, Any], options: CheckpointOptions, *, fallback: bool) -> Path:
+    """The newest checkpoint whose files are all as they were written; the ranks share the reading.
+
+    Raises:
+        CheckpointError: the newest one is damaged and ``fallback`` is off, or all are.
+    """
+    damaged = []
+    for folder in reversed(store.checkpoints()):
+        problems = _problems(folder, groups, options)
+        if not problems:
+            return folder
+        damaged.append(f"{folder} is not usable:\n  " + "\n  ".join(problems))
+        if not fallback:
+            raise CheckpointError(
+                f"{damaged[0]}\nAdd --ckpt.fallback_enable to go back to the newest good checkpoint, or remove the "
+                "folder"
+            )
+        logger.error("%s\n  going back to the checkpoint before it", damaged[-1])
+    raise CheckpointError("no checkpoint is usable:\n" + "\n".join(damaged))
+
+
+def _problems(folder: Path, groups: Mapping[str, Any], options: CheckpointOptions) -> list[str]:
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    name, group = next(iter(groups.items()))
+    parts = ask_ranks(group, name, "check_checkpoint", options.timeout_s, folder=str(folder))
+    return [problem for part in parts for problem in part]
+
+
+# ---- the prompts -----------------------------------------------------------------------------------------------------
+
+
+def prompts_fingerprint(dataset: Any) -> str:
+    """Changes if a prompt, a label or their order changes: the data cursor means something for these prompts only."""
+    digest = hashlib.sha256()
+    for prompt, label in zip(dataset.prompts, dataset.labels, strict=True):
+        digest.update(repr((prompt, label)).encode())
+    return digest.hexdigest()
+
+
+def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
+    """Refuses a checkpoint whose run had other prompts.
+
+    Raises:
+        CheckpointError: it had.
+    """
+    if resumed is not None and resumed.state["prompts"] != fingerprint:
+        raise CheckpointError(
+            f"{resumed.folder} was written by a run with other prompts: the place in the data that it holds means "
+            "nothing for these. Resume with the same data.* options and unchanged files, or start a new run from its "
+            "weights with actor.model_name_or_path and another ckpt.path"
+        )
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def plain_options(config: Any) -> dict[str, str]:
+    """Every option that is not a secret, as text by its name."""
+    from openrlhf_ext.config.access import value_of
+    from openrlhf_ext.config.options import option_table
+
+    return {name: repr(value_of(config, name)) for name, option in option_table().items() if not option.info.secret}
+
+
+def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Logs the options that differ from those of the run that wrote the checkpoint."""
+    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
+    for name in names:
+        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
+
+
+# ---- restarts -------------------------------------------------------------------------------------------------------
+
+
+def run_with_restarts(config: Any, run_once: Callable[[Any], int]) -> int:
+    """Runs, and after a failure (exit code 1) again from the last checkpoint, ``train.max_restarts`` times at most.
+
+    Args:
+        run_once: trains with a configuration and returns the exit code.
+    """
+    for restart in range(config.train.max_restarts + 1):
+        if restart:
+            logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
+            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
+        code = run_once(config)
+        if code != 1:
+            break
+    return code

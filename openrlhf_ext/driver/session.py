@@ -1,0 +1,166 @@
+"""The lifetime of a job's Ray processes: start, report of a death in the process's own words, and a clean end.
+
+Ctrl-C, SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from openrlhf_ext.driver.ray_start import patiently
+from openrlhf_ext.megatron.phases import Address, describe_ranks
+from openrlhf_ext.rewards import RewardError, RewardFailureLimit
+from openrlhf_ext.rollout.identity import machine_id
+from openrlhf_ext.rollout.process import ray_log_tail
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0
+_READ_S = 30.0
+
+
+class RaySession:
+    """Starts a local Ray, or joins the cluster that RAY_ADDRESS names; ends what it started."""
+
+    def __init__(self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool) -> None:
+        """
+        Args:
+            policy_ranks: ranks of all models: policy, critic, frozen models.
+            engines: workers of all rollout engines.
+            env: environment of every Ray worker.
+            verbose: whether what workers print is shown.
+        """
+        self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
+        self.processes: dict[str, dict[str, Any]] = {}
+        self._groups: dict[str, list[Address]] = {}
+        self._children: dict[int, psutil.Process] = {}
+        self._sigterm = None
+        self.use_gpu = False
+
+    def __enter__(self) -> RaySession:
+        self._sigterm = signal.signal(signal.SIGTERM, _terminate)
+        arguments = self._arguments()
+        patiently(lambda: ray.init(**arguments))
+        # a local Ray on a machine without GPUs only counts "GPUs": see _arguments
+        self.use_gpu = "num_gpus" not in arguments and ray.cluster_resources().get("GPU", 0) > 0
+        self.remember_children()
+        return self
+
+    def _arguments(self) -> dict:
+        runtime_env = {"env_vars": self.env, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
+        common = {"runtime_env": runtime_env, "log_to_driver": self.verbose, "logging_level": logging.WARNING}
+        if os.environ.get("RAY_ADDRESS"):
+            return common
+        import torch
+
+        local: dict = {"include_dashboard": False}
+        if not torch.cuda.is_available():
+            # OpenRLHF's actor group asks for one GPU per rank: on a CPU they are only numbers. One CPU each, likewise.
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            local["address"] = "local"  # not somebody else's Ray that happens to run on this machine
+            local |= {"num_gpus": self.policy_ranks, "num_cpus": self.policy_ranks + self.engines + 1}
+            local["object_store_memory"] = 256 << 20
+            # Ray's idle workers, one per CPU, are not used: they lack the environment of this job's actors
+            local["_system_config"] = {"prestart_worker_first_driver": False}
+        return common | local
+
+    def remember(self, name: str, process: Mapping[str, Any]) -> None:
+        """Names a process, so that its log can be shown if it dies.
+
+        Args:
+            process: its ``rollout.identity.own_identity()``.
+        """
+        self.processes[name] = dict(process)
+        self.remember_children()
+
+    def watch(self, group: str, addresses: list[Address]) -> None:
+        """Where the ranks of a group say what they are doing (``megatron.phases``), for reports of deadlines."""
+        self._groups[group] = addresses
+
+    def remember_children(self) -> None:
+        """Keeps hold of every descendant, since a dead parent would hide its children."""
+        for process in psutil.Process().children(recursive=True):
+            self._children.setdefault(process.pid, process)
+
+    def __exit__(self, kind, error, trace) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the clean-up
+        self.remember_children()
+        with contextlib.suppress(RayError):
+            ray.shutdown()
+        _end(list(self._children.values()))
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, self._sigterm)
+
+    def describe_failure(self, error: BaseException) -> str:
+        """The failing process's own error text and, of every process that died, its name and the end of its log.
+
+        Which process reports a death first is a matter of chance: often it is one that waited for the dead process.
+        """
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        died = isinstance(cause, RayActorError)
+        if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
+            error = cause  # its text holds the user's own traceback; ours around it says nothing
+        of_a_task = isinstance(error, RayTaskError) and not died
+        lines = [str(error) if of_a_task else f"{type(error).__name__}: {error}"]
+        if died or isinstance(error, TimeoutError):
+            lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
+        dead = {
+            f"{name} (pid {process['pid']} on {process['host']})": process
+            for name, process in self.processes.items()
+            if (died and process["actor"] == cause.actor_id) or not _alive(process)
+        }
+        if dead:
+            lines.append("dead processes: " + ", ".join(dead))
+        with ThreadPoolExecutor(max_workers=16) as pool:  # a node may have gone with all of its processes
+            tails = list(pool.map(_last_output, dead.values()))
+        lines += [f"--- last output of {name}\n{tail}" for name, tail in zip(dead, tails, strict=True) if tail]
+        return "\n".join(lines)
+
+
+def _terminate(*_) -> None:
+    raise KeyboardInterrupt("SIGTERM")
+
+
+def _alive(process: Mapping[str, Any]) -> bool:
+    """Whether a process lives; of what is on another machine, Ray knows it."""
+    if process["machine"] != machine_id():
+        return not ray.is_initialized() or ray._private.state.actors(process["actor"]).get("State") != "DEAD"
+    try:
+        return psutil.Process(process["pid"]).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """SIGTERM, a short grace, SIGKILL."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        running = [p for p in processes if p.is_running()]
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                send(process)
+        psutil.wait_procs(running, timeout=_GRACE_S)
+
+
+def _last_output(process: Mapping[str, Any]) -> str:
+    """The end of the log of a process that has died; on another machine a task on its node reads it."""
+    if process["machine"] == machine_id():
+        return ray_log_tail(process["pid"])
+    there = NodeAffinitySchedulingStrategy(process["node"], soft=False)
+    try:
+        reading = ray.remote(num_cpus=0, max_retries=0)(ray_log_tail).options(scheduling_strategy=there)
+        return ray.get(reading.remote(process["pid"]), timeout=_READ_S)
+    except (RayError, TimeoutError) as error:
+        pattern = f"worker-*-{process['pid']}.err"
+        return f"(its log is {pattern} in Ray's logs on {process['host']}, and could not be read: {error})"

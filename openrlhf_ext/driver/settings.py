@@ -1,0 +1,236 @@
+"""What each part of a run gets from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from openrlhf_ext.algorithms import Algorithm, get_algorithm
+from openrlhf_ext.config.entities.algo import CUSTOM
+from openrlhf_ext.driver.engines import RecoveryLimits
+from openrlhf_ext.driver.loop import LoopOptions
+from openrlhf_ext.driver.rollouts import RolloutOptions
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
+from openrlhf_ext.rollout.response import Sampling
+
+
+def worker_env(config: Any) -> dict[str, str]:
+    """Environment of every Ray worker."""
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "0" if config.logger.verbose else "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
+        "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    }
+    if Path(config.actor.model_name_or_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def _threads_per_process(config: Any) -> int:
+    """For nodes like this one, over which the processes are spread evenly."""
+    processes = max(config.training_ranks, config.engine_workers)
+    return max(1, (os.cpu_count() or 1) * config.actor.num_nodes // processes)
+
+
+def build_algorithm(config: Any, **measured: Any) -> Algorithm:
+    """The estimator with its options and what was measured for it.
+
+    The ranks get it with their shards; they cannot import the file of an algorithm of the user's own, so the class goes
+    with it.
+    """
+    name, options, correction = config.algorithm_options()
+    algorithm = get_algorithm(name, correction=correction, **options, **measured)
+    if config.algo.advantage.estimator == CUSTOM:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])
+    return algorithm
+
+
+def policy_settings(config: Any, steps: int):
+    """What every policy rank gets."""
+    actor, megatron = config.actor, config.megatron
+    return PolicySettings(
+        model_path=actor.model_name_or_path,
+        layout=parallel_layout(config.world_size, megatron),
+        param_dtype=megatron.param_dtype,
+        temperature=config.rollout.temperature,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_micro_batch_size=config.rollout.micro_batch_size,
+        **token_budgets(config),
+        head=megatron.head,
+        head_kernels=megatron.head_kernels,
+        head_workspace_bytes=megatron.head_workspace_mib << 20,
+        recompute=Recompute(
+            megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
+        ),
+        seed=config.train.seed,
+        collective_timeout_s=megatron.collective_timeout_s,
+        optimizer=OptimizerSettings(
+            lr=0.0 if config.train.drift_check else actor.adam.lr,
+            betas=tuple(actor.adam.betas), eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
+            max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
+            min_lr_ratio=actor.min_lr_ratio,
+            max_steps=optimizer_updates(config, steps - frozen_steps(config)),
+            distributed=megatron.distributed_optimizer_enable,
+        ),
+        host_copies={model.name: model.path for model in frozen_models(config) if not model.ranks},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A language model that scores completions and is never trained.
+
+    Attributes:
+        name: 'reference' or 'guide'.
+        path: its checkpoint.
+        ranks: of its own; 0 = a copy in the host memory of the policy's ranks.
+    """
+
+    name: str
+    path: str
+    ranks: int
+
+
+def frozen_models(config: Any) -> list[FrozenModel]:
+    """Those that the run needs."""
+    models = []
+    if config.has_reference:
+        models.append(FrozenModel("reference", config.actor.model_name_or_path, config.reference_ranks))
+    if config.has_guide:
+        models.append(FrozenModel("guide", config.guide.model_name_or_path, config.guide_ranks))
+    return models
+
+
+def token_budgets(config: Any) -> dict[str, int]:
+    """Tokens of a micro-batch on one rank, if micro-batches are filled up to a budget."""
+    if not config.train.dynamic_batch_enable:
+        return {}
+    train = config.train.max_tokens_per_gpu
+    return {
+        "max_tokens_per_gpu": train,
+        "forward_max_tokens_per_gpu": config.rollout.max_tokens_per_gpu or train,
+    }
+
+
+def critic_path(config: Any) -> str:
+    """The critic's checkpoint."""
+    return config.critic.model_name_or_path or config.actor.model_name_or_path
+
+
+def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
+    """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
+    critic, adam = config.critic, config.critic.adam
+    optimizer = OptimizerSettings(
+        lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
+        lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
+        max_steps=optimizer_updates(config, steps), distributed=policy_settings.optimizer.distributed,
+    )  # fmt: skip
+    model = dataclasses.replace(
+        policy_settings,
+        model_path=critic_path(config),
+        layout=parallel_layout(config.critic_ranks, config.critic_layout),
+        optimizer=optimizer,
+        host_copies={},
+    )
+    return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
+
+
+def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
+    """The layout of a model on ``world_size`` ranks from ``megatron.*`` (or the critic's own)."""
+    return ParallelLayout(
+        world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
+        megatron.context_parallel_size, megatron.sequence_parallel_enable, megatron.virtual_pipeline_size,
+    )  # fmt: skip
+
+
+def frozen_steps(config: Any) -> int:
+    """Training steps at the start in which only the critic is trained."""
+    return config.critic.freezing_steps + 1 if config.has_critic else 0
+
+
+def check_frozen_steps(config: Any, steps: int) -> None:
+    """The critic's head start ends before the run does.
+
+    Raises:
+        ValueError: the policy would never be trained.
+    """
+    if frozen_steps(config) >= steps:
+        raise ValueError(
+            f"critic.freezing_steps must be below the number of training steps - 1, or the policy is never trained: "
+            f"got {config.critic.freezing_steps} (the first {frozen_steps(config)} steps) and {steps} steps; lower it"
+        )
+
+
+def optimizer_updates(config: Any, steps: int) -> int:
+    """Optimizer updates of ``steps`` training steps, at least 1."""
+    return max(1, steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size))
+
+
+def training_steps(config: Any, prompts: int) -> int:
+    """Batches of groups of the whole run; the last one may be smaller, and dynamic sampling makes them fewer."""
+    return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
+
+
+def rollout_options(config: Any) -> RolloutOptions:
+    """What is sampled for training, how far ahead, and what is dropped."""
+    return RolloutOptions(
+        batch_size=config.rollout.batch_size,
+        samples=config.rollout.n_samples_per_prompt,
+        guide_samples=config.guide_samples,
+        sampling=sampling(config, config.rollout.temperature),
+        max_staleness=config.max_staleness,
+        late=config.train.late_groups,
+        filter_range=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
+        max_filter_batches=config.rollout.max_filter_batches,
+        timeout_s=config.rollout.timeout_s,
+        seed=config.train.seed if config.train.full_determinism_enable else None,
+    )
+
+
+def sampling(config: Any, temperature: float) -> Sampling:
+    """How completions are sampled at this temperature."""
+    rollout = config.rollout
+    return Sampling(temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)
+
+
+def loop_options(config: Any) -> LoopOptions:
+    """When the loop does what."""
+    return LoopOptions(
+        step_timeout_s=config.train.step_timeout_s,
+        eval_steps=None if config.eval.steps == -1 else config.eval.steps,
+        eval_samples=config.eval.n_samples_per_prompt,
+        eval_sampling=sampling(config, config.eval.temperature),
+        partial_rollouts=config.partial_rollouts,
+        critic_steps=frozen_steps(config),
+        take_turns=config.ds.enable_sleep,
+        logging_steps=config.logger.logging_steps,
+    )
+
+
+def sync_settings(config: Any, use_gpu: bool):
+    """How weights travel."""
+    from openrlhf_ext.ranks.publishing import SyncSettings
+    from openrlhf_ext.rollout.sync import choose_transport
+
+    transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)
+    return SyncSettings(
+        transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
+        config.probe_tolerance, config.probe_length,
+    )  # fmt: skip
+
+
+def recovery_limits(config: Any) -> RecoveryLimits:
+    """When engines are replaced, and how often."""
+    vllm = config.vllm
+    return RecoveryLimits(
+        vllm.max_restarts, vllm.hang_timeout_s, vllm.start_timeout_s, policy_timeout_s=config.train.step_timeout_s
+    )

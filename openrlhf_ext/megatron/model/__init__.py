@@ -1,0 +1,1 @@
+"""The model of one rank: shape, layers, names and splits of its weights, weights in and out."""

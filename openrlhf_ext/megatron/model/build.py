@@ -1,0 +1,192 @@
+"""Builds the policy's decoder as a megatron-core GPTModel that ends in hidden states instead of logits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
+from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.megatron.step.packing import PackedBatch
+
+logger = logging.getLogger(__name__)
+
+
+class HiddenStateGPTModel(GPTModel):
+    """GPTModel whose last stage returns the final hidden states, so that the head sees only the positions it needs."""
+
+    def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        """(L, 1, H) final hidden states of this rank's tokens on the last stage, activations for the next elsewhere."""
+        return hidden_states
+
+    def _is_in_embd_group(self) -> bool:
+        """Whether the constructor copies the tied embedding between stages; not on the meta device, without values."""
+        return not next(self.parameters()).is_meta and super()._is_in_embd_group()
+
+    def output_embedding(self) -> Tensor:
+        """(padded vocabulary / tp, H) this rank's shard of the output embedding (last stage only)."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+class ValueModel(HiddenStateGPTModel):
+    """The same decoder with a value head in the place of the vocabulary projection.
+
+    The head, (1, H) and the same on every tensor-parallel rank, keeps the name ``output_layer``, which Megatron's
+    checkpoint code expects on the last stage. It is trained like any replicated parameter.
+    """
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        if self.post_process:
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+
+def transformer_config(
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute
+) -> TransformerConfig:
+    """Megatron's configuration for a Hugging Face model in a layout."""
+    on_gpu = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            layout.virtual_pipeline_size if layout.virtual_pipeline_size > 1 else None
+        ),
+        context_parallel_size=layout.context_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        # the loss shares already carry their denominators: Megatron must only add them up
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_sync=False,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of apex
+        masked_softmax_fusion=False,
+        persist_layer_norm=on_gpu,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(dtype),
+        **recompute.arguments(),
+    )
+
+
+def has_transformer_engine() -> bool:
+    """True where TransformerEngine can be used: it is installed and there is a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``).
+
+    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32.
+    """
+    return dtype == torch.bfloat16 and has_transformer_engine()
+
+
+def packed_sequences(part: PackedBatch, dtype: torch.dtype) -> PackedSequences:
+    """What the attention of a model of this dtype needs to know of a pack."""
+    # TransformerEngine's kernels read the boundaries on the device, Megatron's own rotary embedding on the host
+    on_device = uses_transformer_engine(dtype)
+    boundaries = (
+        part.boundaries if on_device else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
+    )
+    # padding counts as part of its sequence: kernels that skip padding between sequences are few
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=max(part.slots),
+        max_seqlen_kv=max(part.slots),
+        slots=part.slots,
+        boundaries=part.boundaries,
+    )
+
+
+def _spec(config: TransformerConfig, vp_stage: int | None, plain: bool = False):
+    if plain:
+        return block_spec(config, vp_stage)
+    if uses_transformer_engine(config.params_dtype):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        logger.info("layers: TransformerEngine's")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if torch.cuda.is_available():
+        why = "is not installed"
+        if has_transformer_engine():
+            why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
+        logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
+    return block_spec(config, vp_stage)
+
+
+def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
+    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product.
+
+    Not by ``gradient_accumulation_fusion``: with that Megatron's own output layer, which is only a place for a weight
+    here, refuses to be built without apex (tensor_parallel/layers.py:924).
+    """
+    for module in decoder.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def build_model(
+    shape: ModelShape, config: TransformerConfig, vp_stage: int | None = None, meta: bool = False
+) -> HiddenStateGPTModel:
+    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
+
+    ``meta``: on the default device instead, with our layer spec on every machine (``megatron.meta``).
+    """
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
+    model = model_class(
+        config,
+        _spec(config, vp_stage, plain=meta),
+        vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        rope_scaling=shape.rope_scaling_factor is not None,
+        rope_scaling_factor=shape.rope_scaling_factor or 8.0,
+        parallel_output=True,
+        vp_stage=vp_stage,
+    )
+    if meta:
+        return model
+    fuse_weight_gradients(model.decoder)
+    return model.cuda() if torch.cuda.is_available() else model

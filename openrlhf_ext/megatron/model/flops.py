@@ -1,0 +1,77 @@
+"""Model FLOPs of a dense decoder: what the mathematics needs, whatever an implementation computes besides.
+
+A multiplication and an addition are two operations. Counted are the matrix products of the layers (all tokens), causal
+attention (each token attends to itself and those before it), and the vocabulary projection (only positions whose next
+token is a response token: the policy computes no others). Norms, rotary embedding, softmax and the optimizer are not
+counted, nor is recomputation, so that MFU tells how much of the hardware the model itself uses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from openrlhf_ext.megatron.model.shape import ModelShape
+
+# operations of the backward pass per operation of the forward pass: gradients of both factors of every product
+BACKWARD = 2
+
+# dense bf16 TFLOP/s of a device by a part of its name, without sparsity (NVIDIA's data sheets; SXM where there are two)
+PEAK_BF16_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+}
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of one forward pass, by part."""
+
+    layers: int
+    attention: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All of one forward pass."""
+        return self.layers + self.attention + self.head
+
+    @property
+    def training(self) -> int:
+        """Forward and backward."""
+        return (1 + BACKWARD) * self.total
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> ForwardFlops:
+    """FLOPs of a forward pass over whole sequences.
+
+    Args:
+        lengths: tokens of each sequence, prompt and response, without padding.
+        predicted: response tokens, all sequences together.
+    """
+    lengths = list(lengths)
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    per_token = shape.hidden_size * (q + 2 * kv) + q * shape.hidden_size + 3 * shape.hidden_size * shape.ffn_hidden_size
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    outputs = 1 if shape.value_head is not None else shape.vocab_size
+    return ForwardFlops(
+        layers=2 * shape.num_layers * per_token * sum(lengths),
+        attention=2 * 2 * shape.num_layers * q * pairs,  # scores, and the weighted sum of values
+        head=2 * shape.hidden_size * outputs * predicted,
+    )
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 TFLOP/s of a device, None if it is not known."""
+    words = set(re.split(r"[\s-]+", device_name))  # "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+    known = [peak for part, peak in PEAK_BF16_TFLOPS.items() if words.issuperset(part.split())]
+    return known[0] if known else None

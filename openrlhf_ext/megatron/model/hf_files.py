@@ -1,0 +1,292 @@
+"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from openrlhf_ext.checkpoints.files import fsync_folder, write_durably, write_file
+from openrlhf_ext.checkpoints.tensors import safetensors_chunks
+from openrlhf_ext.megatron.model.weight_map import HFTensor
+
+logger = logging.getLogger(__name__)
+
+FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_SHARD_BYTES = 5 << 30
+
+
+class HFCheckpointError(ValueError):
+    """The files of a checkpoint are absent, damaged, or do not belong together."""
+
+
+class HFCheckpoint:
+    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache.
+
+    Raises (constructor and methods):
+        HFCheckpointError: a file is missing or damaged, or the index does not list what the files hold.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._opened: dict[Path, Any] = {}
+        self._file_of = self._index()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, safetensors' name of the dtype) of a tensor, without reading it."""
+        view = self._view(name)
+        return tuple(view.get_shape()), view.get_dtype()
+
+    def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """Entries [start, stop) of a tensor along ``axis`` (0 or 1); the whole tensor by default."""
+        view = self._view(name)
+        with _naming(self._file_of[name]):
+            return view[start:stop] if axis == 0 else view[:, start:stop]
+
+    def _view(self, name: str) -> Any:
+        path = self._file_of[name]
+        with _naming(path):
+            return self._open(path).get_slice(name)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
+
+    def _index(self) -> dict[str, Path]:
+        if not (self.path / _INDEX).exists():
+            return dict.fromkeys(self._keys(_SINGLE, f"neither {_SINGLE} nor {_INDEX} found"), self.path / _SINGLE)
+        try:
+            listed: dict[str, str] = json.loads((self.path / _INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise HFCheckpointError(f"{self.path / _INDEX} holds no weight_map: {error!r}") from error
+        for file in sorted(set(listed.values())):
+            named = {name for name, where in listed.items() if where == file}
+            held = self._keys(file, f"{_INDEX} names {file}, which is not there")
+            if named != held:
+                raise HFCheckpointError(
+                    f"{self.path / file} does not hold what {_INDEX} says: missing {sorted(named - held)}, not listed "
+                    f"{sorted(held - named)}"
+                )
+        return {name: self.path / file for name, file in listed.items()}
+
+    def _keys(self, file: str, if_absent: str) -> set[str]:
+        if not (self.path / file).exists():
+            raise HFCheckpointError(f"{self.path}: {if_absent}")
+        with _naming(self.path / file):
+            return set(self._open(self.path / file).keys())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise HFCheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+# ---- writing a checkpoint directory -----------------------------------------------------------------------------
+
+_SIDE_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+
+
+_FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
+
+
+@dataclass(frozen=True)
+class HFRows:
+    """Consecutive rows of a Hugging Face tensor.
+
+    Attributes:
+        name: of the tensor.
+        start: first row.
+        values: the rows; entries of a vector count as rows. Who yields them may use the memory again for the next ones.
+    """
+
+    name: str
+    start: int
+    values: Tensor
+
+
+def save_hf(
+    rows: Iterable[HFRows],
+    tensors: Sequence[HFTensor],
+    dtype: torch.dtype,
+    source: str | Path,
+    target: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    config_changes: Mapping[str, Any] | None = None,
+) -> dict[str, int]:
+    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
+
+    The rows go to the files as they come: none is held.
+
+    A new ``target`` appears when everything in it is on disk. In a folder that exists, whose other files stay, the new
+    files are first written beside the old checkpoint; while they take its place there is no ``config.json``, so that a
+    loader finds a whole checkpoint or none. :func:`finish_interrupted` sees to what a kill leaves.
+
+    Args:
+        rows: all rows of all tensors, in order.
+        tensors: what ``rows`` make, in the same order.
+        dtype: of all of them.
+        source: folder of the checkpoint that the model began as.
+        target: folder to write.
+        max_shard_bytes: size of a file, unless a tensor alone is larger.
+        config_changes: overrides entries of ``config.json``.
+
+    Returns:
+        Size in bytes of every file by its name.
+
+    Raises:
+        CheckpointError: a file cannot be written, for instance because the disk is full.
+        ValueError: ``rows`` are not those of ``tensors``.
+    """
+    source, target = Path(source), Path(target)
+    finish_interrupted(target)
+    exists = target.exists()
+    temporary = _inside(target) if exists else _beside(target)
+    temporary.mkdir(parents=True)
+    _write_shards(rows, tensors, dtype, temporary, max_shard_bytes)
+    for name in _SIDE_FILES:
+        if (source / name).exists():
+            shutil.copy2(source / name, temporary / name)
+    if config_changes:
+        config = temporary / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | dict(config_changes), indent=2, sort_keys=True))
+    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    for name in sizes.keys() & {*_SIDE_FILES, _INDEX}:
+        _fsync(temporary / name)
+    if exists:
+        write_file(temporary, _FILES, [json.dumps(sizes).encode()])
+        temporary.rename(_complete(target))
+        _replace(target)
+    else:
+        fsync_folder(temporary)
+        temporary.rename(target)
+        fsync_folder(target.parent)
+    logger.info("wrote %s", target)
+    return sizes
+
+
+def finish_interrupted(target: str | Path) -> None:
+    """What a killed :func:`save_hf` left: half-written files go, complete ones take the place of the old checkpoint."""
+    target = Path(target)
+    for left in (_inside(target), _beside(target)):
+        if left.exists():
+            logger.info("removing %s, which a run that was stopped left half-written", left)
+            shutil.rmtree(left)
+    if _complete(target).exists():
+        logger.info("finishing the checkpoint in %s, which was complete when a run was stopped", target)
+        _replace(target)
+
+
+def _beside(target: Path) -> Path:
+    return Path(f"{target}.incomplete")
+
+
+def _inside(target: Path) -> Path:
+    """Not beside a folder that exists: it may be a file system of its own, between which nothing can be renamed."""
+    return target / ".incomplete"
+
+
+def _complete(target: Path) -> Path:
+    return target / ".complete"
+
+
+def _replace(target: Path) -> None:
+    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there.
+
+    Every step can be repeated: what is in the complete folder still has to be moved, and ``config.json`` is moved last.
+    """
+    complete = _complete(target)
+    names = json.loads((complete / _FILES).read_text())
+    fsync_folder(target)
+    if (complete / "config.json").exists():
+        (target / "config.json").unlink(missing_ok=True)
+    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
+        if stale.name not in names:
+            stale.unlink()
+    for name in sorted(names, key=lambda name: name == "config.json"):
+        if (complete / name).exists():
+            (complete / name).replace(target / name)
+    fsync_folder(target)
+    complete.rename(_inside(target))
+    shutil.rmtree(_inside(target))
+
+
+def _write_shards(
+    rows: Iterable[HFRows], tensors: Sequence[HFTensor], dtype: torch.dtype, folder: Path, limit: int
+) -> None:
+    remaining = iter(rows)
+    files = list(_split(tensors, dtype, limit))
+    weight_map = {}
+    for number, held in enumerate(files, start=1):
+        name = _SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        weight_map |= {tensor.name: name for tensor in held}
+        entries = [(tensor.name, dtype, tensor.shape) for tensor in held]
+        values = (part for tensor in held for part in _rows_of(tensor, dtype, remaining))
+        write_durably(folder / name, safetensors_chunks(entries, values))
+    if (extra := next(remaining, None)) is not None:
+        raise ValueError(f"{folder}: rows of {extra.name} come after the last tensor")
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(_bytes(t, dtype) for t in tensors)}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _split(tensors: Sequence[HFTensor], dtype: torch.dtype, limit: int) -> Iterator[list[HFTensor]]:
+    held: list[HFTensor] = []
+    for tensor in tensors:
+        if held and sum(_bytes(t, dtype) for t in [*held, tensor]) > limit:
+            yield held
+            held = []
+        held.append(tensor)
+    yield held
+
+
+def _bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
+    return math.prod(tensor.shape) * dtype.itemsize
+
+
+def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> Iterator[Tensor]:
+    """The next rows, which have to be all rows of ``tensor`` in order."""
+    expected = 0
+    while expected < tensor.shape[0]:
+        part = next(rows, None)
+        if part is None:
+            raise ValueError(f"no rows come after row {expected} of {tensor.name}, which has {tensor.shape[0]}")
+        values = part.values
+        if (part.name, part.start, *values.shape[1:]) != (tensor.name, expected, *tensor.shape[1:]):
+            raise ValueError(
+                f"row {expected} of {tensor.name} {tensor.shape} was expected, row {part.start} of {part.name} came, "
+                f"of shape {tuple(values.shape)}"
+            )
+        if values.dtype != dtype or expected + len(values) > tensor.shape[0]:
+            raise ValueError(f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came")
+        expected += len(values)
+        yield values
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())

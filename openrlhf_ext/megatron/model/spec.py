@@ -1,0 +1,159 @@
+"""Transformer layers for machines without TransformerEngine.
+
+Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
+and the weight map are the same with and without it.
+They lift three limits of megatron-core 0.16.1's own local spec:
+``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materialises
+the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
+final norm cannot be chosen by a plain layer spec.
+
+Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-value heads, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from openrlhf_ext.megatron.model.context_parallel import causal_attention, context_parallel_attention
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in fp32, scaled in the input's dtype (as transformers does)."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm whose weight carries Megatron's ``sequence_parallel`` mark."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMS norm followed by a column-parallel linear; parameter names of TELayerNormColumnParallelLinear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor, *args, **kwargs):
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0, "bias": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )  # fmt: skip
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a pack, for attention on the host and on the device.
+
+    Attributes:
+        slots: length of each sequence's slot; at hand on the host, because reading it from the device stalls.
+        boundaries: (sequences + 1,) int32 where the slots begin and end, on the device that computes.
+    """
+
+    slots: tuple[int, ...] = ()
+    boundaries: Tensor | None = None
+
+
+class CausalAttention(torch.nn.Module):
+    """Causal scaled-dot-product attention inside every sequence of a pack, grouped-query heads included.
+
+    Sequences are attended to one at a time, so that no memory of the order of the pack's length squared is needed. On a
+    GPU in half precision torch's variable-length flash attention takes the whole pack at once.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, pg_collection=None, **_,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if (attention_dropout or config.attention_dropout) != 0.0:
+            raise ValueError(f"attention dropout is not built: got {attention_dropout or config.attention_dropout}")
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = pg_collection.cp
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {}
+
+    def forward(
+        self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, attention_mask=None, attn_mask_type=None,
+        attention_bias=None, packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:  # fmt: skip
+        if attention_mask is not None or packed_seq_params is None:
+            raise ValueError("CausalAttention takes packed sequences and no mask")
+        slots = packed_seq_params.slots
+        if self.cp_group.size() > 1:
+            return context_parallel_attention(query_LND, key_LKD, value_LKD, slots, self.scale, self.cp_group)
+        if query_LND.is_cuda and query_LND.dtype in (torch.bfloat16, torch.float16):
+            return self._varlen(query_LND, key_LKD, value_LKD, packed_seq_params)
+        parts = zip(*(t.split(slots) for t in (query_LND, key_LKD, value_LKD)), strict=True)
+        return torch.cat([causal_attention(q, k, v, self.scale) for q, k, v in parts])
+
+    def _varlen(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, pack: PackedSequences) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = pack.max_seqlen_q
+        return varlen_attn(
+            query_LND, key_LKD, value_LKD, pack.boundaries, pack.boundaries, longest, longest, scale=self.scale,
+            window_size=(-1, 0), enable_gqa=query_LND.shape[1] != key_LKD.shape[1],
+        )  # fmt: skip
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One decoder layer with TransformerEngine's module tree."""
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormColumnParallelLinear, core_attention=CausalAttention, linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm, k_layernorm=qk_norm,
+        ),
+    )  # fmt: skip
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention, self_attn_bda=get_bias_dropout_add, pre_mlp_layernorm=IdentityOp, mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )  # fmt: skip
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this (virtual) pipeline stage and the final norm."""
+    layers = [layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -1,0 +1,1 @@
+"""One training or scoring step: packing, pipeline, optimizer."""

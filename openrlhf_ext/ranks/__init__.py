@@ -1,0 +1,1 @@
+"""What runs in a training process: one Ray actor per rank."""

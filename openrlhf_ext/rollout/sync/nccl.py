@@ -1,0 +1,88 @@
+"""Weight sync over NCCL: buckets stay on the GPUs. For engines that have GPUs of their own.
+
+NCCL takes one rank per GPU, so that colocated engines need another transport (cuda_ipc).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from openrlhf_ext.rollout.sync.base import WeightSyncError
+from openrlhf_ext.rollout.sync.collective import CollectiveReceiver, CollectiveSender
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Nccl:
+    """torch's NCCL process group on this process's current GPU."""
+
+    polled = True
+    """`Work.wait` only makes the current stream wait; and the deadline has to be ours, see `open`."""
+
+    def device(self) -> torch.device:
+        """The current GPU."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def open(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
+        """Join, and build the communicator.
+
+        The group's watchdog ends the whole process when a peer is lost or a transfer takes too long. Here both are
+        ordinary: an engine may die and be restarted. So it is told not to, transfers are polled with our own deadline,
+        and `abort` ends what is under way.
+        """
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise WeightSyncError(
+                "vllm.sync_backend nccl needs a GPU and a torch with NCCL in every policy rank and engine worker; "
+                "use gloo (through host memory)"
+            )
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=2 * timeout_s)
+        with _variable(_HANDLING, "0"):
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        # the communicator is built by the first collective: here, with everybody present, and not within an update
+        group.allreduce([torch.zeros(1, device=self.device())], dist.AllreduceOptions()).wait()
+        torch.cuda.synchronize()
+        return group
+
+    def failure(self, work: dist.Work) -> str | None:
+        """NCCL's asynchronous error, which counts as completion."""
+        error = work.exception()
+        return None if error is None else str(error)
+
+    def abort(self, group: Any) -> None:
+        """End what is under way and free the communicator."""
+        group.abort()
+
+
+class NcclWeightSender(CollectiveSender):
+    """The policy's end."""
+
+    transport = "nccl"
+    collective = Nccl()
+
+
+class NcclWeightReceiver(CollectiveReceiver):
+    """An engine worker's end; tensors arrive on its GPU."""
+
+    collective = Nccl()
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable that the process group reads when it is made."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

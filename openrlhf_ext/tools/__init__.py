@@ -1,0 +1,1 @@
+"""Tools beside the core: they import it and are never imported by it."""

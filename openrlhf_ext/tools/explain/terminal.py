@@ -1,0 +1,77 @@
+"""The picture in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
+from openrlhf_ext.tools.explain.layout import Layout, columns_of, gutter_of, head, lay_out, row_name, visible
+from openrlhf_ext.tools.explain.palette import Colour, Palette, Swatch, ink_on
+
+
+def render(explanation: Explanation, *, width: int = 100, colour: bool = True) -> str:
+    """The picture as text.
+
+    Args:
+        width: characters of a line.
+        colour: ANSI background colours (24 bit) behind the tokens; otherwise the numbers below the tokens.
+    """
+    palettes = [Palette(quantity) for quantity in explanation.quantities]
+    gutter = gutter_of(explanation)
+    layout = lay_out(explanation, palettes, width - gutter, numbers=not colour)
+    lines = head(explanation)
+    for quantity, palette in zip(explanation.quantities, palettes, strict=True):
+        lines += ["", _heading(quantity, palette, colour)]
+        for band in layout.bands:
+            lines += _band_mark(layout, band, gutter)
+            for row, completion in enumerate(explanation.completions):
+                name = f"{row_name(row, completion):>{gutter - 1}} "
+                lines += _row(name, completion, quantity.values[row], palette, layout.widths, band, colour)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _heading(quantity: Quantity, palette: Palette, colour: bool) -> str:
+    legend = "   ".join(_swatch(swatch) if colour else swatch.label for swatch in palette.legend())
+    return f"{quantity.name}: {quantity.meaning}   [{legend}]"
+
+
+def _swatch(swatch: Swatch) -> str:
+    ramp = swatch.ramp if len(swatch.ramp) == 1 else swatch.ramp[::2]
+    return "".join(_painted(" ", shade) for shade in ramp) + f" {swatch.label}"
+
+
+def _band_mark(layout: Layout, band: range, gutter: int) -> list[str]:
+    """Where the positions of a band start, if there are several bands."""
+    return [] if len(layout.bands) == 1 else [f"{'':{gutter}}from token {band.start + 1}"]
+
+
+def _row(
+    name: str,
+    completion: Completion,
+    values: Sequence[float],
+    palette: Palette,
+    widths: Sequence[int],
+    band: range,
+    colour: bool,
+) -> list[str]:
+    """The part of a completion that lies in a band, with colours or with a line of numbers below it."""
+    positions = [position for position in band if position < len(completion.tokens)]
+    if not positions:
+        return []
+    texts = [_pad(visible(completion.tokens[position]), widths[position]) for position in positions]
+    if colour:
+        shades = [palette.colour(values[position]) for position in positions]
+        return [name + " ".join(_painted(text, shade) for text, shade in zip(texts, shades, strict=True))]
+    numbers = [palette.text(values[position]).rjust(widths[position]) for position in positions]
+    return [name + " ".join(texts), " " * len(name) + " ".join(numbers)]
+
+
+def _pad(text: str, columns: int) -> str:
+    return " " * (columns - columns_of(text)) + text
+
+
+def _painted(text: str, background: Colour) -> str:
+    def code(colour: Colour) -> str:
+        return ";".join(str(round(255 * part)) for part in colour)
+
+    return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink_on(background))}m{text}\x1b[0m"

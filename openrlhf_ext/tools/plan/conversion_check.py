@@ -1,0 +1,195 @@
+"""Loads a Hugging Face checkpoint into the Megatron policy, exports it again, and compares with the files.
+
+Two proofs on the real weights in a real layout: what comes out is bit for bit what went in, and the model in between
+computes what transformers computes (log-probs of random token sequences).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows
+
+LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.2}  # nats; largest difference of one token
+_SEED = 20260101
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """What is checked, and how; plain values, so that they travel to the ranks.
+
+    Attributes:
+        dtype: 'fp32' or 'bf16', of the policy and of transformers' model.
+        sequences, tokens: random sequences whose log-probs are compared, and the length of the longest.
+        tolerance: largest log-prob difference that passes, nats.
+        timeout_s: longest wait in one collective call, and for all ranks together.
+    """
+
+    path: str
+    layout: ParallelLayout
+    dtype: str
+    sequences: int = 4
+    tokens: int = 64
+    tolerance: float = LOGPROB_TOLERANCES["fp32"]
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What was found.
+
+    Attributes:
+        different: names of exported tensors that are not bit for bit those of the files (cast to the dtype).
+        missing: names of tensors of the files that were not exported, apart from those that no model reads.
+        max_logprob_difference: over all tokens, nats.
+    """
+
+    tensors: int
+    parameters: int
+    different: tuple[str, ...]
+    missing: tuple[str, ...]
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    seconds: dict[str, float]
+
+    def passed(self, tolerance: float) -> bool:
+        """Whether both proofs hold; a NaN difference fails."""
+        return not self.different and not self.missing and self.max_logprob_difference <= tolerance
+
+
+def check_conversion(settings: CheckSettings) -> CheckReport:
+    """Runs the check on as many processes of this machine as the layout has ranks.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the message holds its traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed; the message says how.
+        TimeoutError: the ranks did not finish within ``timeout_s``.
+    """
+    import torch.multiprocessing as multiprocessing
+
+    # this process serves the rendezvous, so that nobody else can take the port before the ranks do
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:  # not a queue: rank 0 would wait for somebody to read a long report
+        report = Path(folder) / "report"
+        ranks = multiprocessing.spawn(
+            _run_rank, (settings, store.port, report), nprocs=settings.layout.world_size, join=False
+        )
+        deadline = time.monotonic() + settings.timeout_s
+        try:
+            while not ranks.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"checking {settings.path} was not finished after {settings.timeout_s:g} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return pickle.loads(report.read_bytes())
+
+
+def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> None:
+    from openrlhf_ext import patches
+
+    patches.apply()
+    from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+
+    size = settings.layout.world_size
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    started = time.perf_counter()
+    initialize_distributed(settings.layout, settings.timeout_s, _SEED)
+    policy = MegatronPolicy(PolicySettings(settings.path, settings.layout, param_dtype=settings.dtype))
+    loaded = time.perf_counter()
+    different, missing, counts = compare_export(policy.export_rows(), HFCheckpoint(settings.path), rank)
+    exported = time.perf_counter()
+    sequences = random_sequences(policy.shape.vocab_size, settings.sequences, settings.tokens)
+    ours = _policy_logprobs(policy, sequences)
+    scored = time.perf_counter()
+    if rank == 0:
+        theirs = transformers_logprobs(settings.path, sequences, policy.dtype, policy.device)
+        gaps = (ours.double() - theirs.double()).abs()
+        seconds = {"load": loaded - started, "export": exported - loaded, "log-probs": scored - exported}
+        seconds["transformers"] = time.perf_counter() - scored
+        found = CheckReport(*counts, different, missing, float(gaps.max()), float(gaps.mean()), seconds)
+        report.write_bytes(pickle.dumps(found))
+    torch.distributed.barrier()  # no rank may leave while rank 0 still compares
+    torch.distributed.destroy_process_group()
+
+
+def compare_export(
+    exported: Iterable[HFRows], checkpoint: HFCheckpoint, rank: int = 0
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int]]:
+    """Names that differ, names that did not come, and (tensors, parameters) that came; nothing but waits off rank 0.
+
+    Bits are compared, not values: NaNs and the two zeros count.
+    """
+    different, rows, parameters = set(), Counter(), 0
+    for part in exported:
+        rows[part.name] += len(part.values)
+        parameters += part.values.numel()
+        if part.name not in checkpoint.names or not _same_rows(part, checkpoint):
+            different.add(part.name)
+    different |= {name for name in rows.keys() & checkpoint.names if rows[name] != checkpoint.header(name)[0][0]}
+    unread = {name for name in checkpoint.names if name.endswith("rotary_emb.inv_freq")}
+    if "lm_head.weight" not in rows:  # tied: the files may carry a copy of the embedding
+        unread.add("lm_head.weight")
+    missing = checkpoint.names - rows.keys() - unread if rank == 0 else set()
+    return tuple(sorted(different)), tuple(sorted(missing)), (len(rows), parameters)
+
+
+def _same_rows(part: HFRows, checkpoint: HFCheckpoint) -> bool:
+    stop = part.start + len(part.values)
+    if stop > checkpoint.header(part.name)[0][0]:
+        return False
+    expected = checkpoint.read(part.name, 0, part.start, stop)
+    return same_bits(expected.to(part.values.dtype), part.values.cpu())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    return torch.equal(one.contiguous().view(integers), other.contiguous().view(integers))
+
+
+def random_sequences(vocab_size: int, count: int, longest: int) -> list[Tensor]:
+    """(S,) int64 token rows of ``count`` different lengths between 2 and ``longest``; the same in every process."""
+    generator = torch.Generator().manual_seed(_SEED)
+    lengths = torch.linspace(longest, max(2, longest // 2), count).round().long().tolist()
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def _policy_logprobs(policy: Any, sequences: list[Tensor]) -> Tensor:
+    """(N,) log-probs of every token after a sequence's first, sequence after sequence."""
+    from openrlhf_ext.megatron.step.batch import sequence_batch
+
+    batch = sequence_batch([tokens.numpy() for tokens in sequences], [[(1, len(tokens))] for tokens in sequences])
+    return policy.logprobs(batch, temperature=1.0).logprobs_N
+
+
+@torch.no_grad()
+def transformers_logprobs(
+    path: str | Path, sequences: list[Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The same from transformers' model, one sequence at a time, softmax in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).to(device).eval()
+    rows = []
+    for sequence in (s.to(device) for s in sequences):
+        log_p = model(sequence[None]).logits[0, :-1].float().log_softmax(-1)
+        rows.append(log_p.gather(1, sequence[1:, None]).squeeze(1).cpu())
+    return torch.cat(rows)

@@ -1,0 +1,219 @@
+"""Builds the model of every distinct rank of a layout on the meta device and proves the weight map on it.
+
+Needs ``config.json`` only. Proved are: every parameter of every rank is filled by exactly one rule and has the shape
+that the rule makes; every entry of every HF tensor has exactly one place among the tensor-parallel ranks of the stage
+that holds it; and names and shapes of the HF tensors are those of transformers' model class, built from the same file
+by other people's code.
+
+Ranks that differ only in their data- or context-parallel coordinate hold the same model: one of them is built.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
+from openrlhf_ext.megatron.model.load import model_rules
+from openrlhf_ext.megatron.model.meta import fake_rank, meta_chunks
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
+from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, shard_runs
+
+_MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
+
+
+class LayoutProofError(ValueError):
+    """The model cannot be laid out as asked, or its weights do not all have exactly one place."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What the ranks with one (tensor, pipeline) coordinate hold; sizes in bytes.
+
+    Attributes:
+        ranks: the ranks that hold this share; the first one was built.
+        layers: global layers of each model chunk.
+        optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
+            data- and context-parallel ranks by the distributed optimizer.
+    """
+
+    ranks: tuple[int, ...]
+    tensor: int
+    pipeline: int
+    layers: tuple[range, ...]
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer together, without activations."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class LayoutProof:
+    """A layout that fits: the share of every rank, and what was proved on how many HF tensors."""
+
+    layout: ParallelLayout
+    shares: tuple[RankShare, ...]
+    hf_tensors: int
+    hf_parameters: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """One parameter of one built rank: where a rule was met."""
+
+    rule: Rule
+    stage: int
+    tensor_rank: int
+
+
+def prove_layout(
+    model_path: str | Path,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    distributed_optimizer: bool,
+    value_head: str | None = None,
+) -> LayoutProof:
+    """Builds every distinct rank of the layout and checks the weight map on it.
+
+    Args:
+        value_head: HF name of a critic's value head; None for a policy.
+
+    Raises:
+        LayoutProofError: lists everything that does not fit.
+        UnsupportedModelError: the model is none of those that are built.
+        RuntimeError: this process has a process group.
+    """
+    started = time.perf_counter()
+    shape = read_model_shape(model_path) if value_head is None else read_value_shape(model_path, value_head)
+    shares, holders, problems = [], [], []
+    for rank in distinct_ranks(layout):
+        try:
+            share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer)
+        except (AssertionError, RuntimeError, ValueError) as error:  # how Megatron refuses a layout
+            raise LayoutProofError(f"rank {rank} cannot be built: {error}") from error
+        shares.append(share)
+        holders += held
+        problems += [f"rank {rank}: {problem}" for problem in found]
+    problems += [*_places(shape, layout.tensor_parallel_size, holders), *_transformers_differences(model_path, shape)]
+    if problems:
+        raise LayoutProofError("the weights do not all have exactly one place:\n" + "\n".join(problems))
+    tensors = hf_tensors(shape)
+    entries = sum(_volume(t.shape) for t in tensors)
+    return LayoutProof(layout, tuple(shares), len(tensors), entries, time.perf_counter() - started)
+
+
+def distinct_ranks(layout: ParallelLayout) -> list[int]:
+    """One rank of every (tensor, pipeline) coordinate: those of the first data- and context-parallel rank."""
+    tp, cp, pp = layout.tensor_parallel_size, layout.context_parallel_size, layout.pipeline_parallel_size
+    return [t + tp * cp * p for p in range(pp) for t in range(tp)]
+
+
+def equal_ranks(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same model as one of ``distinct_ranks``."""
+    tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
+    replicas = range(layout.data_parallel_size)
+    return tuple(rank + tp * c + layout.model_parallel_size * d for d in replicas for c in range(cp))
+
+
+def _build(
+    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, distributed_optimizer: bool
+) -> tuple[RankShare, list[_Holder], list[str]]:
+    tensor, rest = rank % layout.tensor_parallel_size, rank // layout.tensor_parallel_size
+    stage = rest // layout.context_parallel_size % layout.pipeline_parallel_size
+    holders, problems, layers, parameters = [], [], [], 0
+    with fake_rank(layout, rank):
+        for chunk in meta_chunks(shape, layout, dtype):
+            rules, named = model_rules(chunk, shape), dict(chunk.named_parameters())
+            found = unaccounted_parameters(rules, shape, named, layout.tensor_parallel_size)
+            problems += [f"{what}: {sorted(names)}" for what, names in found.items()]
+            problems += [f"{name} is {p.dtype}, not {dtype}" for name, p in named.items() if p.dtype != dtype]
+            holders += [_Holder(rule, stage, tensor) for rule in rules]
+            first = chunk.decoder.layers[0].layer_number - 1
+            layers.append(range(first, first + len(chunk.decoder.layers)))
+            parameters += sum(p.numel() for p in named.values())
+    shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
+    per_parameter = 8 if dtype == torch.float32 else 12
+    share = RankShare(
+        ranks=equal_ranks(layout, rank),
+        tensor=tensor,
+        pipeline=stage,
+        layers=tuple(layers),
+        parameters=parameters,
+        weight_bytes=parameters * dtype.itemsize,
+        gradient_bytes=parameters * _MAIN_GRAD_BYTES,
+        optimizer_bytes=-(-parameters * per_parameter // shards),
+    )
+    return share, holders, problems
+
+
+def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterator[str]:
+    """HF tensors without exactly one place for every entry. A tied embedding is on the first stage and on the last."""
+    stages: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    rules: dict[str, Rule] = {}
+    for holder in holders:
+        for name in holder.rule.hf_names:
+            if holder.tensor_rank in stages[name][holder.stage]:
+                yield f"{name} is held twice by tensor-parallel rank {holder.tensor_rank} of stage {holder.stage}"
+            stages[name][holder.stage].add(holder.tensor_rank)
+            rules[name] = holder.rule
+    for name in (t.name for t in hf_tensors(shape)):
+        at = stages.pop(name, {})
+        copies = 2 if shape.tied_embeddings and name == "model.embed_tokens.weight" else 1
+        if not 1 <= len(at) <= copies:
+            yield f"{name} is held by the pipeline stages {sorted(at)}, one is right"
+        for stage, ranks in at.items():
+            if len(ranks) != size:
+                yield f"{name}: stage {stage} has it on the tensor-parallel ranks {sorted(ranks)} of {size}"
+        if name in rules:
+            yield from _gaps(name, rules[name], shape, size)
+    yield from (f"{name} is no tensor of the checkpoint" for name in stages)
+
+
+def _gaps(name: str, rule: Rule, shape: ModelShape, size: int) -> Iterator[str]:
+    """Entries of an HF tensor that no rank holds, or several; replicated tensors are whole on every rank."""
+    number = rule.hf_names.index(name)
+    length = hf_shapes(rule, shape)[number][rule.axis]
+    for ranks in [[rank] for rank in range(size)] if rule.split == "replicated" else [list(range(size))]:
+        runs = [run for rank in ranks for run in shard_runs(rule, shape, rank, size) if run.tensor == number]
+        position = 0
+        for run in sorted(runs, key=lambda run: run.start):
+            if run.start != position:
+                yield f"{name}: entries {sorted((position, run.start))} along axis {rule.axis} have no place, or two"
+            position = run.stop
+        if position != length:
+            yield f"{name}: {length} entries along axis {rule.axis}, {position} have a place"
+
+
+def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iterator[str]:
+    """Names and shapes in which our list of HF tensors differs from transformers' model class.
+
+    A critic's value head is known to no class of transformers, and stands in the place of the vocabulary projection.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, local_files_only=True))
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    ours = {t.name: t.shape for t in hf_tensors(shape)}
+    if shape.value_head is not None:
+        theirs.pop("lm_head.weight", None)
+        ours.pop(f"{shape.value_head}.weight")
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            yield f"{name}: transformers has {theirs.get(name)}, the weight map {ours.get(name)}"
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

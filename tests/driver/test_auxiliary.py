@@ -1,0 +1,82 @@
+"""What the ranks of critic, reference and guide are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf_ext.config import load_config
+from openrlhf_ext.driver.auxiliary import Companions
+from openrlhf_ext.driver.settings import critic_settings, policy_settings
+from tests.e2e.jobs import Task
+from tests.models import make_tiny_policy
+
+GAE = {"algo__advantage__estimator": "gae", "critic__num_gpus_per_node": 2}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Task:
+    return Task.make(tmp_path_factory.mktemp("run"))
+
+
+def test_the_critic_shares_the_policys_settings_but_model_layout_and_optimizer(task):
+    own = {
+        "critic__megatron__tensor_parallel_size": 1, "critic__adam__lr": 1e-3, "critic__max_norm": 0.5,
+        "critic__lr_scheduler": "constant", "critic__value_clip": "null", "ds__value_head_prefix": "head",
+    }  # fmt: skip
+    config = load_config(task.options("out", **GAE, **own))
+    policy = policy_settings(config, steps=10)
+    critic = critic_settings(config, policy, steps=10)
+    assert (critic.value_clip, critic.value_head) == (None, "head")
+    assert critic.model.model_path == policy.model_path
+    assert (critic.model.layout.tensor_parallel_size, critic.model.layout.data_parallel_size) == (1, 2)
+    assert (policy.layout.tensor_parallel_size, policy.layout.data_parallel_size) == (2, 1)
+    assert (critic.model.micro_batch_size, critic.model.param_dtype) == (policy.micro_batch_size, "fp32")
+    optimizer = critic.model.optimizer
+    assert (optimizer.lr, optimizer.max_norm, optimizer.lr_scheduler) == (1e-3, 0.5, "constant")
+
+
+def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
+    config = load_config(
+        task.options("out", **GAE, critic__freezing_steps=2, train__batch_size=16, train__max_epochs=2)
+    )
+    policy = policy_settings(config, steps=10)
+    assert policy.optimizer.max_steps == 7 * 2 * 2  # 32 samples are two updates, twice over
+    assert critic_settings(config, policy, steps=10).model.optimizer.max_steps == 10 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, False), ({"algo__kl__init_coef": 0.1}, True),
+     ({"algo__kl__init_coef": 0.1, "ref__num_gpus_per_node": 2}, False)],
+)  # fmt: skip
+def test_the_policy_keeps_its_starting_weights_only_for_a_reference_without_ranks(task, options, kept):
+    config = load_config(task.options("out", **options))
+    settings = policy_settings(config, steps=1)
+    assert settings.host_copies == ({"reference": settings.model_path} if kept else {})
+
+
+def test_a_guide_is_kept_like_a_reference_or_scores_on_ranks_of_its_own(task, tmp_path):
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    guided = {"algo__advantage__estimator": "mixed_policy_dapo", "guide__model_name_or_path": tmp_path / "guide"}
+    config = load_config(task.options("out", **guided, algo__kl__init_coef=0.1, algo__kl__use_loss="true"))
+    settings = policy_settings(config, steps=1)
+    assert settings.host_copies == {"reference": settings.model_path, "guide": str(tmp_path / "guide")}
+    parts = Companions().experience_parts(config, policy="policy")
+    assert (parts["guide"].group, parts["guide"].method) == ("policy", "guide_logprobs")
+    assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
+
+    config = load_config(task.options("out", **guided, guide__num_gpus_per_node=4))
+    assert policy_settings(config, steps=1).host_copies == {}
+    scorer = Companions(frozen={"guide": "own"}).experience_parts(config, policy="policy")["guide"]
+    assert (scorer.group, scorer.method, scorer.replicas) == ("own", "forward", 2)
+
+
+def test_the_experience_maker_gets_only_what_the_run_needs(task):
+    config = load_config(task.options("out"))
+    assert Companions().experience_parts(config, policy=None) == {"critic": None, "kl": None}
+    config = load_config(task.options("out", algo__kl__init_coef=0.1, algo__kl__target=0.2))
+    parts = Companions().experience_parts(config, policy="policy")
+    assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
+    assert (parts["kl"].value, parts["kl"].target, parts["kl"].horizon) == (0.1, 0.2, 10000)
+    parts = Companions(frozen={"reference": "own"}).experience_parts(config, policy="policy")
+    assert (parts["reference"].group, parts["reference"].method) == ("own", "forward")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf_ext.driver.data import OverlongPromptError, load_prompts
+from tests.models import make_tiny_policy
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Reads three prompts of 3, 10 and 40 bytes (one token a byte) with a limit of 10 tokens."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("data")
+    make_tiny_policy(folder / "policy")
+    prompts = ["abc", "x" * 10, "y" * 40]
+    (folder / "p.jsonl").write_text("".join(json.dumps({"q": p, "a": str(i)}) + "\n" for i, p in enumerate(prompts)))
+    data = SimpleNamespace(
+        max_samples=100, input_template=None, input_key="q", label_key="a", apply_chat_template=False
+    )
+    args = SimpleNamespace(data=data, train=SimpleNamespace(seed=1), use_ms=False)
+    strategy = SimpleNamespace(args=args, print=lambda *_: None, is_rank_0=lambda: False)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+
+    def call(overlong: str, limit: int = 10, file: str = "p.jsonl", text: str | None = None, chat: bool = False):
+        if text is not None:
+            (folder / file).write_text(text)
+        strategy.args.data.apply_chat_template = chat
+        return load_prompts(
+            str(folder / file), "train", strategy, tokenizer, probabilities=None, max_prompt_tokens=limit,
+            overlong=overlong,
+        )  # fmt: skip
+
+    return call
+
+
+def test_overlong_prompts_are_counted_and_skipped(load):
+    data = load("skip")
+    assert (data.dataset.prompts, data.dataset.labels, data.skipped_overlong) == (["abc", "x" * 10], ["0", "1"], 1)
+    first = data.first(1)
+    assert len(first) == 1 and len(data) == 2, "a copy: the data set itself stays whole"
+
+
+def test_or_refused_with_the_longest_one_and_the_remedies(load):
+    with pytest.raises(OverlongPromptError, match=r"1 of 3 prompts.*has 40: 'y.*--data.max_len.*overlong_prompts skip"):
+        load("error")
+    assert load("error", limit=40).skipped_overlong == 0
+
+
+def test_nothing_left_is_an_error(load):
+    with pytest.raises(ValueError, match="no prompt of .* fits"):
+        load("skip", limit=2)
+
+
+def test_records_that_are_no_prompts_are_said_so(load):
+    with pytest.raises(ValueError, match=r"1 of 2 records of .*holes.jsonl have an empty prompt.* is record 2"):
+        load("skip", file="holes.jsonl", text='{"q": "a", "a": "1"}\n{"q": null, "a": "1"}\n')
+    with pytest.raises(ValueError, match=r"broken.jsonl cannot be read: "):
+        load("skip", file="broken.jsonl", text='{"q": "a", "a": "1"}\n{"q": "b\n')
+
+
+def test_a_prompt_that_the_chat_template_cannot_form_names_the_options(load):
+    with pytest.raises(ValueError, match=r"data.input_key q and data.apply_chat_template True: "):
+        load("skip", chat=True)

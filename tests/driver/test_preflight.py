@@ -1,0 +1,235 @@
+"""What is refused before Ray starts because algorithms, models and reward files say so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from openrlhf_ext.config import ConfigError, load_config
+from openrlhf_ext.driver import job
+from openrlhf_ext.driver.preflight import check_model, check_reward, findings
+from openrlhf_ext.driver.settings import build_algorithm
+from tests.e2e.estimators import OWN_METHOD
+from tests.e2e.jobs import Task
+from tests.models import make_tiny_policy
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Task:
+    return Task.make(tmp_path_factory.mktemp("run"))
+
+
+def load(task: Task, *words: str):
+    return load_config([*task.options("out"), *words], more_rules=findings)
+
+
+def problems(task: Task, *words: str) -> list[str]:
+    try:
+        load(task, *words)
+    except ConfigError as error:
+        return [violation.message for violation in error.violations]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("estimator", "in_reward", "in_loss"),
+    [
+        ("grpo", None, None),
+        ("gtpo_entropy", r"only in the loss: .*; add algo\.kl\.use_loss, or set algo\.kl\.init_coef 0", None),
+        ("gspo", None, r"only in the reward: .*use_loss true; leave out algo\.kl\.use_loss"),
+        ("grpo_s", r"nowhere: .*; set algo\.kl\.init_coef 0", "nowhere"),
+    ],
+)
+def test_a_kl_penalty_acts_where_the_estimator_defines_one(task, estimator, in_reward, in_loss):
+    words = ["--algo.advantage.estimator", estimator, "--algo.kl.init_coef", "0.1", "--algo.kl.estimator", "k3"]
+    for more, wanted in (([], in_reward), (["--algo.kl.use_loss"], in_loss)):
+        found = problems(task, *words, *more)
+        assert len(found) == (wanted is not None), found
+        assert wanted is None or re.search(wanted, found[0]), found
+
+
+def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path):
+    custom, file = ["--algo.advantage.estimator", "custom"], tmp_path / "own.py"
+    (missing,) = problems(task, *custom)
+    assert missing.startswith("algo.module_path is required with algo.advantage.estimator custom")
+    custom += ["--algo.module_path", str(file)]
+    assert problems(task, *custom) == [f"algo.module_path must be a .py file that is there: got {file}"]
+    file.write_text("raise KeyError('x')")
+    assert problems(task, *custom) == [f"algo.module_path: {file} cannot be imported: line 1: KeyError: 'x'"]
+    file.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_preflight"))
+    (unknown,) = problems(task, *custom, "--algo.custom.strenght", "2")
+    assert unknown.startswith("algo.custom: unknown option 'strenght'") and "strength" in unknown
+    (foreign,) = problems(task, *custom, "--algo.custom.alpha1", "2")
+    assert foreign.startswith("algo.custom.alpha1 is an option of gtpo_entropy")
+    one = ["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8"]
+    config = load(task, *custom, *one, "--algo.custom.strength", "2")
+    assert config.algorithm_options() == ("reward_sign_preflight", {"strength": 2}, None)
+    assert build_algorithm(config).options.strength == 2.0
+    assert "algo.module_path has no effect" in " ".join(load(task, "--algo.module_path", str(file)).warnings)
+
+
+def test_violations_of_every_kind_are_in_one_report(task):
+    words = ["--train.batch_size", "30", "--algo.advantage.estimator", "clip_cov", "--algo.clip_cov.foo", "1",
+             "--algo.clip_cov.cov_ratio", "-1", "--algo.clip_cov.kl", "3", "--algo.clip_cov.alpha1", "5",
+             "--algo.kl.init_coef", "0.1", "--algo.kl.use_loss", "--train.sead", "1"]  # fmt: skip
+    starts = [
+        "unknown option train.sead", "train.batch_size (samples) must be a multiple of", "train.batch_size (samples) "
+        "must divide", "algo.clip_cov.kl is not an option", "algo.clip_cov.alpha1 is an option of gtpo_entropy",
+        "algo.clip_cov: unknown option 'foo'", "algo.clip_cov: cov_ratio must be",
+        "algo.advantage.estimator clip_cov takes a KL penalty", "algo.advantage.estimator clip_cov chooses tokens by",
+    ]  # fmt: skip
+    found = problems(task, *words)
+    assert len(found) == len(starts), found
+    for start, message in zip(starts, found, strict=True):
+        assert message.startswith(start), message
+
+
+def test_an_estimator_that_looks_ahead_gets_one_update_per_rollout(task):
+    words = ["--algo.advantage.estimator", "clip_cov"]
+    assert problems(task, *words) == []
+    (message,) = problems(task, *words, "--train.max_epochs", "2")
+    assert "= 32 and train.max_epochs 1, got 32 and 2" in message
+
+
+def test_dr_grpo_needs_a_length(task):
+    words = ["--algo.advantage.estimator", "dr_grpo", "--rollout.max_new_tokens", "null"]
+    (message,) = problems(task, *words)
+    assert message.startswith("algo.dr_grpo: l_norm is required")
+    assert problems(task, *words, "--algo.dr_grpo.l_norm", "64") == []
+
+
+def test_a_penalty_made_of_flags_is_complained_about_once(task):
+    (message,) = problems(task, "--reward.overlong_buffer_len", "16")  # of responses of 12 tokens
+    assert message.startswith("reward.overlong_buffer_len must not exceed")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "words", "flag"),
+    [
+        ("gtpo_conflict", ["--actor.dual_clip", "3"], "actor.dual_clip"),
+        ("gspo", ["--actor.loss_agg_mode", "seq-mean-token-mean"], "actor.loss_agg_mode"),
+    ],
+)
+def test_a_flag_for_other_estimators_is_warned_about_and_left_out(task, caplog, estimator, words, flag):
+    config = load(task, "--algo.advantage.estimator", estimator, *words)
+    (warning,) = config.warnings
+    assert warning.startswith(f"{flag} has no effect: algo.advantage.estimator {estimator} does not read")
+    assert config.algorithm_options()[1] == {} and not caplog.records
+
+
+def test_an_option_of_other_estimators_is_refused_with_its_owner(task):
+    (message,) = problems(task, "--algo.grpo.alpha1", "5")
+    assert message.startswith("algo.grpo.alpha1 is an option of gtpo_entropy, which") and "leave it out" in message
+    (message,) = problems(
+        task, "--algo.advantage.estimator", "gtpo_entropy", "--algo.gtpo_entropy.filter", "{on: true}"
+    )
+    assert "algo.gtpo_entropy.filter" in message
+    assert problems(task, "--algo.grpo.alpha1", "null") == []
+
+
+def test_the_critic_is_a_model_that_can_be_built(task, tmp_path: Path):
+    critic = tmp_path / "critic"
+    shutil.copytree(task.folder / "policy", critic)
+    config = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    words = ["--critic.model_name_or_path", str(critic), "--critic.num_gpus_per_node", "2"]
+    (message,) = problems(task, "--algo.advantage.estimator", "gae", *words)
+    assert message.startswith("critic.model_name_or_path: ") and "hidden_act must be 'silu'" in message
+    assert problems(task, *words) == []
+
+
+def test_a_model_of_another_kind_is_complained_about_once(task):
+    (message,) = problems(task, "--actor.model_name_or_path", "absent")
+    assert "absent does not exist" in message
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
+    task = Task.make(tmp_path)
+    file = tmp_path / "policy/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:5].clone()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    (message,) = problems(task)
+    for part in (
+        "actor.model_name_or_path: ", "missing from the checkpoint: ['model.layers.1.mlp.up_proj.weight']",
+        "model.norm.weight: (5,), config.json says (128,)",
+    ):  # fmt: skip
+        assert part in message
+
+
+def test_a_critics_checkpoint_may_hold_a_value_head_and_a_policys_may_not(tmp_path):
+    make_tiny_policy(tmp_path)
+    check_model(str(tmp_path), None)
+    check_model(str(tmp_path), "score")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.zeros(1, 128)}, tmp_path / "model.safetensors")
+    check_model(str(tmp_path), "score")
+    with pytest.raises(ValueError, match=r"no rule uses: \['score.weight'\]"):
+        check_model(str(tmp_path), None)
+
+
+def test_a_downloaded_model_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
+    monkeypatch.setattr(job, "_download", lambda name: str(task.folder / "policy"))
+    hub = ["--actor.model_name_or_path", "org/name"]
+    fits = load(task, *hub)
+    assert job.with_local_model(fits).actor.model_name_or_path == str(task.folder / "policy")
+    too_wide = load(
+        task, *hub, "--megatron.tensor_parallel_size", "16", "--actor.num_gpus_per_node", "16", "--data.max_len", "9999"
+    )
+    with pytest.raises(ConfigError, match="must divide the model's attention heads: got 16") as error:
+        job.with_local_model(too_wide)
+    assert "data.max_len must not exceed" in str(error.value)
+    shutil.copytree(task.folder / "policy", tmp_path / "hollow")
+    save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "hollow/model.safetensors")
+    monkeypatch.setattr(job, "_download", lambda name: str(tmp_path / "hollow"))
+    with pytest.raises(ConfigError, match="missing from the checkpoint"):
+        job.with_local_model(fits)
+
+
+def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypatch):
+    check_reward(load(task))
+    check_reward(load(task, "--reward.remote_url", "http://host"))
+    broken = tmp_path / "reward.py"
+    broken.write_text("import no_such_module\ndef reward_func(queries, prompts, labels): ...\n")
+    config = load(task, "--reward.remote_url", str(broken))
+    monkeypatch.setattr(job, "run_with_restarts", lambda *_: pytest.fail("the run began"))
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        job.run(config)
+
+
+GUIDED = ["--algo.advantage.estimator", "mixed_policy_dapo", "--guide.model_name_or_path"]
+
+
+def test_a_guide_without_ranks_of_its_own_has_the_policys_architecture(task, tmp_path):
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    words = [*GUIDED, str(tmp_path / "guide")]
+    assert problems(task, *words) == []
+    config = json.loads((tmp_path / "guide/config.json").read_text())
+    (tmp_path / "guide/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    (message,) = problems(task, *words)
+    assert "must have the architecture of actor.model_name_or_path" in message
+    assert "got rms_norm_eps 1e-05 and 1e-06; give the guide ranks of its own (guide.num_gpus_per_node)" in message
+    assert problems(task, *words, "--guide.num_gpus_per_node", "2") == []
+    (tmp_path / "guide/config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    (message,) = problems(task, *words)
+    assert message.startswith("guide.model_name_or_path: ") and "hidden_act must be 'silu'" in message
+
+
+def test_a_downloaded_guide_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
+    make_tiny_policy(tmp_path / "guide", seed=1)
+    monkeypatch.setattr(job, "_download", lambda name: str(tmp_path / "guide"))
+    config = load(task, *GUIDED, "org/guide")
+    assert job.with_local_model(config).guide.model_name_or_path == str(tmp_path / "guide")
+    (tmp_path / "guide/tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    shape = json.loads((tmp_path / "guide/config.json").read_text())
+    (tmp_path / "guide/config.json").write_text(json.dumps(shape | {"rope_theta": 5e5, "rope_parameters": None}))
+    with pytest.raises(ConfigError, match="token ids mean different tokens") as error:
+        job.with_local_model(config)
+    assert "must have the architecture of actor.model_name_or_path" in str(error.value)

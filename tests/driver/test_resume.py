@@ -1,0 +1,187 @@
+"""Which checkpoint a run goes on from, what the driver takes from it, and how often it is tried again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save as save_arrays
+
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
+from openrlhf_ext.checkpoints.plain import write_plain
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver import job, resume
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    entry = write_file(store.begin(step), "policy/data", [b"state" * 9])
+    return store.commit(Manifest(step, (entry,)))
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> CheckpointStore:
+    """Three checkpoints; the ranks that check them are one stand-in that checks everything."""
+    store = CheckpointStore(tmp_path, keep=9)
+    for step in (1, 2, 10):
+        save(store, step)
+
+    def ask_ranks(group, who, method, timeout_s, *, folder, name=None):
+        assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
+        return [check_files(Path(folder), read_manifest(Path(folder)).files)]
+
+    monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
+    return store
+
+
+def find(store: CheckpointStore, fallback: bool) -> str:
+    options = SimpleNamespace(timeout_s=1)
+    return resume.find_good(store, {"policy": None}, options, fallback=fallback).name
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_the_newest_is_taken(store):
+    assert find(store, fallback=False) == "global_step10"
+
+
+def test_a_damaged_one_stops_the_run_unless_fallback_is_allowed(store, caplog):
+    truncate(store.folder / "global_step10/policy/data")
+    with pytest.raises(CheckpointError, match=r"global_step10/policy/data is truncated[\s\S]*--ckpt\.fallback_enable"):
+        find(store, fallback=False)
+    assert find(store, fallback=True) == "global_step2"
+    assert "going back to the checkpoint before it" in caplog.text and "truncated" in caplog.text
+
+
+def test_foreign_and_missing_manifests_are_damage_too(store):
+    (store.folder / "global_step10/manifest.json").write_text('{"format": "x", "version": 1}')
+    (store.folder / "global_step2/manifest.json").unlink()
+    assert find(store, fallback=True) == "global_step1"
+    truncate(store.folder / "global_step1/manifest.json")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is usable") as error:
+        find(store, fallback=True)
+    for words in ("of format 'x'", "holds no manifest.json", "cannot be read"):
+        assert words in str(error.value)
+
+
+def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store):
+    best = {"step": 2, "metric": "eval/accuracy", "value": 0.5}
+    folder = store.begin(11)
+    arrays = {"tokens": np.arange(3, dtype=np.int32)}
+    files = (
+        write_file(folder, "policy/data", [b"x"]), write_plain(folder, "controller.json", {"options": {}}),
+        write_file(folder, "groups.safetensors", [save_arrays(arrays)]),
+    )  # fmt: skip
+    store.commit(Manifest(11, files, {"best": best}))
+    store.mark_best(1, "eval/accuracy", 0.1)
+    ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
+    resumed = resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+    assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
+
+
+def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path, store):
+    ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
+    with pytest.raises(CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"):
+        resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+
+
+# ---- the prompts
+
+
+def test_other_prompts_are_refused():
+    def dataset(*prompts):
+        return SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts))
+
+    first = resume.prompts_fingerprint(dataset("a", "b"))
+    resumed = resume.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
+    resume.check_prompts(None, first)
+    resume.check_prompts(resumed, resume.prompts_fingerprint(dataset("a", "b")))
+    for other in (dataset("b", "a"), dataset("a"), dataset("a", "c")):
+        with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
+            resume.check_prompts(resumed, resume.prompts_fingerprint(other))
+
+
+def test_changed_options_are_named_and_immaterial_ones_not(caplog):
+    config = RunConfig()
+    before = resume.plain_options(config)
+    ckpt = config.ckpt.model_copy(update={"load_enable": True})
+    actor = config.actor.model_copy(update={"max_norm": 0.5})
+    resume.report_changed_options(
+        before, resume.plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor}))
+    )
+    assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
+    assert "logger.wandb.key" not in before and json.dumps(before)
+
+
+# ---- storage
+
+
+def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path, monkeypatch):
+    config = RunConfig()
+    ckpt = {"output_dir": str(tmp_path / "out"), "path": str(tmp_path / "ckpt"), "save_steps": 5}
+    config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update=ckpt)})
+    blind: dict[str, list[bool]] = {}
+
+    def ask_ranks(group, who, method, timeout_s, *, path):
+        assert (method, Path(path).stat().st_size) == ("sees", 0)
+        return blind.get(Path(path).parent.name, [True, True])
+
+    monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
+    resume.check_shared_folders(config, None)
+    blind["out"] = [True, False]  # only rank 0 writes there
+    resume.check_shared_folders(config, None)
+    blind["ckpt"] = [True, False]
+    with pytest.raises(CheckpointError, match=r"ckpt\.path must be on storage that all .* ranks \[1\]"):
+        resume.check_shared_folders(config, None)
+    blind["out"] = [False, True]
+    with pytest.raises(CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"):
+        resume.check_shared_folders(config, None)
+    assert not list(tmp_path.rglob(".seen*"))
+
+
+def test_a_run_asks_before_it_trains(monkeypatch):
+    def refuse(config, policy):
+        raise CheckpointError(f"{policy} do not see it")
+
+    monkeypatch.setattr(job, "prepare_folder", lambda config: None)
+    monkeypatch.setattr(job, "build_parts", lambda config, session: SimpleNamespace(policy="the ranks"))
+    monkeypatch.setattr(job, "check_shared_folders", refuse)
+    monkeypatch.setattr(job, "build_loop", lambda *_: pytest.fail("the run went on"))
+    with pytest.raises(CheckpointError, match="the ranks do not see it"):
+        job.train(None, None)
+
+
+# ---- restarts
+
+
+@pytest.mark.parametrize(
+    ("codes", "limit", "expected"), [([1, 1, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([1], 0, 1)]
+)
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected):
+    config = RunConfig()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_restarts": limit})})
+    loads, left = [], list(codes)
+
+    def run_once(config):
+        loads.append(config.ckpt.load_enable)
+        return left.pop(0)
+
+    assert resume.run_with_restarts(config, run_once) == expected
+    assert not left and loads == [False] + [True] * (len(codes) - 1)
+
+
+def test_a_run_that_starts_anew_moves_checkpoints_of_another_aside(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=3)
+    save(store, 1)
+    (tmp_path / "global_step2.incomplete").mkdir()
+    ckpt = {"path": str(tmp_path), "save_steps": 1, "load_enable": True}
+    config = RunConfig().model_copy(update={"ckpt": RunConfig().ckpt.model_copy(update=ckpt)})
+    resume.prepare_folder(config)
+    assert [p.name for p in tmp_path.iterdir()] == ["global_step1"], "a resuming run removes what is half-written only"
+    anew = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": False})})
+    resume.prepare_folder(anew)
+    assert [p.name for p in tmp_path.iterdir()] == ["superseded.1"] and "ckpt.load_enable is off" in caplog.text

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.driver.experience import in_group_order, reward_metrics
+from openrlhf_ext.driver.shards import deal, group_chunks, training_shards
+from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.rewards.executor import FAILED_KEY
+
+GROUP = 4
+
+
+def make_batch(groups: int, seed: int = 0) -> tuple[SequenceBatch, RolloutBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (groups * GROUP,), generator=generator).tolist()
+    sequences = [torch.randint(2, 50, (3 + length,), generator=generator).numpy() for length in lengths]
+    batch = sequence_batch(sequences, [[(3, 3 + length)] for length in lengths])
+    count = batch.responses.tokens
+    rollout = RolloutBatch(
+        tokens=batch.targets_N,
+        lengths=batch.counts_B,
+        rewards=torch.randint(0, 2, (len(batch),), generator=generator).double(),
+        group_ids=torch.arange(len(batch)) // GROUP,
+        old_logprobs=-torch.rand(count, generator=generator, dtype=torch.float64),
+        entropies=torch.rand(count, generator=generator, dtype=torch.float64),
+        group_size=GROUP,
+    )
+    return batch, rollout
+
+
+def test_steps_are_of_whole_groups():
+    assert list(group_chunks(20, GROUP, 9)) == [slice(0, 8), slice(8, 16), slice(16, 20)]
+    assert list(group_chunks(8, GROUP, 1)) == [slice(0, 4), slice(4, 8)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=st.integers(1, 7), ranks=st.integers(1, 5), per_step=st.integers(1, 4),
+    name=st.sampled_from(["grpo", "dapo", "gtpo_entropy"]),
+)  # fmt: skip
+def test_losses_of_all_shards_add_up_to_the_loss_of_each_mini_batch(groups, ranks, per_step, name):
+    options = {"alpha1": 1.0, "alpha2": 0.1} if name == "gtpo_entropy" else {}
+    algorithm = get_algorithm(name, **options)
+    batch, rollout = make_batch(groups)
+    shaped = algorithm.shape(rollout)
+    new = rollout.old_logprobs + 0.1 * torch.randn(rollout.old_logprobs.shape, dtype=torch.float64)
+    chunks = list(group_chunks(len(batch), GROUP, per_step * GROUP))
+    deals = deal(batch.lengths_B, chunks, ranks)
+    shards = pickle.loads(pickle.dumps(training_shards(shaped, chunks, deals)))
+    assert all(len(shard.mini_batches) == len(chunks) for shard in shards), "every rank takes part in every step"
+    for step, chunk in enumerate(chunks):
+        assert sorted(row for own in deals for row in own.steps[step]) == list(range(chunk.start, chunk.stop))
+        whole = algorithm.loss(batch.responses.take(new, chunk), shaped.mini_batch(chunk)).value
+        total = 0.0
+        for own, shard in zip(deals, shards, strict=True):
+            share = shard.mini_batches[step]
+            assert share.rows.tolist() == own.steps[step]
+            total += algorithm.loss(batch.responses.take(new, own.steps[step]), share).value if len(share) else 0.0
+        assert torch.allclose(total, whole, atol=1e-12)
+
+
+def group(text: str, count: int) -> SimpleNamespace:
+    return SimpleNamespace(prompt=SimpleNamespace(text=text), responses=[f"{text}{i}" for i in range(count)])
+
+
+def test_groups_are_sorted_by_prompt_and_kept_together():
+    assert in_group_order([group("b", 2), group("a", 2)], 2) == ["a0", "a1", "b0", "b1"]
+
+
+def test_broken_groups_are_refused():
+    with pytest.raises(ValueError, match="a group of 1 completions, rollout.n_samples_per_prompt is 2: 'b'"):
+        in_group_order([group("a", 2), group("b", 1)], 2)
+
+
+def test_reward_logs_are_means_and_failures_a_count():
+    samples = [SimpleNamespace(score=1.0 - f, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
+    assert reward_metrics(samples) == {"reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5}

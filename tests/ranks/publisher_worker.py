@@ -1,0 +1,130 @@
+"""What the ranks of the weight-publisher tests run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+
+from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
+from openrlhf_ext.rollout import sync
+from openrlhf_ext.rollout.sync import EngineFailed, SendReport, WeightSyncError
+from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
+from openrlhf_ext.rollout.sync.sender import largest_frame
+from openrlhf_ext.rollout.sync.shared_memory import HostMemory
+from openrlhf_ext.rollout.sync.stream import HEADER_BYTES, send_stream
+from tests.megatron.parity import settings
+from tests.patience import PATIENCE_S
+
+SYNC = SyncSettings("gloo", 1, 60_000, 30.0, 1e-4, 16)
+
+
+class LoopbackSender:
+    """A sender whose engines are a dictionary of what arrived; fails at a bucket when told to."""
+
+    fail_at: int | None = None
+    sends_shared_memory = False
+
+    def __init__(self, plan: Any, engines: list, _tp: int, _timeout_s: float, staging: Any) -> None:
+        self.plan, self.engines = plan, engines
+        self.staging = staging or tuple(torch.empty(largest_frame(plan), dtype=torch.uint8) for _ in range(2))
+        LoopbackSender.sends_shared_memory = staging is not None
+        self.connected = False
+        self.frames = 0
+
+    def connect(self) -> None:
+        self.connected = True
+
+    def close(self) -> None:
+        self.connected = False
+
+    def send_buckets(self, source: Any, version: int) -> SendReport:
+        self.frames = 0
+        send_stream(self, self.plan, self.staging, source, version)
+        return SendReport(0.0, self.plan.payload_bytes, 0.0)
+
+    def start(self, frame: torch.Tensor) -> LoopbackSender:
+        if self.frames == LoopbackSender.fail_at:
+            self.close()
+            raise EngineFailed("rollout engine 1 failed: it was killed", [1])
+        bucket = self.plan.buckets[self.frames]
+        arrived = frame.clone()[HEADER_BYTES:]
+        for engine in self.engines:
+            engine.update(bucket.unpack(arrived))
+        self.frames += 1
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def publish(cases: list[dict], ranks: int) -> list[str]:
+    """Publishes every case's model twice, with a failure in between; returns what was wrong."""
+    sync.SENDERS["gloo"] = LoopbackSender
+    problems = []
+    for case in cases:
+        policy_settings = replace(settings(case, ranks), optimizer=None)
+        initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
+        openable = HostMemory.open if case["shared"] else staticmethod(_cannot_open)
+        with patch.object(HostMemory, "open", openable):
+            found = _publish(MegatronPolicy(policy_settings), case["model"], case["shared"])
+        problems += [f"{case}: {problem}" for problem in found]
+        parallel_state.destroy_model_parallel()
+    return problems
+
+
+def _cannot_open(handle: str) -> HostMemory:
+    raise OSError("the ranks are on different hosts, says the test")
+
+
+def _not_waking_up(_engines: list, method: str, _arguments: list, what: str, _timeout_s: float) -> None:
+    assert method == "wake_up"
+    raise EngineFailed(f"rollout engine 1 failed while {what}", [1])
+
+
+def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
+    engines: list[dict] = [{}, {}]
+    publisher = WeightPublisher(policy, SYNC, engines)
+    problems = []
+    if LoopbackSender.sends_shared_memory != (shared and dist.get_rank() == 0):
+        problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")
+    publisher.connect()
+    publisher.publish(1)
+    problems += _differences(engines, model, 1.0)
+    for parameter in (p for chunk in policy.chunks for p in chunk.parameters()):
+        parameter.data.mul_(2.0)
+    LoopbackSender.fail_at = 2
+    try:
+        publisher.publish(2)
+        problems.append("the failure of an engine was not raised here")
+    except EngineFailed as error:
+        if error.engines != (1,):
+            problems.append(f"wrong engines: {error.engines}")
+    except WeightSyncError as error:
+        problems.append(f"another error: {error!r}")
+    LoopbackSender.fail_at = None
+    publisher.replace_engines(engines)
+    publisher.publish(2)
+    with patch.object(EngineCalls, "start", _not_waking_up):
+        try:
+            publisher.prove(2, wake=True)
+            problems.append("an engine that does not wake up was not told here")
+        except EngineFailed as error:
+            if error.engines != (1,):
+                problems.append(f"wrong engines do not wake up: {error.engines}")
+    return problems + _differences(engines, model, 2.0)
+
+
+def _differences(engines: list[dict], model: str, factor: float) -> list[str]:
+    """Names that rank 0's engines do not hold as the checkpoint has them, times ``factor``."""
+    if dist.get_rank() != 0:
+        return []
+    expected = load_file(f"{model}/model.safetensors")
+    found = [f"names {sorted(e.keys() ^ expected.keys())}" for e in engines if e.keys() != expected.keys()]
+    return found + [n for e in engines for n, t in e.items() if not torch.equal(t, expected[n] * factor)]

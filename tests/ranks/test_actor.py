@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from openrlhf_ext.ranks.actor import RankActor
+from tests.patience import PATIENCE_S
+
+_IMPORTS = """
+import sys
+from openrlhf_ext import patches
+patches.apply()
+from openrlhf_ext.ranks import critic as critic_actor, frozen as frozen_actor, policy as policy_actor
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"openrlhf", "vllm", "deepspeed"}))
+"""
+
+
+def test_ranks_do_not_import_openrlhf_and_what_it_brings():
+    found = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.delenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_rank_0_says_where_to_meet_and_the_others_go_there():
+    address, port = RankActor(2, 0, None, None).get_master_addr_port()
+    assert os.environ["MASTER_ADDR"] == address and 0 < int(os.environ["MASTER_PORT"]) == port
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("0", "0", "2")
+
+    assert RankActor(2, 1, address, port).get_master_addr_port() == (address, port)
+    assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", str(port))
+
+
+def test_batched_calls_take_this_replica_s_entries():
+    class Doubler(RankActor):
+        def double(self, value: int) -> int:
+            return 2 * value
+
+    actor = Doubler(1, 0, "host", 1)
+    assert actor.execute_batch("double", {"value": [1, 2, 3, 4]}, 1, 3) == [4, 6]
+    actor.is_first_of_replica = False  # its copies of the answers would all go to the driver
+    assert actor.execute_batch("double", {"value": [1, 2, 3, 4]}, 1, 3) == [None, None]

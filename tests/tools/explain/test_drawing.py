@@ -1,0 +1,78 @@
+"""Colours, terminal and PNG, on plain numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
+from openrlhf_ext.tools.explain.layout import visible
+from openrlhf_ext.tools.explain.palette import Palette
+from openrlhf_ext.tools.explain.png import MOST_CELLS, write_png
+from openrlhf_ext.tools.explain.terminal import render
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def picture(*rows: tuple[str, ...], scale: str = "signed") -> Explanation:
+    values = tuple(tuple(index - 0.5 for index, _ in enumerate(row)) for row in rows)
+    quantity = Quantity("advantage", "of a token", scale, values)
+    return Explanation("title", "prompt", ("note",), tuple(Completion("+", "label", row) for row in rows), (quantity,))
+
+
+def test_colours_follow_sign_and_size() -> None:
+    palette = Palette(Quantity("a", "", "signed", ((-2.0, -1.0, 0.0, 1.05, 1.15),)))
+    deep, pale, zero, low, high = (palette.colour(value) for value in (-2.0, -1.0, 0.0, 1.05, 1.15))
+    assert zero == (1, 1, 1)
+    assert deep[0] > deep[2] and high[2] > high[0]
+    assert sum(deep) < sum(pale) < 3 and sum(high) + 0.5 < sum(low) < 3
+    assert [swatch.label for swatch in palette.legend()] == ["-2.00 to -1.00", "0", "+1.05 to +1.15"]
+    nearly_equal = Palette(Quantity("a", "", "signed", ((1.0, 1.0001),)))
+    assert nearly_equal.colour(1.0) == pytest.approx(nearly_equal.colour(1.0001), abs=0.01)
+
+
+def test_terminal_colours_and_bands() -> None:
+    explanation = picture(("abc",) * 20, ("d",) * 3)
+    text = render(explanation, width=40)
+    assert "\x1b[48;2;" in text and "from token 1" in text
+    plain = ANSI.sub("", text).splitlines()
+    assert all(len(line) <= 40 for line in plain[8:])  # below the heading
+    assert sum(line.count("abc") for line in plain) == 20
+    assert sum(line.startswith("2 + ") for line in plain[6:]) == 1  # it ends in the first band
+    assert "\x1b" not in render(explanation, width=40, colour=False)
+
+
+def test_hostile_tokens_are_shown_not_obeyed(tmp_path: Path) -> None:
+    assert [visible(token) for token in (" the", "\n", "\x1b[2J", "", "$x_1$", "é")] == [
+        "·the", "↵", "\\x1b[2J", "∅", "$x_1$", "é",
+    ]  # fmt: skip
+    assert len(visible("x" * 99)) == 12
+    tokens = ("\x1b[2J", "$x_1$", "漢字", "\ud800", "", "\\frac{", "👍")
+    explanation = picture(tokens)
+    assert "\x1b" not in render(explanation, colour=False)
+    write_png(explanation, tmp_path / "a.png")
+    assert size_of(tmp_path / "a.png")[0] > 300
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG that decodes and is not blank."""
+    from matplotlib.image import imread
+
+    pixels = imread(path)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and 0.02 < pixels[..., :3].std() < 0.6
+    return pixels.shape[1], pixels.shape[0]
+
+
+def test_long_completions_become_stripes(tmp_path: Path) -> None:
+    write_png(picture(*[("a",) * (MOST_CELLS // 2)] * 4), tmp_path / "a.png")
+    width, height = size_of(tmp_path / "a.png")
+    assert width < 3000 and height < 1000
+
+
+def test_a_picture_needs_a_finite_value_for_each_token() -> None:
+    good = picture(("a",))
+    for values, complaint in ((((1.0, 2.0),), "one value per token"), (((float("inf"),),), "must be finite")):
+        with pytest.raises(ValueError, match=complaint):
+            Explanation("", "", (), good.completions, (Quantity("a", "", "signed", values),))

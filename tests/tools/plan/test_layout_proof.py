@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.tools.plan import layout_proof
+from openrlhf_ext.tools.plan.layout_proof import LayoutProofError, prove_layout
+from openrlhf_ext.tools.plan.table import format_proof
+from tests.models import FAMILIES
+
+QWEN25_32B = Path(__file__).with_name("qwen2.5-32b")
+
+
+def config_folder(path: Path, family: str = "qwen2", **more) -> Path:
+    """A folder with a config.json and nothing else."""
+    sizes = {
+        "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
+    }  # fmt: skip
+    FAMILIES[family][0](**(sizes | more)).save_pretrained(path)
+    return path
+
+
+def test_qwen25_32b_on_64_ranks():
+    proof = prove_layout(QWEN25_32B, ParallelLayout(64, 8, 2), torch.bfloat16, distributed_optimizer=True)
+    assert proof.seconds < 60 and len(proof.shares) == 16
+    assert sorted(rank for share in proof.shares for rank in share.ranks) == list(range(64))
+    h, ffn, vocab = 5120, 27648, 152064
+    layer = ((40 + 2 * 8) * 128 * (h + 1) + h * 40 * 128 + 3 * h * ffn) // 8 + 2 * h  # norms are on every rank
+    first, last = proof.shares[0], proof.shares[-1]
+    assert first.parameters == 32 * layer + vocab // 8 * h
+    assert last.parameters == 32 * layer + vocab // 8 * h + h
+    assert (first.layers, last.layers) == ((range(32),), (range(32, 64),))
+    assert last.ranks == (15, 31, 47, 63) and (last.tensor, last.pipeline) == (7, 1)
+    assert first.weight_bytes == 2 * first.parameters and first.optimizer_bytes == 12 * first.parameters // 4
+    assert (proof.hf_tensors, proof.hf_parameters) == (771, 32_763_876_352)
+    assert "2,048,028,672" in format_proof(proof) and "built 16 of 64 ranks" in format_proof(proof)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "layout"),
+    [
+        ("qwen2", {"tie_word_embeddings": True}, ParallelLayout(8, 2, 2, 2)),
+        ("qwen3", {}, ParallelLayout(4, 4)),  # fewer key-value heads than ranks
+        ("llama", {"num_hidden_layers": 8}, ParallelLayout(16, 2, 2, 2, True, 2)),
+    ],
+)
+def test_every_kind_of_layout(tmp_path, family, more, layout):
+    proof = prove_layout(config_folder(tmp_path, family, **more), layout, torch.float32, distributed_optimizer=False)
+    assert len(proof.shares) == layout.tensor_parallel_size * layout.pipeline_parallel_size
+    assert sorted(rank for share in proof.shares for rank in share.ranks) == list(range(layout.world_size))
+    layers = sorted(layer for s in proof.shares if s.tensor == 0 for chunk in s.layers for layer in chunk)
+    assert layers == list(range(more.get("num_hidden_layers", 4)))
+    for share in proof.shares:
+        assert len(share.layers) == layout.virtual_pipeline_size
+        assert share.state_bytes == 16 * share.parameters, "fp32: weight, gradient, two moments"
+
+
+def test_a_critic_has_a_value_head_in_the_place_of_the_projection(tmp_path):
+    folder, layout = config_folder(tmp_path, tie_word_embeddings=True), ParallelLayout(4, 2, 2)
+    critic = prove_layout(folder, layout, torch.float32, distributed_optimizer=True, value_head="score")
+    policy = prove_layout(folder, layout, torch.float32, distributed_optimizer=True)
+    assert critic.hf_parameters == policy.hf_parameters + 64 and critic.hf_tensors == policy.hf_tensors + 1
+    # the policy's last stage holds a copy of half of the padded, tied embedding
+    assert policy.shares[-1].parameters - critic.shares[-1].parameters == 31 * 64 - 64
+
+
+def test_a_layout_that_megatron_refuses_is_an_error_with_its_reason(tmp_path):
+    with pytest.raises(LayoutProofError, match=r"rank 0 cannot be built: num_attention_heads \(4\) must be"):
+        prove_layout(config_folder(tmp_path), ParallelLayout(3, 3), torch.float32, distributed_optimizer=False)
+    assert not torch.distributed.is_initialized(), "the fake group must be gone"
+
+
+def test_a_map_that_forgets_or_repeats_rows_is_refused(tmp_path, monkeypatch):
+    """The proof has to see a wrong map: here the last rank starts one row early."""
+
+    def wrong(rule, shape, rank, size):
+        runs = layout_runs(rule, shape, rank, size)
+        if rule.split == "vocab" and rank == size - 1:
+            return [type(run)(run.tensor, run.start - (run.tensor == 0), run.stop) for run in runs]
+        return runs
+
+    layout_runs = layout_proof.shard_runs
+    monkeypatch.setattr(layout_proof, "shard_runs", wrong)
+    with pytest.raises(LayoutProofError, match=r"model.embed_tokens.weight: entries \[30, 31\] along axis 0"):
+        prove_layout(config_folder(tmp_path), ParallelLayout(2, 2), torch.float32, distributed_optimizer=False)
+
+
+def test_a_parameter_without_a_rule_is_refused(tmp_path, monkeypatch):
+    def forgetful(chunk, shape):
+        return [rule for rule in all_rules(chunk, shape) if not rule.parameter.endswith("linear_qkv.bias")]
+
+    all_rules = layout_proof.model_rules
+    monkeypatch.setattr(layout_proof, "model_rules", forgetful)
+    with pytest.raises(LayoutProofError) as error:
+        prove_layout(config_folder(tmp_path), ParallelLayout(1), torch.float32, distributed_optimizer=False)
+    assert "parameters that no rule fills: ['decoder.layers.0.self_attention.linear_qkv.bias'" in str(error.value)
+    assert "model.layers.3.self_attn.q_proj.bias is held by the pipeline stages []" in str(error.value)
+
+
+def test_names_are_compared_with_transformers(tmp_path):
+    """A checkpoint whose class has other tensors than the map expects: Llama weights under Qwen3's name."""
+    folder = config_folder(tmp_path, "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    shape = layout_proof.read_model_shape(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    differences = list(layout_proof._transformers_differences(folder, shape))
+    assert "model.layers.0.self_attn.q_norm.weight: transformers has None, the weight map (16,)" in differences
