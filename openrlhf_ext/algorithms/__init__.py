@@ -5,10 +5,10 @@
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
-This package imports torch and nothing else of the stack. To read it: a method's own file (`baselines`, `gtpo_entropy`,
+This package imports torch and pydantic, nothing else of the stack. To read it: a method's own file (`baselines`, `gtpo_entropy`,
 `grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`, `gae`) holds its
-formulas; `group_advantage`, `entropy_shares`, `class_pools`, `conflict_mask` and `length_penalty` what methods share;
-`base`, `token_level`, `sequence_level` and `losses` the frame around them.
+formulas; `losses` the losses of all of them; `group_advantage`, `entropy_shaping`, `conflict_mask` and `length_penalty` what methods
+share; `batch`, `groups` and `base` the frame: what goes in, who belongs together, what comes out.
 """
 
 from openrlhf_ext.algorithms import (  # noqa: F401
@@ -22,9 +22,11 @@ from openrlhf_ext.algorithms import (  # noqa: F401
     high_entropy_tokens,
     mixed_policy,
 )
-from openrlhf_ext.algorithms.base import Algorithm, Inputs
+from openrlhf_ext.algorithms.base import Algorithm, Loss, ShapedBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch
+from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
+from openrlhf_ext.algorithms.losses import SequenceAlgorithm, TokenAlgorithm
 from openrlhf_ext.algorithms.option_parsing import OptionInfo, option
 from openrlhf_ext.algorithms.registry import (
     algorithm_names,
@@ -33,9 +35,6 @@ from openrlhf_ext.algorithms.registry import (
     register_algorithm,
     with_published_values,
 )
-from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
-from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
-from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 __all__ = [
     "Algorithm",

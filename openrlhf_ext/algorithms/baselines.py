@@ -1,4 +1,4 @@
-"""GRPO, DAPO, Dr. GRPO and GSPO (specification 3.1 - 3.4): every token of a completion has the completion's advantage.
+"""GRPO, DAPO, Dr. GRPO and GSPO: every token of a completion has the completion's advantage.
 
 Formulas are per prompt, of G completions with T_i tokens and (penalised) rewards r_i; the mean over prompts is left
 out. `f(w, A) = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)`, `w_it = exp(new_it - old_it)`. Equation numbers are
@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.groups import Inputs
+from openrlhf_ext.algorithms.losses import SequenceAlgorithm, TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipOptions,
@@ -26,12 +27,10 @@ from openrlhf_ext.algorithms.option_blocks import (
 )
 from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
-from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 
 class GroupRelative(TokenAlgorithm):
-    """Base: the group-relative sequence advantage A_i (specification 2.5) on every token of a completion."""
+    """Base: the group-relative sequence advantage A_i on every token of a completion."""
 
     kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 

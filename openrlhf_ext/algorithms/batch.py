@@ -71,6 +71,13 @@ class RolloutBatch:
                 raise ValueError(f"{f.name} is on {tensor.device}, tokens on {self.tokens.device}; use one device")
             _check_dtype(f.name, tensor)
 
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of that name, which must be there; ValueError otherwise."""
+        tensor = getattr(self, name)
+        if tensor is None:
+            raise ValueError(f"RolloutBatch.{name} is needed and was not given")
+        return tensor
+
     @cached_property
     def segments(self) -> Segments:
         """Which tokens are whose."""
@@ -163,5 +170,5 @@ def check_group_sizes(ids_Q: Tensor, sizes_Q: Tensor, declared: int | Mapping[in
         if size != wanted:
             raise ValueError(
                 f"group {group_id} has {size} completions, declared group size is {wanted}: shaping needs whole "
-                "groups; shape on the controller before the batch is split"
+                "groups; shape in the driver before the batch is split"
             )

@@ -1,4 +1,4 @@
-"""Covariance control: `clip_cov` and `kl_cov` (specification 3.10, 3.11).
+"""Covariance control: `clip_cov` and `kl_cov`.
 
 G. Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Total
+from openrlhf_ext.algorithms.base import ShapedBatch, Total
 from openrlhf_ext.algorithms.baselines import GroupRelative
 from openrlhf_ext.algorithms.batch import check_values
 from openrlhf_ext.algorithms.losses import masked_log_ratio, promote
@@ -35,7 +35,6 @@ from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, not_
 from openrlhf_ext.algorithms.quantiles import order_statistic
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import float64_sum
-from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +89,9 @@ class CovarianceControl(GroupRelative):
         """(N,) covariance per token, 0 outside kept groups; means in float64."""
         new_N = torch.where(shaped.loss_mask, new_logprobs, 0.0)
         tokens_B = torch.where(shaped.active, shaped.lengths, 0)
-        sums = total(torch.stack([(shaped.seq_advantages * tokens_B).sum(), float64_sum(new_N)]))
+        sums = total(torch.stack([(shaped["seq_advantages"] * tokens_B).sum(), float64_sum(new_N)]))
         mean_advantage, mean_new = sums / shaped.denominators["tokens"].clamp(min=1.0)
-        centred_N = shaped.segments.spread((shaped.seq_advantages - mean_advantage).to(new_N.dtype))
+        centred_N = shaped.segments.spread((shaped["seq_advantages"] - mean_advantage).to(new_N.dtype))
         return torch.where(shaped.loss_mask, centred_N * (new_N - mean_new.to(new_N.dtype)), 0.0)
 
     def choose(
@@ -273,5 +272,5 @@ class KLCov(CovarianceControl):
         return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N
 
     def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
-        penalty_N = torch.where(shaped.selection, log_ratio_N.abs(), 0.0)
+        penalty_N = torch.where(shaped["selection"], log_ratio_N.abs(), 0.0)
         return objective_N - self.options.ppo_kl_coef * penalty_N

@@ -1,4 +1,4 @@
-"""`entropy_advantage`: uncertain tokens get a bonus on their advantage (specification 3.8).
+"""`entropy_advantage`: uncertain tokens get a bonus on their advantage.
 
 D. Cheng et al., "Reasoning with Exploration: An Entropy Perspective", arXiv 2506.14758; the formula is from a secondary
 description.
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipOptions,
@@ -51,7 +51,7 @@ class EntropyAdvantage(GroupRelative):
         limit_B = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)
         live_B = inputs.part.live_B.to(limit_B.dtype)
         for block in inputs.segments.blocks():
-            entropies_n = inputs.batch.entropies[block.tokens]
+            entropies_n = inputs.batch["entropies"][block.tokens]
             bonus_n = torch.minimum(self.options.ent_alpha * entropies_n, block.spread(limit_B[block.rows]))
             fields["advantages"][block.tokens] += bonus_n * block.spread(live_B[block.rows])
         return fields

@@ -16,16 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs
 from openrlhf_ext.algorithms.batch import RolloutBatch
-from openrlhf_ext.algorithms.groups import Groups, Partition
+from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
 from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, option, positive
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
-from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 _ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
 _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
@@ -119,8 +118,9 @@ def _moments(values_N: Tensor, minus_N: Tensor | None = None) -> tuple[Tensor, T
             n = slice(start, start + BLOCK_TOKENS)
             yield values_N[n].double() - (0.0 if minus_N is None else minus_N[n])
 
-    mean = sum(block_n.sum() for block_n in blocks()) / len(values_N)
-    return sum(((block_n - mean) ** 2).sum() for block_n in blocks()) / len(values_N), mean
+    zero = torch.zeros((), dtype=torch.float64, device=values_N.device)
+    mean = sum((block_n.sum() for block_n in blocks()), zero) / len(values_N)
+    return sum((((block_n - mean) ** 2).sum() for block_n in blocks()), zero) / len(values_N), mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class Gae(TokenAlgorithm):
             rewards_N -= kl_N
             rewards_B = rewards_B - batch.segments.sums(kl_N)
             del kl_N
-        advantages_N, returns_N = gae(rewards_N, batch.values, batch.segments, gamma=options.gamma, lambd=options.lambd)
+        advantages_N, returns_N = gae(rewards_N, batch["values"], batch.segments, gamma=options.gamma, lambd=options.lambd)
         del rewards_N
         if options.whiten:
             self._whiten(advantages_N)

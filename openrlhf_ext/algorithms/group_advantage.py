@@ -1,4 +1,4 @@
-"""The group-relative advantage that most methods start from (specification 2.4, 2.5).
+"""The group-relative advantage that most methods start from.
 
     A_i = (r_i - mean r)/(std r + adv_eps)                  over the completions of one prompt
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Algorithm, Inputs
-from openrlhf_ext.algorithms.groups import Groups, Moments, pool_moments
+from openrlhf_ext.algorithms.base import Algorithm
+from openrlhf_ext.algorithms.groups import Groups, Inputs, Moments, pool_moments
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 
@@ -63,7 +63,7 @@ def divide_by_std(centred_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tens
 
 
 def require_positive_std(std_B: Tensor, live_B: Tensor, group_ids_B: Tensor) -> None:
-    """`adv_eps: 0` is legal only when no standard deviation that divides is 0 (specification 2.4)."""
+    """`adv_eps: 0` is legal only when no standard deviation that divides is 0."""
     flat = (live_B & (std_B == 0)).nonzero().flatten()
     if len(flat):
         group = int(group_ids_B[flat[0]])

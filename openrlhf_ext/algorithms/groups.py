@@ -1,7 +1,7 @@
 """Groups of completions: who belongs together, who succeeded, which groups carry no signal.
 
 Everything is a segment operation over `index_B`, so groups may have any size and their rows any order. Statistics are
-float64 (specification section 9).
+float64: sums of 1e8 tokens lose digits in float32.
 
 Shape suffixes: B = completions, Q = groups.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_group_sizes, check_lengths
+from openrlhf_ext.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
 
 @dataclass(frozen=True)
 class Partition:
-    """Success classes and degenerate groups of a batch (specification 2.1 - 2.3).
+    """Success classes and degenerate groups of a batch.
 
     Attributes:
         success_B: P, successful completions. failure_B: N. Truncated-masked completions are in neither.
@@ -178,3 +179,17 @@ def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
     if batch.truncated is None:
         raise ValueError("mask_truncated = true needs RolloutBatch.truncated; set it from the sampler's finish reason")
     return ~batch.truncated
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A validated rollout batch with its grouping and partition; floats promoted, rewards in float64."""
+
+    batch: RolloutBatch
+    groups: Groups
+    part: Partition
+
+    @property
+    def segments(self) -> Segments:
+        """Which tokens are whose."""
+        return self.batch.segments

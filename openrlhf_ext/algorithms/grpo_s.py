@@ -1,4 +1,4 @@
-"""`grpo_s`: rewards per completion, shaped by mean entropy (specification 3.6).
+"""`grpo_s`: rewards per completion, shaped by mean entropy.
 
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
 T1 is the first text, T6 the version v6.
@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs
-from openrlhf_ext.algorithms.class_pools import Classes, base_rewards, class_pools
-from openrlhf_ext.algorithms.entropy_shares import PreparedEntropy, no_share_error
+from openrlhf_ext.algorithms.entropy_shaping import Classes, PreparedEntropy, base_rewards, class_pools, no_share_error
 from openrlhf_ext.algorithms.group_advantage import divide_by_std
-from openrlhf_ext.algorithms.groups import Moments, segment_sum
+from openrlhf_ext.algorithms.groups import Inputs, Moments, segment_sum
 from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.losses import SequenceAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     EntropyOptions,
@@ -34,7 +33,6 @@ from openrlhf_ext.algorithms.option_blocks import (
 from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class GrpoS(SequenceAlgorithm):
         options, groups = self.options, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
         prepared = PreparedEntropy.of(options)
-        h_hat_B = sequence_entropies(inputs.batch.entropies, inputs.segments, prepared, options.h_hat)
+        h_hat_B = sequence_entropies(inputs.batch["entropies"], inputs.segments, prepared, options.h_hat)
         share_B = self.shares(inputs, h_hat_B, classes, prepared.denominator_eps)
         penalty_B = length_penalty(groups, inputs.part, options)
         reward_B = self.rewards(inputs, share_B, classes, penalty_B)

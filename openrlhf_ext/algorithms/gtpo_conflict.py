@@ -1,6 +1,6 @@
 """`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose the negative one.
 
-M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772 (specification 3.7).
+M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772.
 The conflict masks themselves are in `conflict_mask`.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import Inputs
+from openrlhf_ext.algorithms.base import ShapedBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
-from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
+from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, usable_rows
+from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
     EpsOptions,
@@ -34,8 +35,6 @@ from openrlhf_ext.algorithms.option_blocks import (
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.algorithms.shaped import ShapedBatch
-from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ class GtpoConflict(TokenAlgorithm):
         forward = conflict_spans(batch.tokens, groups, sign_B, backward=False, anchor=options.anchor)
         backward = conflict_spans(batch.tokens, groups, sign_B, backward=True, anchor=options.anchor)
         forward_N, backward_N = (spans.mask(batch.segments) for spans in (forward, backward))
-        h_bar_B = mean_entropies(batch.entropies, batch.segments)
+        h_bar_B = mean_entropies(batch["entropies"], batch.segments)
         delta_B = self._delta(a_B, h_bar_B)
         tilde_B = delta_B * (a_B - options.gamma * h_bar_B)
         if options.zero_adv == "skip":

@@ -1,10 +1,10 @@
-"""`gtpo_entropy`: rewards per token, shaped by entropy (specification 3.5).
+"""`gtpo_entropy`: rewards per token, shaped by entropy.
 
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
 T1 is the first text, T6 the version v6.
 
 A correct completion earns more where the policy was uncertain, a wrong one loses more where it was sure.
-Shape suffixes: B = completions, N = tokens of all completions, R = completions of a run, b and n = completions and
+Shape suffixes: B = completions, N = tokens of all completions, R = completions of a cohort, b and n = completions and
 tokens of one block.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs
-from openrlhf_ext.algorithms.class_pools import Classes, base_rewards, class_pools
-from openrlhf_ext.algorithms.entropy_shares import TokenShares, make_runs
+from openrlhf_ext.algorithms.base import ShapedBatch
+from openrlhf_ext.algorithms.entropy_shaping import Classes, TokenShares, base_rewards, class_pools, make_cohorts
 from openrlhf_ext.algorithms.group_advantage import require_positive_std
-from openrlhf_ext.algorithms.groups import Moments
+from openrlhf_ext.algorithms.groups import Inputs, Moments
 from openrlhf_ext.algorithms.length_penalty import length_penalty
+from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     EntropyOptions,
@@ -39,8 +39,6 @@ from openrlhf_ext.algorithms.option_blocks import (
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Block
-from openrlhf_ext.algorithms.shaped import ShapedBatch
-from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -143,13 +141,13 @@ class TokenReward:
 
     def moments(self, shares: TokenShares, lengths_B: Tensor) -> Moments:
         """(R,) moments of each completion's R, from those of x."""
-        lengths_R = lengths_B[shares.run.rows].to(torch.float64)
+        lengths_R = lengths_B[shares.cohort.rows].to(torch.float64)
         mean_R, m2_R = torch.zeros_like(lengths_R), torch.zeros_like(lengths_R)
         for local, block, rho_n in shares:
             x_n = self.x(rho_n, block)
             mean_R[local] = block.sums(x_n) / lengths_R[local]
             m2_R[local] = block.sums((x_n - block.spread(mean_R[local])).square_())
-        offset_R, weight_R = self.offset_B[shares.run.rows], self.weight_B[shares.run.rows]
+        offset_R, weight_R = self.offset_B[shares.cohort.rows], self.weight_B[shares.cohort.rows]
         return Moments(lengths_R, offset_R + weight_R * mean_R, weight_R**2 * m2_R)
 
 
@@ -176,24 +174,24 @@ class GtpoEntropy(TokenAlgorithm):
         super().__init__(options, **parts)
         if options.version == "v2" and not options.sign_guard:
             logger.warning(
-                "gtpo_entropy v2 gives some tokens of wrong completions a positive advantage (specification T-8); "
-                "version v6 or sign_guard = true cures it"
+                "gtpo_entropy v2 gives some tokens of wrong completions a positive advantage (docs/algorithms.md, "
+                "T-8); version v6 or sign_guard = true cures it"
             )
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Share -> reward -> pools -> advantage, for one run of completions after the other."""
+        """Share -> reward -> pools -> advantage, for one cohort after the other."""
         options, batch, groups = self.options, inputs.batch, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
         penalty_B = length_penalty(groups, inputs.part, options)
         reward = self.reward(inputs, classes, penalty_B)
-        rho_N = torch.empty_like(batch.entropies, dtype=batch.float_dtype)
+        rho_N = torch.empty_like(batch.old_logprobs, dtype=batch.float_dtype)
         a_N = torch.empty_like(rho_N)
         mean_B, std_B = torch.zeros_like(reward.offset_B), torch.zeros_like(reward.offset_B)
-        for run in make_runs(groups, batch.segments, self._batch_wide()):
-            shares = TokenShares(inputs, options, classes, run)  # rho+ on P, rho- on N
+        for cohort in make_cohorts(groups, batch.segments, self._batch_wide()):
+            shares = TokenShares(inputs, options, classes, cohort)  # rho+ on P, rho- on N
             moments = reward.moments(shares, groups.lengths_B)  # of each completion's R+ or R-
-            mean_B[run.rows], std_B[run.rows] = class_pools(
-                moments, run.group_R, run.groups, classes.rows(run.rows), options, options.ddof_tok
+            mean_B[cohort.rows], std_B[cohort.rows] = class_pools(
+                moments, cohort.group_R, cohort.groups, classes.rows(cohort.rows), options, options.ddof_tok
             )
             for _, block, rho_n in shares:
                 rho_N[block.tokens] = rho_n.to(rho_N.dtype)
@@ -216,7 +214,8 @@ class GtpoEntropy(TokenAlgorithm):
         """The version's R+ and R-, each as (offset, weight) of the share, and the length penalty on every token."""
         options = self.options
         r_B = base_rewards(inputs, options.base_reward, classes.success_B)
-        positive, negative = (r_B, options.alpha), (0.0, 0.0)  # v1: R+ = r + alpha rho+, T1 eq. 2
+        positive: tuple[Any, Any] = (r_B, options.alpha)  # v1: R+ = r + alpha rho+, T1 eq. 2
+        negative: tuple[Any, Any] = (0.0, 0.0)
         if options.version == "v2":
             negative = (0.0, -1.0)  # R- = -rho-, T1 eq. 13
         elif options.version == "v6":

@@ -1,4 +1,4 @@
-"""`high_entropy_tokens`: DAPO on the tokens of highest entropy, the 80/20 rule (specification 3.9).
+"""`high_entropy_tokens`: DAPO on the tokens of highest entropy, the 80/20 rule.
 
 S. Wang et al., arXiv 2506.01939.
 
@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs
+from openrlhf_ext.algorithms.base import ShapedBatch
 from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     GroupOptions,
@@ -28,7 +29,6 @@ from openrlhf_ext.algorithms.option_blocks import (
 from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.quantiles import upper_threshold
 from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 
 @dataclass(frozen=True, kw_only=True)

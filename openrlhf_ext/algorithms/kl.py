@@ -1,6 +1,6 @@
 """KL to a reference policy: the estimators k1, k2, k3 and where they act.
 
-`kl_coef` of an algorithm is the k3 penalty in the loss (specification 2.8). The `kl=` mapping of `get_algorithm`
+`kl_coef` of an algorithm is the k3 penalty in the loss. The `kl=` mapping of `get_algorithm`
 chooses another estimator, or puts the penalty into the reward.
 
 Shape suffixes: N = tokens.
@@ -30,7 +30,7 @@ def kl_k2(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`e^x - x - 1` with `x = ref - new`: unbiased and never negative (specification 2.8)."""
+    """`e^x - x - 1` with `x = ref - new`: unbiased and never negative (Schulman, "Approximating KL Divergence")."""
     x = ref_logprobs - new_logprobs
     return torch.expm1(x) - x
 
@@ -99,6 +99,6 @@ def masked_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, mask_N: Tensor) -
 
 def reward_kl(penalty: KLPenalty, batch: RolloutBatch) -> Tensor:
     """(N,) what a KL in the reward subtracts per token; ValueError naming one that overflows."""
-    penalty_N = penalty.coef * KL_ESTIMATORS[penalty.estimator](batch.old_logprobs, batch.ref_logprobs)
+    penalty_N = penalty.coef * KL_ESTIMATORS[penalty.estimator](batch.old_logprobs, batch["ref_logprobs"])
     check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments)
     return penalty_N

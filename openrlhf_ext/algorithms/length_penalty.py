@@ -1,4 +1,4 @@
-"""Length penalties R(i), one number per completion, added to a reward (specification 2.6).
+"""Length penalties R(i), one number per completion, added to a reward.
 
 Lengths are in tokens. Shape suffixes: B = completions, Q = groups.
 """

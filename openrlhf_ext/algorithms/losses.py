@@ -1,19 +1,30 @@
-"""Pieces of policy losses: ratios, the clipped surrogate, aggregation weights, metrics, the search for what overflows.
+"""Policy losses: `TokenAlgorithm` (one ratio and advantage per token), `SequenceAlgorithm` (one per completion).
 
-Shape suffixes: B = completions, N = tokens of all completions.
+    J = sum_it omega_i (factor_it f(w_it, A_it) - kl_coef KL_it)        tokens; omega: weight of completion i
+    J = 1/Q sum over prompts of 1/G sum_i f(s_i, A_i)                   completions
+    s_i = exp(1/T_i sum_t log w_it)  (geometric)    or    1/T_i sum_t w_it  (arithmetic)
+
+`f` is the clipped surrogate, `factor` the product of lambda (`token_weights`) and the importance correction, which at
+completions is the mean of their tokens' factors. The pieces (ratios, surrogate, weights, metrics, the search for what
+overflows) come first.
+
+Shape suffixes: B = completions, N = tokens of all completions, n = some of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from openrlhf_ext.algorithms.base import Algorithm, Loss, ShapedBatch, TokenLoss
 from openrlhf_ext.algorithms.batch import check_values
-from openrlhf_ext.algorithms.groups import segment_sum
-from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
+from openrlhf_ext.algorithms.groups import Inputs, segment_sum
 
 
 def promote(logprobs: Tensor) -> Tensor:
@@ -39,7 +50,8 @@ def clipped_surrogate(
     *,
     factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, to be maximised (specification 2.7).
+    """PPO's clipped objective, to be maximized (J. Schulman et al., arXiv 1707.06347, eq. 7; dual clip:
+    D. Ye et al., arXiv 1912.09729, eq. 4).
 
     `min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)` with `w = exp(log_ratio)`, and with `dual_clip = k` at least
     `k A` where `A < 0`. A tie between both terms keeps the gradient.
@@ -56,27 +68,31 @@ def clipped_surrogate(
         The objective, and a bool tensor of the entries whose gradient was cut although `A != 0`.
     """
     scale = advantages if factor is None else advantages * factor
-    clipped, bound = torch.zeros_like(log_ratio, dtype=torch.bool), 0.0
+    clipped = torch.zeros_like(log_ratio, dtype=torch.bool)
+    bound: Tensor | float = 0.0
     if clip_low is not None:
-        high, low = math.log1p(clip_high), math.log1p(-clip_low) if clip_low < 1 else -math.inf
+        high = math.inf if clip_high is None else math.log1p(clip_high)
+        low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
         positive = advantages > 0
         clipped = torch.where(positive, log_ratio > high, log_ratio < low)
-        bound = torch.full_like(log_ratio, low).masked_fill_(positive, high)
+        bound_like = torch.full_like(log_ratio, low).masked_fill_(positive, high)
         if dual_clip is not None:
             floored = ~positive & (log_ratio > math.log(dual_clip))
-            clipped, bound = clipped | floored, bound.masked_fill_(floored, math.log(dual_clip))
-        clipped = clipped & (advantages != 0)
+            clipped, bound_like = clipped | floored, bound_like.masked_fill_(floored, math.log(dual_clip))
+        clipped, bound = clipped & (advantages != 0), bound_like
     return torch.where(clipped | (scale == 0), bound, log_ratio).exp() * scale, clipped
 
 
 def token_weights(shaped: ShapedBatch, counted_B: Tensor, *, agg: str, agg_scope: str, l_norm: float | None) -> Tensor:
-    """Weight omega of every token of a completion (specification 2.9), float64, 0 for inactive completions.
+    """Weight omega of every token of a completion, float64, 0 for inactive completions.
 
     Args:
         counted_B: counted tokens c_i (0 for inactive completions).
     """
     counted_B = counted_B.to(torch.float64)
     if agg == "seq-mean-token-sum-norm":
+        if l_norm is None:
+            raise ValueError("agg seq-mean-token-sum-norm needs l_norm, the constant length")
         return reciprocal(shaped.kept.sum(dtype=torch.float64) * l_norm, shaped.active)  # n_seq l_norm
     if agg == "seq-mean-token-mean":
         return reciprocal(prompts(shaped) * shaped.group_sizes * counted_B, shaped.active)  # Q G c_i
@@ -88,7 +104,7 @@ def token_weights(shaped: ShapedBatch, counted_B: Tensor, *, agg: str, agg_scope
 
 
 def sequence_weights(shaped: ShapedBatch) -> Tensor:
-    """Weight 1/(Q G) of every completion in a sequence objective (specification 2.10), 0 for inactive ones."""
+    """Weight 1/(Q G) of every completion in a sequence objective, 0 for inactive ones."""
     return reciprocal(prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active)
 
 
@@ -142,3 +158,207 @@ def checked(
         f"term overflows {log_ratio_N.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
         "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenisation"
     )
+
+
+_LOSS_HOOKS = ("loss", "objective", "surrogate", "factor", "extra_objective", "extra_terms")
+
+
+class TokenAlgorithm(Algorithm):
+    """One ratio and one advantage per token; clipped surrogate, optional KL, token-level aggregation.
+
+    Class attributes:
+        tokenwise: `loss` is a sum of terms of single tokens, so that `token_loss` can compute it. A class that defines
+            `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say so again by
+            `tokenwise = True`: its hooks then must treat every token alone. The loss is right either way; without it
+            the fused output layer is not used.
+    """
+
+    kl_places: ClassVar[tuple[str, ...]] = ("loss",)
+    tokenwise: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "tokenwise" not in vars(cls) and any(name in vars(cls) for name in _LOSS_HOOKS):
+            cls.tokenwise = False
+
+    # ---- denominators of the mini-batch ----
+
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        loss_mask_N = self.loss_mask(shaped)
+        weights_B = token_weights(
+            shaped,
+            self.counted_tokens(shaped, loss_mask_N),
+            agg=getattr(self.options, "agg", "token-mean"),
+            agg_scope=getattr(self.options, "agg_scope", "batch"),
+            l_norm=getattr(self.options, "l_norm", None),
+        )
+        tokens = self.loss_tokens(shaped, loss_mask_N).sum().to(torch.float64)
+        return dataclasses.replace(
+            shaped, loss_mask=loss_mask_N, weights=weights_B, denominators={"tokens": tokens}, complete=True
+        )
+
+    def loss_mask(self, shaped: ShapedBatch) -> Tensor:
+        """(N,) tokens that carry loss."""
+        return shaped.segments.spread(shaped.active)
+
+    def loss_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+        """(B,) tokens of each completion that carry loss."""
+        return torch.where(shaped.active, shaped.lengths, 0)
+
+    def counted_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+        """(B,) counted tokens c_i, the denominators of `agg`."""
+        return self.loss_tokens(shaped, loss_mask_N)
+
+    # ---- the loss, of rows and of single tokens ----
+
+    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+        shaped = self._prepared(new_logprobs, shaped)
+        log_ratio_N = masked_log_ratio(new_logprobs, shaped)
+        objective_N, clipped_N, kl_N = self.objective(promote(new_logprobs), log_ratio_N, shaped)
+        value = -(objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))).sum()
+        metrics = {"policy_loss": value.detach(), **ratio_metrics(log_ratio_N, clipped_N, shaped)}
+        if kl_N is not None:
+            metrics["ref_kl"] = share(kl_N, shaped)
+        extra = self.extra_terms(promote(new_logprobs), shaped)
+        for name, terms_N in extra.items():
+            total = terms_N.sum()
+            value = value + total
+            metrics[name] = total.detach()
+        loss = Loss(value, metrics, {"clipped": clipped_N})
+        return checked(loss, (objective_N, *extra.values()), new_logprobs, log_ratio_N, shaped)
+
+    def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
+        if not self.tokenwise:
+            return None
+        if self.needs_prepare and shaped.selection is None:
+            raise self._unprepared("`token_loss`")
+        return functools.partial(self._terms_of_tokens, shaped.lean())
+
+    def _terms_of_tokens(self, shaped: ShapedBatch, new_logprobs_n: Tensor, index_n: Tensor) -> Tensor:
+        """(n,) loss terms: the loss of n rows of one token each."""
+        part = shaped.tokens_at(index_n)
+        new_n = promote(new_logprobs_n)
+        objective_n, _, _ = self.objective(new_n, masked_log_ratio(new_n, part), part)
+        loss_n = -objective_n * part.weights.to(objective_n.dtype)
+        for terms_n in self.extra_terms(new_n, part).values():
+            loss_n = loss_n + terms_n
+        return loss_n
+
+    def _prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
+        """The batch with its tokens chosen, where `needs_prepare`; refuses a share for which nobody chose them."""
+        if not self.needs_prepare or shaped.selection is not None:
+            return shaped
+        if not shaped.complete:
+            raise self._unprepared("`shaped.select(rows)`")
+        return self.prepare(new_logprobs, shaped)
+
+    def _unprepared(self, step: str) -> ValueError:
+        return ValueError(
+            f"{self.name} chooses tokens over the whole mini-batch: call "
+            f"`shaped = algorithm.prepare(new_logprobs, shaped)` before {step}"
+        )
+
+    # ---- what a method may change ----
+
+    def objective(
+        self, new_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Objective to maximise per token, before aggregation weights; which tokens were clipped; reference KL."""
+        objective_N, clipped_N = self.surrogate(log_ratio_N, shaped)
+        kl_N = None
+        if shaped.ref_logprobs is not None:
+            kl_N = self.penalty.in_loss(new_N, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
+            objective_N = objective_N - self.penalty.coef * kl_N
+        return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
+
+    def surrogate(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
+        """Objective per token times `factor`, 0 outside the loss mask, and which tokens were clipped."""
+        options = self.options
+        value_N, clipped_N = clipped_surrogate(
+            log_ratio_N,
+            shaped.advantages,
+            options.clip_low,
+            options.clip_high,
+            getattr(options, "dual_clip", None),
+            factor=self.factor(shaped),
+        )
+        return torch.where(shaped.loss_mask, value_N, 0.0), clipped_N & shaped.loss_mask
+
+    def factor(self, shaped: ShapedBatch) -> Tensor | None:
+        """(N,) constant factor on each token's surrogate, None for 1."""
+        factors = [f for f in (shaped.token_weights, shaped.correction) if f is not None]
+        return functools.reduce(torch.mul, factors) if factors else None
+
+    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
+        """Hook for terms beyond the surrogate and the reference KL."""
+        return objective_N
+
+    def extra_terms(self, new_N: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
+        """Hook for loss terms (N,) with a normalisation of their own; each is a metric by its name."""
+        return {}
+
+
+class SequenceAlgorithm(Algorithm):
+    """One ratio and one advantage per completion."""
+
+    @property
+    def ratio_kind(self) -> str:
+        """"geometric" or "arithmetic" mean of the token ratios."""
+        return "geometric"
+
+    def rollout_level(self, inputs: Inputs) -> ShapedBatch:
+        fields = self.advantages(inputs)
+        token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+        return self.shaped(inputs, advantages=token_N, **fields)
+
+    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+        denominators = {
+            "tokens": torch.where(shaped.active, shaped.lengths, 0).sum().to(torch.float64),
+            "sequences": shaped.active.sum().to(torch.float64),
+        }
+        return dataclasses.replace(
+            shaped,
+            # Truncated-masked completions have a ratio to look at, but weight 0.
+            loss_mask=shaped.segments.spread(shaped.kept),
+            weights=sequence_weights(shaped),
+            denominators=denominators,
+            complete=True,
+        )
+
+    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+        options = self.options
+        log_ratio_N = masked_log_ratio(new_logprobs, shaped)
+        log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
+        objective_B, clipped_B = clipped_surrogate(
+            log_ratio_B,
+            shaped["seq_advantages"].to(log_ratio_B.dtype),
+            options.clip_low,
+            options.clip_high,
+            options.dual_clip,
+            factor=self._factor(shaped).to(log_ratio_B.dtype),
+        )
+        value = -objective_B.sum()
+        clipped_B = clipped_B & shaped.active
+        active_N = shaped.segments.spread(shaped.active)
+        metrics = ratio_metrics(torch.where(active_N, log_ratio_N.detach(), 0.0), None, shaped)
+        sequences = shaped.denominators["sequences"].clamp(min=1.0)
+        metrics["clip_fraction"] = clipped_B.sum(dtype=torch.float64) / sequences
+        details = {"clipped": clipped_B, "ratios": log_ratio_B.detach().exp()}
+        loss = Loss(value, {"policy_loss": value.detach(), **metrics}, details)
+        return checked(loss, (objective_B,), new_logprobs, log_ratio_N, shaped)
+
+    def sequence_log_ratio(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
+        """(B,) log s_i, 0 in dropped groups."""
+        segments = shaped.segments
+        if self.ratio_kind == "geometric" or len(shaped) == 0:
+            return (segments.sums(log_ratio_N) / shaped.lengths).to(log_ratio_N.dtype)
+        # Relative to the largest token ratio, so that nothing overflows.
+        largest_B = segments.maxima(log_ratio_N.detach())
+        mean_B = segments.sums((log_ratio_N - segments.spread(largest_B)).exp()) / shaped.lengths
+        return largest_B + mean_B.to(log_ratio_N.dtype).log()
+
+    def _factor(self, shaped: ShapedBatch) -> Tensor:
+        """(B,) 1/(Q G), times the importance correction."""
+        if shaped.correction is None:
+            return shaped.weights
+        return shaped.weights * (shaped.segments.sums(shaped.correction) / shaped.lengths)

@@ -5,15 +5,10 @@ Shape suffixes: B = completions, N = tokens of all completions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.shaped import ShapedBatch
-
-if TYPE_CHECKING:
-    from openrlhf_ext.algorithms.base import Inputs
+from openrlhf_ext.algorithms.groups import Inputs
 
 SAMPLE = 1 << 16
 """Completion tokens the quantile metrics look at: all of a small batch, evenly spaced ones of a large batch."""
@@ -22,30 +17,30 @@ QUANTILES = 5
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-def rollout_metrics(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
+def rollout_metrics(inputs: Inputs, rewards_B: Tensor, advantages_N: Tensor) -> dict[str, Tensor]:
     """0-d float64 metrics every algorithm reports; a number that does not exist is left out, as is all of an empty
     batch.
     """
-    if len(shaped) == 0:
+    if len(rewards_B) == 0:
         return {}
     part, groups = inputs.part, inputs.groups
     metrics = {
-        "groups": torch.tensor(float(len(groups)), dtype=torch.float64, device=shaped.rows.device),
+        "groups": torch.tensor(float(len(groups)), dtype=torch.float64, device=rewards_B.device),
         "degenerate_groups": part.degenerate_Q.to(torch.float64).mean(),
         "kept_completions": part.kept_B.to(torch.float64).mean(),
         "active_completions": part.active_B.to(torch.float64).mean(),
         "success_rate": part.success_B.to(torch.float64).mean(),
-        "penalised_reward": shaped.rewards.mean(),
+        "penalised_reward": rewards_B.mean(),
     }
     if inputs.batch.entropies is not None:
         metrics.update(_entropy_by_class(inputs))
-        metrics.update(_mass_by_entropy_quantile(inputs, shaped))
+        metrics.update(_mass_by_entropy_quantile(inputs, advantages_N))
     return metrics
 
 
 def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
     """Mean token entropy of successful and failed completions, over their tokens; of classes that exist."""
-    total_B = inputs.segments.sums(inputs.batch.entropies)
+    total_B = inputs.segments.sums(inputs.batch["entropies"])
     lengths_B = inputs.groups.lengths_B.to(torch.float64)
     metrics = {}
     for name, flags_B in (("correct", inputs.part.success_B), ("wrong", inputs.part.failure_B)):
@@ -54,11 +49,11 @@ def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:
     return metrics
 
 
-def _mass_by_entropy_quantile(inputs: Inputs, shaped: ShapedBatch) -> dict[str, Tensor]:
+def _mass_by_entropy_quantile(inputs: Inputs, advantages_N: Tensor) -> dict[str, Tensor]:
     """Share of sum |A| on the tokens of each fifth of the entropy distribution, lowest first; none if all A are 0."""
-    sample = _sampled_tokens(inputs.segments.tokens, shaped.rows.device)
-    entropy = inputs.batch.entropies[sample]
-    mass = shaped.advantages[sample].abs().to(torch.float64)
+    sample = _sampled_tokens(inputs.segments.tokens, advantages_N.device)
+    entropy = inputs.batch["entropies"][sample]
+    mass = advantages_N[sample].abs().to(torch.float64)
     order = entropy.argsort(stable=True)
     fifth = (torch.arange(len(order), device=order.device) * QUANTILES) // len(order)
     by_fifth = torch.zeros(QUANTILES, dtype=torch.float64, device=order.device).index_add_(0, fifth, mass[order])

@@ -1,4 +1,4 @@
-"""`mixed_policy_dapo`: experimental reconstruction from an abstract, not the published formulas (specification 3.12).
+"""`mixed_policy_dapo`: experimental reconstruction from an abstract, not the published formulas.
 
 H. Tan and Y. Li, "Improving DAPO from a Mixed-Policy Perspective", arXiv 2507.12931, known from its abstract only.
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs
+from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, ShapedBatch
 from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.algorithms.shaped import ShapedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class MixedPolicyDapo(GroupRelative):
         if not self.options.zero_batch:
             return {}
         tokens_N = shaped.segments.spread(shaped.exposed["zero_group"])
-        log_ratio_N = torch.where(tokens_N, new_N - shaped.guide_logprobs, 0.0)
+        log_ratio_N = torch.where(tokens_N, new_N - shaped["guide_logprobs"], 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_N.dtype, device=log_ratio_N.device)
         objective_N, _ = losses.clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
         factor = self.options.zero_weight / shaped.denominators["zero_tokens"].clamp(min=1.0)

@@ -48,13 +48,15 @@ def order_statistic(
         the value, 0-d; and how many entries are less than or equal to it.
     """
     width = _BITS[values_N.dtype][1]
-    known, below = None, 0
+    known: int | None = None
+    below = 0
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = total(_digit_counts(values_N, among_N, shift, known))
         reached = counts.cumsum(0) + below
         digit = int(torch.searchsorted(reached, rank, right=True))
         below = int(reached[digit - 1]) if digit else below
         known = digit - _SIGN if known is None else (known << _DIGIT) | digit
+    assert known is not None, "every width has a digit"
     return _from_bits(known, values_N.dtype).to(values_N.device), int(reached[digit])
 
 

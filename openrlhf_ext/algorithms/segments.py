@@ -42,7 +42,7 @@ class Segments:
         return self.bounds
 
     def __setstate__(self, bounds: np.ndarray) -> None:
-        self.__init__(torch.from_numpy(np.diff(bounds)), bounds)
+        self.lengths_B, self.bounds = torch.from_numpy(np.diff(bounds)), bounds
 
     @property
     def tokens(self) -> int:
@@ -87,7 +87,7 @@ class Segments:
         """Writes entries of some rows, as ``take`` gives them, to where these rows are."""
         index, start = _on_host(rows), 0
         for first, stop in zip(self.bounds[index].tolist(), self.bounds[index + 1].tolist(), strict=True):
-            target_N[first:stop] = values_n[start : start + stop - first]
+            target_N[first:stop] = values_n[start : start + stop - first]  # type: ignore[assignment] # both are one kind
             start += stop - first
 
     def spread(self, values_B: Tensor) -> Tensor:

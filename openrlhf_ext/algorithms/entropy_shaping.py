@@ -1,29 +1,68 @@
-"""Entropy shares of tokens: an entropy (on failures its inverse) over the mean of its comparison set.
+"""What `gtpo_entropy` and `grpo_s` share: who is shaped, entropy shares of tokens, pools that standardize rewards.
 
-Specification 3.5, steps 1 and 2. Everything is computed in float64 over blocks of rows that fit the cache; only results
-in the batch's dtype are kept.
-Shape suffixes: B = completions, N = tokens of all completions, S = comparison sets, R = completions of a run, b and n =
-completions and tokens of one block.
+A share is a token's entropy (on failures its inverse) over the mean of its comparison set (T1 eq. 2 and 13, T1 being
+arXiv 2508.04349v1). Everything is computed in float64 over blocks of rows that fit the cache; only results in the
+batch's dtype are kept.
+
+Shape suffixes: B = completions, N = tokens of all completions, S = comparison sets, R = completions of a cohort, b and
+n = completions and tokens of one block.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Inputs
-from openrlhf_ext.algorithms.class_pools import Classes
-from openrlhf_ext.algorithms.groups import Groups, segment_sum
+from openrlhf_ext.algorithms.groups import Groups, Inputs, Moments, Partition, pool_moments, segment_sum
 from openrlhf_ext.algorithms.option_blocks import EntropyOptions
 from openrlhf_ext.algorithms.segments import Block, Segments, group_blocks
 
 
 @dataclass(frozen=True)
+class Classes:
+    """Who is shaped, (B,) bool each; nobody of a dropped group.
+
+    Attributes:
+        success_B: P, with shares of their entropy.
+        failure_B: N.
+        inverted_B: failures with shares of their own, of their inverse entropy: N in two-table versions, else nobody.
+        live_B: completions that may get an advantage other than 0.
+    """
+
+    success_B: Tensor
+    failure_B: Tensor
+    inverted_B: Tensor
+    live_B: Tensor
+
+    @classmethod
+    def of(cls, part: Partition, two_tables: bool) -> Classes:
+        success_B, failure_B = part.success_B & part.kept_B, part.failure_B & part.kept_B
+        inverted_B = failure_B if two_tables else torch.zeros_like(failure_B)
+        return cls(success_B, failure_B, inverted_B, (success_B | failure_B) & ~part.zeroed_B)
+
+    @property
+    def member_B(self) -> Tensor:
+        """Completions with shares."""
+        return self.success_B | self.inverted_B
+
+    def rows(self, rows_n: Tensor) -> Classes:
+        """Those of some rows."""
+        return Classes(*(getattr(self, f.name)[rows_n] for f in dataclasses.fields(self)))
+
+    def select(self, on_success: Any, on_failure: Any) -> Tensor:
+        """(B,) float64 with one value on successes, another on failures, 0 elsewhere."""
+        zero_B = torch.zeros(len(self.success_B), dtype=torch.float64, device=self.success_B.device)
+        return torch.where(self.success_B, on_success, torch.where(self.failure_B, on_failure, zero_B))
+
+
+@dataclass(frozen=True)
 class PreparedEntropy:
-    """How entropies enter the shares (specification 3.5 step 1): clamped, shifted, inverted on failures.
+    """How entropies enter the shares: clamped, shifted, inverted on failures.
 
     Of `shift` and `denominator_eps` one is entropy_eps, by the eps mode, and the other 0.
     """
@@ -65,16 +104,16 @@ def no_share_error(quantity: str, options: EntropyOptions) -> ValueError:
 
 
 @dataclass(frozen=True)
-class Run:
+class Cohort:
     """Completions that are shaped together, ordered by group, cut into blocks.
 
-    A group-scoped method runs over one block of whole groups after the other; a batch-wide statistic needs one run
+    A group-scoped method goes over one block of whole groups after the other; a batch-wide statistic needs one cohort
     over all blocks, which then computes its quantities once per stage.
 
     Attributes:
         rows: (R,) rows of the batch.
-        group_R: dense group number in the run.
-        blocks: pairs of a slice of the run and the block of the same rows.
+        group_R: dense group number in the cohort.
+        blocks: pairs of a slice of the cohort and the block of the same rows.
     """
 
     rows: Tensor
@@ -86,48 +125,48 @@ class Run:
         return int(self.group_R[-1]) + 1
 
 
-def make_runs(groups: Groups, segments: Segments, batch_wide: bool) -> list[Run]:
-    """All completions as one run, or as one run per block of whole groups."""
+def make_cohorts(groups: Groups, segments: Segments, batch_wide: bool) -> list[Cohort]:
+    """All completions as one cohort, or as one cohort per block of whole groups."""
     order_B = groups.natural_order()
     blocks = group_blocks(segments, order_B, groups.sizes_Q)
     if batch_wide and blocks:
-        return [Run(order_B, groups.index_B[order_B], blocks)]
-    runs = []
+        return [Cohort(order_B, groups.index_B[order_B], blocks)]
+    cohorts = []
     for cut, block in blocks:
         group_R = groups.index_B[order_B[cut]]
-        runs.append(Run(order_B[cut], group_R - group_R[0], [(slice(0, len(group_R)), block)]))
-    return runs
+        cohorts.append(Cohort(order_B[cut], group_R - group_R[0], [(slice(0, len(group_R)), block)]))
+    return cohorts
 
 
 class TokenShares:
-    """rho of the completions of a run: x times |X| over the sum of its comparison set X (specification 3.5 step 2).
+    """rho of the completions of a cohort: x times |X| over the sum of its comparison set X (T1 eq. 2, 13).
 
-        for local, block, rho_n in shares: ...      # a slice of the run, the block of its rows, their shares
+        for local, block, rho_n in shares: ...      # a slice of the cohort, the block of its rows, their shares
 
     x is H' on successes, 1/H' on failures with shares, and 0 elsewhere. A share is `x scale[X]`, with one scale per
     comparison set. A single block is computed once and yielded at every pass, so it must not be changed; several
     blocks are recomputed at every pass, to keep memory small.
     """
 
-    def __init__(self, inputs: Inputs, options: EntropyOptions, classes: Classes, run: Run) -> None:
-        self.run = run
+    def __init__(self, inputs: Inputs, options: EntropyOptions, classes: Classes, cohort: Cohort) -> None:
+        self.cohort = cohort
         self._options = options
         self._prepared = PreparedEntropy.of(options)
-        self._entropies_N, self._segments = inputs.batch.entropies, inputs.segments
-        self._lengths_R = inputs.groups.lengths_B[run.rows]
+        self._entropies_N, self._segments = inputs.batch["entropies"], inputs.segments
+        self._lengths_R = inputs.groups.lengths_B[cohort.rows]
         self._inverted_B, self._member_B = classes.inverted_B, classes.member_B
         self._columns = int(self._lengths_R.max()) if options.entropy_axis == "column" else 1
-        self._only_n = self._x(run.blocks[0][1]) if len(run.blocks) == 1 else None
+        self._only_n = self._x(cohort.blocks[0][1]) if len(cohort.blocks) == 1 else None
         self._set_R, sets = self._comparison_sets()
         self._only_set_n: Tensor | None = None
         if self._only_n is not None:
-            self._only_set_n = self._set_n(*run.blocks[0])
+            self._only_set_n = self._set_n(*cohort.blocks[0])
         self._scale_S = self._scales(sets)
         if self._only_n is not None:
-            self._only_n.mul_(self._scale_of(*run.blocks[0]))
+            self._only_n.mul_(self._scale_of(*cohort.blocks[0]))
 
     def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
-        for local, block in self.run.blocks:
+        for local, block in self.cohort.blocks:
             if self._only_n is not None:
                 yield local, block, self._only_n
             else:
@@ -146,12 +185,12 @@ class TokenShares:
 
         With columns there is one at each position.
         """
-        run, inverted_R = self.run, self._inverted_B[self.run.rows].long()
+        cohort, inverted_R = self.cohort, self._inverted_B[self.cohort.rows].long()
         if self._options.entropy_axis == "row":
-            return torch.arange(len(run.rows), device=run.rows.device), len(run.rows)
+            return torch.arange(len(cohort.rows), device=cohort.rows.device), len(cohort.rows)
         if self._options.entropy_scope == "batch":
             return inverted_R * self._columns, 2
-        return (2 * run.group_R + inverted_R) * self._columns, 2 * run.groups
+        return (2 * cohort.group_R + inverted_R) * self._columns, 2 * cohort.groups
 
     def _set_n(self, local: slice, block: Block) -> Tensor:
         """(n,) comparison set of each token."""
@@ -166,7 +205,7 @@ class TokenShares:
         """(S,) of each comparison set: |X| / sum X, or 1 / geometric mean of X."""
         geometric = self._options.normaliser == "geomean"
         total = torch.zeros(sets * self._columns, dtype=torch.float64, device=self._entropies_N.device)
-        for local, block in self.run.blocks:
+        for local, block in self.cohort.blocks:
             x_n = self._x(block) if self._only_n is None else self._only_n
             if geometric:
                 x_n = x_n.masked_fill(block.spread(~self._member_B[block.rows]), 1.0).log_()
@@ -183,7 +222,7 @@ class TokenShares:
 
     def _set_sizes(self, sets: int) -> Tensor:
         """(S,) |X|: members alive at each position (d_t and h_t of columns), or the members' tokens."""
-        member_R = self._member_B[self.run.rows]
+        member_R = self._member_B[self.cohort.rows]
         if self._columns == 1:
             return segment_sum(torch.where(member_R, self._lengths_R, 0), self._set_R, sets)
         # A completion of length T is alive at positions 0..T-1: count the ends, then sum from the right.
@@ -193,7 +232,7 @@ class TokenShares:
     def _require_finite(self, total: Tensor) -> None:
         if bool(torch.isfinite(total).all()):
             return
-        for _, block in self.run.blocks:
+        for _, block in self.cohort.blocks:
             x_n = self._x(block)
             legal_n = torch.isfinite(x_n) & (x_n > 0)
             bad = (~legal_n & block.spread(self._member_B[block.rows])).nonzero()
@@ -202,3 +241,48 @@ class TokenShares:
                 row, position = self._segments.place(token)
                 value = float(self._entropies_N[token])
                 raise no_share_error(f"entropy {value} at row {row}, position {position}", self._options)
+
+
+def base_rewards(inputs: Inputs, base_reward: str, success_B: Tensor) -> Tensor:
+    """r_i of the shaped rewards: 1 on successes and 0 elsewhere, or the reward itself."""
+    return inputs.batch.rewards if base_reward == "raw" else success_B.to(torch.float64)
+
+
+def class_pools(
+    rewards: Moments,
+    group_B: Tensor,
+    groups: int,
+    classes: Classes,
+    options: EntropyOptions,
+    ddof: int,
+) -> tuple[Tensor, Tensor]:
+    """Mean and std that standardize each completion's shaped rewards (T1 eq. 3, 14-15; GRPO-S: eq. 8).
+
+    The pool of R+ serves successes, and failures too where the version has one table; that of R- serves failures.
+
+    Args:
+        rewards: moments of each completion's own shaped rewards.
+        group_B: group number of each completion, below `groups`.
+        classes: of the same completions.
+    Returns:
+        (B,) mean and std, float64.
+    """
+    success_B, failure_B = classes.success_B, classes.failure_B
+    batch_wide = options.norm_scope == "batch"
+    index_B = torch.zeros_like(group_B) if batch_wide else group_B
+    pools = 1 if batch_wide else groups
+
+    def pool(own_B: Tensor, other_B: Tensor, *, other_is_zero: bool) -> tuple[Tensor, Tensor]:
+        member_B = own_B if options.adv_pool == "own" else own_B | other_B
+        valued_B = own_B if other_is_zero else own_B | other_B
+        count_B = torch.where(member_B, rewards.count, 0.0)
+        mean_B, m2_B = torch.where(valued_B, rewards.mean, 0.0), torch.where(valued_B, rewards.m2, 0.0)
+        merged = pool_moments(Moments(count_B, mean_B, torch.where(member_B, m2_B, 0.0)), index_B, pools)
+        return merged.mean[index_B], merged.std(ddof)[index_B]
+
+    mean_B, std_B = pool(success_B, failure_B, other_is_zero=options.two_tables)
+    if options.two_tables:
+        negative_mean_B, negative_std_B = pool(failure_B, success_B, other_is_zero=True)
+        mean_B = torch.where(failure_B, negative_mean_B, mean_B)
+        std_B = torch.where(failure_B, negative_std_B, std_B)
+    return mean_B, std_B
