@@ -5,10 +5,11 @@
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
-This package imports torch and pydantic, nothing else of the stack. To read it: a method's own file (`baselines`, `gtpo_entropy`,
-`grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`, `gae`) holds its
-formulas; `losses` the losses of all of them; `group_advantage`, `entropy_shaping`, `conflict_mask` and `length_penalty` what methods
-share; `batch`, `groups` and `base` the frame: what goes in, who belongs together, what comes out.
+This package imports torch and pydantic, nothing else of the stack. To read it: a method's own file (`baselines`,
+`gtpo_entropy`, `grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`,
+`gae`) holds its formulas, `losses` the losses of all of them; `group_advantage`, `entropy_shaping`, `conflict_mask` and
+`length_penalty` what methods share; `batch`, `groups` and `base` the frame: what goes in, who belongs together, what
+comes out.
 """
 
 from openrlhf_ext.algorithms import (  # noqa: F401

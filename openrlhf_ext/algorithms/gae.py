@@ -168,7 +168,9 @@ class Gae(TokenAlgorithm):
             rewards_N -= kl_N
             rewards_B = rewards_B - batch.segments.sums(kl_N)
             del kl_N
-        advantages_N, returns_N = gae(rewards_N, batch["values"], batch.segments, gamma=options.gamma, lambd=options.lambd)
+        advantages_N, returns_N = gae(
+            rewards_N, batch["values"], batch.segments, gamma=options.gamma, lambd=options.lambd
+        )
         del rewards_N
         if options.whiten:
             self._whiten(advantages_N)

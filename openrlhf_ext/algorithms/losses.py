@@ -303,7 +303,7 @@ class SequenceAlgorithm(Algorithm):
 
     @property
     def ratio_kind(self) -> str:
-        """"geometric" or "arithmetic" mean of the token ratios."""
+        """ "geometric" or "arithmetic" mean of the token ratios."""
         return "geometric"
 
     def rollout_level(self, inputs: Inputs) -> ShapedBatch:
