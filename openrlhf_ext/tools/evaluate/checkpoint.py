@@ -269,7 +269,7 @@ def _grade_statistics(
     }
 
 
-def _length_statistics(completions: Sequence[Sequence[Completion]]) -> dict[str, float]:
+def _length_statistics(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
     flat = [completion for group in completions for completion in group]
     return {
         "response_length_mean": mean(completion.tokens for completion in flat),

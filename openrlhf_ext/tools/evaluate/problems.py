@@ -62,5 +62,5 @@ def _row(path: str | Path, number: int, line: str, keys: tuple[str, ...]) -> dic
 def _prompt(text: Any, template: str | None, chat_tokenizer: PreTrainedTokenizerBase | None) -> str:
     if chat_tokenizer is not None:
         chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        return chat_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return str(chat_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     return template.format(text) if template else text

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -77,7 +77,8 @@ def sample_completions(
     config = _generation_config(model, tokenizer, temperature, top_p, max_new_tokens)
     order = sorted((i for i in range(len(prompts)) for _ in range(n_samples)), key=lambda i: len(prompt_ids[i]))
     completions: list[list[Completion]] = [[] for _ in prompts]
-    with _evaluating(model.to(device), config), _seeded(seed, torch.device(device)), _threads_for(model):
+    nn.Module.to(model, device)  # transformers' own wrapper of it has no type
+    with _evaluating(model, config), _seeded(seed, torch.device(device)), _threads_for(model):
         for rows in _chunks(order, batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
@@ -173,7 +174,8 @@ def _generate(model: PreTrainedModel, prompt_ids: list[list[int]], config: Gener
         ids_BP[row, longest - len(ids) :] = torch.tensor(ids)
         mask_BP[row, longest - len(ids) :] = 1
     device = model.device
-    ids_BT: Tensor = model.generate(ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config)
+    generate: Any = model.generate  # transformers gives it two types
+    ids_BT: Tensor = generate(ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config)
     return ids_BT[:, longest:].tolist()
 
 
@@ -184,8 +186,8 @@ def _completion(
     end = next((position + 1 for position, token in enumerate(new_ids) if token in stops), None)
     kept = new_ids[:end]
     return Completion(
-        query=tokenizer.decode(prompt_ids + kept, skip_special_tokens=False),
-        text=tokenizer.decode(kept, skip_special_tokens=False),
+        query=str(tokenizer.decode(prompt_ids + kept, skip_special_tokens=False)),
+        text=str(tokenizer.decode(kept, skip_special_tokens=False)),
         tokens=len(kept),
         truncated=end is None,
     )

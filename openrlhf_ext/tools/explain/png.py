@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.tools.explain.explanation import Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import columns_of, gutter_of, head, lay_out, row_name, visible
@@ -176,10 +176,10 @@ class _Picture:
         face = "none" if fill is None else fill
         self.axes.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor=edge, linewidth=0.6))
 
-    def _text(self, x: float, y: float, text: str, *, size: float = _SIZE, **style: object) -> None:
+    def _text(self, x: float, y: float, text: str, *, size: float = _SIZE, **style: Any) -> None:
         # A dollar sign is a dollar sign, and a letter the font lacks is shown as a box without a warning.
         shown = "".join(letter if ord(letter) in self.glyphs else "▯" for letter in text)
-        place = {"va": "center_baseline", "fontsize": size, "family": _FONT, "parse_math": False}
+        place: dict[str, Any] = {"va": "center_baseline", "fontsize": size, "family": _FONT, "parse_math": False}
         self.axes.text(x, y, shown, **{**place, **style})
 
     def save(self, path: Path) -> None:
@@ -200,13 +200,13 @@ def _legend_width(quantity: Quantity, palette: Palette) -> float:
     return characters * _CHARACTER + swatches
 
 
-def _wrapped_head(explanation: Explanation, width: int) -> list[tuple[str, dict[str, object]]]:
+def _wrapped_head(explanation: Explanation, width: int) -> list[tuple[str, dict[str, Any]]]:
     """Lines above the panels, with their style."""
     title, *rest = head(explanation)
-    lines: list[tuple[str, dict[str, object]]] = [(title, {"weight": "bold", "size": 11})]
+    lines: list[tuple[str, dict[str, Any]]] = [(title, {"weight": "bold", "size": 11})]
     notes = len(explanation.notes)
     for index, line in enumerate(rest):
-        style: dict[str, object] = {"color": _FAINT} if index < notes else {}
+        style: dict[str, Any] = {"color": _FAINT} if index < notes else {}
         lines += [(part, style) for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]]
     return lines
 

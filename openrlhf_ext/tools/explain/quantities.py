@@ -66,7 +66,7 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
         return torch.tensor([rollout.record.get(key, False) for rollout in rollouts])
 
     present = [key for key in TOKEN_NUMBERS if key in rollouts[0].record]
-    floats = {"old_logprobs" if key == "logprobs" else key: flat(key, torch.float64) for key in present}
+    floats: dict[str, Any] = {"old_logprobs" if key == "logprobs" else key: flat(key, torch.float64) for key in present}
     return RolloutBatch(
         tokens=flat("token_ids", torch.int64),
         lengths=torch.tensor([len(rollout) for rollout in rollouts]),
@@ -88,7 +88,7 @@ def _quantities(
         return Quantity(name, meaning, scale, tuple(tuple(map(float, values_N[span].tolist())) for span in spans))
 
     panels = [
-        panel("entropy", "of the policy at this token, nats", "amount", batch.entropies),
+        panel("entropy", "of the policy at this token, nats", "amount", batch["entropies"]),
         *(panel(*quantity) for quantity in _method_quantities(shaped)),
         panel("advantage", "above 0 makes the token likelier, below 0 rarer", "signed", shaped.advantages),
     ]
@@ -105,12 +105,12 @@ def _method_quantities(shaped: ShapedBatch) -> Iterator[tuple[str, str, str, Ten
     if "Rpos" in names:
         reward = shaped["Rpos"] + shaped["Rneg"]
         reward_N = reward if len(reward) == shaped.segments.tokens else shaped.segments.spread(reward)
-        yield "shaped reward", "before standardisation", "signed", reward_N
+        yield "shaped reward", "before standardization", "signed", reward_N
     if "token_mask" in names:
         yield "trained", "entropy is among the highest of the batch", "choice", shaped["token_mask"]
     if "cov" in names:
         yield "covariance", "(A - mean A)(log-prob - mean log-prob)", "deviation", shaped["cov"]
-        yield "held back", "chosen by its covariance", "choice", shaped.selection
+        yield "held back", "chosen by its covariance", "choice", shaped["selection"]
     if "lambda" in names:
         yield "lambda", "0 silences a conflict token, above 1 strengthens it", "factor", shaped["lambda"]
 
