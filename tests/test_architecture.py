@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,32 @@ def test_arrows_point_one_way(room):
             if parts[0] == "openrlhf_ext" and len(parts) > 1:
                 assert parts[1] in allowed | {room, "__version__"}, f"{path}: imports {name}"
             assert parts[0] not in forbidden, f"{path}: imports {name}"
+
+
+def files_imported(path: Path, files: dict[str, Path]) -> set[Path]:
+    """Files of ours that a file imports anywhere, also inside functions and for types only."""
+    found = set()
+    for name in imports(path):
+        parts = name.split(".")
+        while parts and ".".join(parts) not in files:
+            parts.pop()
+        if parts:
+            found.add(files[".".join(parts)])
+    return found - {path}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    files = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {path: files_imported(path, files) for path in files.values()}
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        circle = [str(path.relative_to(PACKAGE)) for path in error.args[1]]
+        pytest.fail(f"these files import each other: {' <- '.join(circle)}")
 
 
 def test_only_compat_imports_openrlhf():

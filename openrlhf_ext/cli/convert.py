@@ -17,9 +17,9 @@ def main(argv: list[str] | None = None) -> int:
         0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments, the model or its files do
         not fit.
     """
-    from openrlhf_ext import patches
+    from openrlhf_ext.patches import apply
 
-    patches.apply()
+    apply()
     arguments = _parse(argv)
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext import patches
+from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
 from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
 
@@ -66,7 +66,7 @@ class Report:
     extra: str
     packages: list[PackageCheck]
     kernels: list[KernelCheck]
-    patches: list[patches.PatchStatus]
+    patches: list[PatchStatus]
     problems: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def examine() -> Report:
     cuda = torch_present and has_cuda()
     extra = "gpu" if cuda else "cpu"
     packages = [check_package(name, wanted) for name, wanted in pinned_packages(extra)]
-    statuses = patches.status() if torch_present else []
+    statuses = status() if torch_present else []
     return Report(
         machine=describe_machine(),
         extra=extra,

@@ -1,0 +1,39 @@
+"""A checkpoint of release 0.1 resumes, in another layout: the folders, keys and tensor names on disk are a promise to users.
+
+``run_0_1.tar.xz`` is a run of the commit before the package was laid out by process: three steps on two data-parallel
+ranks (``tests.e2e.jobs.Task.options`` with ``--algo.kl.init_coef 0.01 --train.full_determinism_enable``, a model of one
+layer with hidden size 32), its policy and reward, the checkpoint of step 2, and the records of all three steps.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import Job, Task
+
+ARCHIVE = Path(__file__).with_name("run_0_1.tar.xz")
+# another processor may round in another way, so the third step is nearly, not exactly, that of the first run
+NEARLY = ("reward/mean", "response/length_mean", "entropy/mean", "loss/policy", "grad_norm", "lr", "kl/reference")
+
+
+@pytest.mark.e2e
+def test_a_checkpoint_of_release_0_1_resumes(tmp_path: Path) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    before = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    task = Task(tmp_path)
+    options = task.options(
+        "run", actor__num_gpus_per_node=1, megatron__tensor_parallel_size=1, ckpt__path=tmp_path / "ckpt",
+        ckpt__save_steps=1, ckpt__max_num=3, algo__kl__init_coef=0.01,
+    )  # fmt: skip
+    job = Job([*options, "--train.full_determinism_enable", "--ckpt.load_enable"], tmp_path / "log")
+    assert job.finish() == 0, job.text
+    assert "resumed from" in job.text and "global_step2" in job.text
+    (third,) = task.metrics("run")
+    assert third["step"] == 3 and third["prompts/consumed"] == before[2]["prompts/consumed"]
+    for name in NEARLY:
+        assert third[name] == pytest.approx(before[2][name], rel=1e-3, abs=1e-6), name
