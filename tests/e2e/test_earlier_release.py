@@ -1,4 +1,4 @@
-"""A checkpoint of release 0.1 resumes, in another layout: the folders, keys and tensor names on disk are a promise to users.
+"""A checkpoint of release 0.1 resumes in another layout: what is on disk (folders, keys, names) is a promise to users.
 
 ``run_0_1.tar.xz`` is a run of the commit before the package was laid out by process: three steps on two data-parallel
 ranks (``tests.e2e.jobs.Task.options`` with ``--algo.kl.init_coef 0.01 --train.full_determinism_enable``, a model of one
