@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.megatron.phases import Address, describe_ranks
-from openrlhf_ext.rewards import RewardError, RewardFailureLimit
+from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.identity import machine_id
 from openrlhf_ext.rollout.process import ray_log_tail
 

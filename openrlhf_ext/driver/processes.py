@@ -35,7 +35,8 @@ from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor
 from openrlhf_ext.ranks.messages import SleepModes
 from openrlhf_ext.ranks.policy import PolicyActor
-from openrlhf_ext.rewards import RewardSettings, make_executor
+from openrlhf_ext.rewards.executor import make_executor
+from openrlhf_ext.rewards.grading import RewardSettings
 from openrlhf_ext.rollout.fleet import EngineFleet
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
     """The user's agent, or single-turn rollouts graded in killable worker processes."""
     reward = config.reward
     if (agent := config.train.agent_func_path) is not None:
-        from openrlhf_ext.rewards import make_agent_executor
+        from openrlhf_ext.rewards.agent import make_agent_executor
 
         return make_agent_executor(agent, reward.timeout_s, reward.max_failures, reward.failure_value)
     return make_executor(
