@@ -37,13 +37,12 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf_ext.driver.prompts import PromptStream
-from openrlhf_ext.driver.rollouts import RolloutOptions, Rollouts
-from openrlhf_ext.driver.waiting import Deadline
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.rollouts import PromptStream, Rollouts
+from openrlhf_ext.driver.supervision import Deadline
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)
-SAMPLING = Sampling(1.0, 1.0, None, 32768)
 
 # --------------------------------------------------------------------------------------------------------------------
 # Simulation
@@ -203,11 +202,10 @@ class Outcome:
 
 def streaming(cluster: Cluster, staleness: int, steps: int, requests: SimulatedRequests) -> Outcome:
     """The driver's own code; ``staleness`` 0 is synchronous."""
-    options = RolloutOptions(
-        cluster.groups, cluster.samples, SAMPLING, staleness, "train", None, 10, timeout_s=1e9
-    )  # fmt: skip
+    rollout = {"batch_size": cluster.groups, "n_samples_per_prompt": cluster.samples, "timeout_s": 1e9}
+    config = RunConfig(rollout=rollout, train={"max_staleness": staleness}, data={"max_len": cluster.longest})
     prompts = PromptStream(EndlessLoader(cluster.groups * (steps + staleness + 2)), 1)
-    rollouts, out, version = Rollouts(prompts, requests, options, Deadline()), Outcome(), 0
+    rollouts, out, version = Rollouts(prompts, requests, config, Deadline()), Outcome(), 0
     for _ in range(steps):
         began = requests.now
         groups = rollouts.take(version)
@@ -228,7 +226,8 @@ def streaming(cluster: Cluster, staleness: int, steps: int, requests: SimulatedR
 def whole_batches(cluster: Cluster, ahead: int, steps: int, requests: SimulatedRequests) -> Outcome:
     """Whole batches, at most ``ahead`` finished or under way beside the one in training; syncs between batches."""
     out = Outcome()
-    request = GroupRequest("p", "l", cluster.samples, SAMPLING)
+    sampling = Sampling(1.0, 1.0, None, cluster.longest)
+    request = GroupRequest("p", "l", cluster.samples, sampling)
     number, finished, train_ends, training = 0, [], None, None
     batch_left, batch_began, last_end, want_sync = 0, 0, 0.0, False
     taken = 0

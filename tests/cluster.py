@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from openrlhf_ext.driver.ray_start import patiently
+from openrlhf_ext.driver.cluster import start_with_retries
 
 
 def start_local_ray() -> None:
@@ -13,4 +13,4 @@ def start_local_ray() -> None:
     "local": it joins no Ray of another test or of somebody else, which a bare ``ray.init()`` finds in /tmp/ray.
     """
     arguments = {"num_cpus": 8, "include_dashboard": False, "object_store_memory": 150 << 20, "log_to_driver": False}
-    patiently(lambda: ray.init("local", **arguments))
+    start_with_retries(lambda: ray.init("local", **arguments))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.inputs import tokenizer_fault
-from openrlhf_ext.rewards import RewardFailureLimit, RewardImportError
+from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 
 _ALLOWED_ERRORS = 3.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from copy import copy
@@ -11,7 +12,9 @@ from typing import Any, Literal
 from datasets.exceptions import DatasetGenerationError
 from jinja2 import TemplateError
 
-from openrlhf_ext.compat import PromptDataset, blending_datasets
+from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.settings import required
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +34,21 @@ class PromptData:
         """The first ``count`` prompts."""
         return PromptData(_keep(copy(self.dataset), range(min(count, len(self)))), 0)
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes if a prompt, a label or their order changes: a place in the data means something for these only."""
+        digest = hashlib.sha256()
+        for prompt, label in zip(self.dataset.prompts, self.dataset.labels, strict=True):
+            digest.update(repr((prompt, label)).encode())
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         return len(self.dataset)
 
 
 def load_prompts(
-    paths: str, split: str, strategy: Any, tokenizer: Any, *, probabilities: str | None, max_prompt_tokens: int,
-    overlong: Literal["skip", "error"],
+    paths: str, split: str, strategy: DriverStrategy, tokenizer: Any, *, probabilities: str | None,
+    max_prompt_tokens: int, overlong: Literal["skip", "error"],
 ) -> PromptData:  # fmt: skip
     """Reads prompts and labels as OpenRLHF does and removes prompts of more than ``max_prompt_tokens`` tokens.
 
@@ -93,27 +104,20 @@ def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
     return dataset
 
 
-def load_data(config: Any, strategy: Any, tokenizer: Any) -> tuple[Any, Any]:
+def load_data(config: RunConfig, strategy: DriverStrategy, tokenizer: Any) -> tuple[PromptData, PromptData | None]:
     """Training prompts and, if configured, held-out prompts that fit."""
-    limits = {
+    limits: dict[str, Any] = {
         "max_prompt_tokens": config.data.max_len - (config.rollout.max_new_tokens or 1),
         "overlong": config.data.overlong_prompts,
     }
-    prompts = load_prompts(
-        config.data.prompt_dataset,
-        config.data.prompt_split,
-        strategy,
-        tokenizer,
-        probabilities=config.data.prompt_probs,
-        **limits,
-    )
-    if config.eval.dataset is None:
+    data, held_out = config.data, config.eval
+    paths = required(data.prompt_dataset, "data.prompt_dataset")
+    prompts = load_prompts(paths, data.prompt_split, strategy, tokenizer, probabilities=data.prompt_probs, **limits)
+    if held_out.dataset is None:
         return prompts, None
-    return prompts, load_prompts(
-        config.eval.dataset, config.eval.split, strategy, tokenizer, probabilities=None, **limits
-    )
+    return prompts, load_prompts(held_out.dataset, held_out.split, strategy, tokenizer, probabilities=None, **limits)
 
 
-def dataloader(strategy: Any, data: Any, *, shuffle: bool = False, workers: int = 0) -> Any:
+def dataloader(strategy: DriverStrategy, data: PromptData, *, shuffle: bool = False, workers: int = 0) -> Any:
     """OpenRLHF's resumable loader, one prompt at a time."""
     return strategy.setup_dataloader(data.dataset, 1, True, shuffle, data.dataset.collate_fn, num_workers=workers)

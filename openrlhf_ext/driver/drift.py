@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-import ray
 from torch import Tensor
 
+from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +33,11 @@ class DriftCheck:
     """Compares before and after each training step.
 
     Attributes:
-        policy_group: OpenRLHF's group of policy ranks.
         tolerance: largest log-prob difference that counts as the same, nats.
         timeout_s: longest wait for the ranks.
     """
 
-    policy_group: Any
+    policy: RankGroup
     tolerance: float
     timeout_s: float
     steps: int = 0
@@ -70,7 +72,7 @@ class DriftCheck:
         return {"drift/logprob_max_abs": moved}
 
     def _digests(self) -> list[str]:
-        return ray.get(self.policy_group.async_run_method("weight_digest"), timeout=self.timeout_s)
+        return call_ranks(self.policy, "policy", "weight_digest", self.timeout_s)
 
 
 def max_difference(one_N: Tensor, other_N: Tensor) -> float:

@@ -9,39 +9,67 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch
-from openrlhf_ext.algorithms.segments import float64_sum
-from openrlhf_ext.driver.gauges import (
-    DEFAULT_BAND,
+from openrlhf_ext.algorithms import Algorithm, RolloutBatch, ShapedBatch
+from openrlhf_ext.driver.records import (
+    batch_metrics,
     correction_band,
     guide_agreement,
     guide_gauges,
-    policy_mismatch,
+    reward_metrics,
+    staleness_metrics,
 )
-from openrlhf_ext.driver.kl_control import KLCoefficient, reference_kl
 from openrlhf_ext.driver.rollouts import Group
-from openrlhf_ext.driver.scorers import PendingScores, Scorer, scores_in_order
-from openrlhf_ext.driver.shards import Deal, TrainingShard, deal, group_chunks, training_shards
-from openrlhf_ext.driver.values import ValueTrainer
+from openrlhf_ext.driver.scoring import (
+    Deal,
+    KLCoefficient,
+    PendingScores,
+    Scorer,
+    ValueTrainer,
+    deal,
+    group_chunks,
+    reference_kl,
+    scores_in_order,
+)
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
-from openrlhf_ext.rewards.executor import FAILED_KEY
+from openrlhf_ext.ranks.messages import TrainingShard
 from openrlhf_ext.rollout.response import Response
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
 
 Get = Callable[[list], list]
 """Waits for Ray calls with the deadline of the phase: ``Deadline.get``."""
 
 
+@dataclass(frozen=True)
+class Experience:
+    """What a batch of groups became.
+
+    Attributes:
+        shards: one for each data-parallel rank of the policy.
+        batch, old: the sequences, and what the policy said of them before the step.
+        metrics: what the batch is like, under the names of docs/metrics.md.
+    """
+
+    shards: list[TrainingShard]
+    batch: SequenceBatch
+    old: LogprobEntropy
+    metrics: dict[str, float]
+
+
 class ExperienceMaker:
-    """Makes one ``TrainingShard`` per data-parallel rank; groups are shaped here, whole, and never on a shard."""
+    """Makes experience out of groups; these are shaped here, whole, and never on a shard."""
 
     def __init__(
-        self, policy: Any, *, algorithm: Any, group_size: int, mini_batch_size: int, data_parallel_size: int,
+        self, policy: RankGroup, *, algorithm: Algorithm, group_size: int, mini_batch_size: int,
+        data_parallel_size: int,
         reference: Scorer | None = None, critic: ValueTrainer | None = None, kl: KLCoefficient | None = None,
         attention_length: float = math.inf, guide: Scorer | None = None,
     ) -> None:  # fmt: skip
@@ -57,14 +85,11 @@ class ExperienceMaker:
         self.data_parallel_size = data_parallel_size
         self.attention_length = attention_length
         self.reference, self.critic, self.kl, self.guide = reference, critic, kl, guide
-        self.metrics: dict[str, float] = {}
-        self.batch: SequenceBatch | None = None  # the last one, with its old log-probs and entropies
-        self.old: LogprobEntropy | None = None
         self.batches = 0
 
     @torch.no_grad()
-    def make(self, groups: Sequence[Group], version: int, get: Get) -> list[TrainingShard]:
-        """Every data-parallel rank's shard of this batch; ``metrics`` then describes it.
+    def make(self, groups: Sequence[Group], version: int, get: Get) -> Experience:
+        """Scores the groups, shapes them, and cuts every data-parallel rank's shard.
 
         Args:
             version: of the policy's weights, with which old log-probs are taken.
@@ -74,26 +99,25 @@ class ExperienceMaker:
         started = time.perf_counter()
         pending = self._start_scores(batch)
         old = self.old_logprobs(batch, get)
-        scores = {name: scores.result(get) for name, scores in pending.items()}
+        scores: dict[str, Any] = {name: scores.result(get) for name, scores in pending.items()}
         scored = time.perf_counter()
-        self.batch, self.old = batch, old
-        shaped = self._shape(dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores))
-        self.metrics |= reward_metrics(samples) | staleness_metrics(samples, version)
-        self.metrics |= guide_gauges(samples) if self.guide is not None else {}
-        self.metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
+        rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
+        shaped, metrics = self._shape(rollout)
+        metrics |= reward_metrics(samples) | staleness_metrics(samples, version)
+        metrics |= guide_gauges(samples) if self.guide is not None else {}
+        metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1
         shards = training_shards(shaped, self._chunks(batch), self._deals(batch), seed=self.batches)
-        self.metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
-        return shards
+        metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
+        return Experience(shards, batch, old, metrics)
 
-    def _shape(self, rollout: RolloutBatch) -> ShapedBatch:
-        """The batch as the algorithm shapes it; ``metrics`` then describes it."""
+    def _shape(self, rollout: RolloutBatch) -> tuple[ShapedBatch, dict[str, float]]:
+        """The batch as the algorithm shapes it, and what both are like."""
         algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
         shaped = algorithm.shape(rollout)
-        self.metrics = batch_metrics(rollout, correction_band(self.algorithm))
-        self.metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
-        self.metrics |= self._reference_metrics(rollout) | guide_agreement(rollout)
-        return shaped
+        metrics = batch_metrics(rollout, correction_band(self.algorithm))
+        metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
+        return shaped, metrics | self._reference_metrics(rollout) | guide_agreement(rollout)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know: how many batches were made, the KL coefficient."""
@@ -114,7 +138,7 @@ class ExperienceMaker:
 
     def _reference_metrics(self, rollout: RolloutBatch) -> dict[str, float]:
         """Distance from the reference policy; the coefficient of the next batch follows from it."""
-        if self.reference is None:
+        if rollout.ref_logprobs is None:
             return {}
         metrics = {"kl/reference": reference_kl(rollout.old_logprobs, rollout.ref_logprobs)}
         if self.kl is not None:
@@ -175,50 +199,27 @@ def rollout_batch(
 
 
 def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:
-    """(N,) log-probs that the engines reported."""
-    if any(s.logprobs_T is None for s in samples):
-        return None
-    return torch.from_numpy(np.concatenate([s.logprobs_T for s in samples]))
+    """(N,) log-probs that the engines reported; None if one did not."""
+    reported = [sample.logprobs_T for sample in samples if sample.logprobs_T is not None]
+    return torch.from_numpy(np.concatenate(reported)) if len(reported) == len(samples) else None
 
 
-def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
-    """Means over the rollout batch, under the names of docs/metrics.md."""
-    rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
-    metrics = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(correction=0),
-        "entropy/mean": float64_sum(rollout.entropies) / tokens,
-        "response/length_mean": tokens / len(rewards),
-        "response/truncated_rate": rollout.truncated.float().mean(),
-        "tokens/generated": tokens,
-    }
-    if rollout.rollout_logprobs is not None:
-        metrics |= policy_mismatch(rollout, band)
-    return {name: float(value) for name, value in metrics.items()}
+def training_shards(
+    shaped: ShapedBatch, chunks: Sequence[slice], deals: Sequence[Deal], seed: int = 0
+) -> list[TrainingShard]:
+    """Each data-parallel rank's shard of every optimizer step.
 
+    ``prepare`` gets the old log-probs as those of the policy about to be updated, which they are in the first update
+    of a rollout batch; for later ones the ranks prepare again (``preparation``).
 
-def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
-    """Mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
-    graded.
+    Args:
+        chunks, deals: as the rows were dealt.
+        seed: of random choices.
     """
-    names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
-    logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
-    logs["accuracy/mean"] = sum(sample.score for sample in samples) / len(samples)
-    return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
-
-
-def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
-    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token.
-
-    Empty if any response does not tell.
-    """
-    samples = [sample for sample in samples if not sample.from_guide]
-    if not all(sample.versions for sample in samples):
-        return {}
-    ages = [(version - then, stop - start) for sample in samples for then, start, stop in sample.versions]
-    mixed = sum(len({then for then, _, _ in sample.versions}) > 1 for sample in samples)
-    return {
-        "staleness/mean": sum(age * tokens for age, tokens in ages) / sum(tokens for _, tokens in ages),
-        "staleness/max": float(max(age for age, _ in ages)),
-        "staleness/mixed_fraction": mixed / len(samples),
-    }
+    shards = [TrainingShard([], seed) for _ in deals]
+    for step, chunk in enumerate(chunks):
+        mini_batch = shaped.mini_batch(chunk)  # a slice is not copied
+        mini_batch = mini_batch.algorithm.prepare(mini_batch.old_logprobs, mini_batch, seed=seed).lean()
+        for shard, own in zip(shards, deals, strict=True):
+            shard.mini_batches.append(mini_batch.select([row - chunk.start for row in own.steps[step]]))
+    return shards

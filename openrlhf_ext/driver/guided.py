@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 
 import ray
 
-from openrlhf_ext.driver.engines import GroupRequests
+from openrlhf_ext.driver.rollouts import GroupRequests, Key
 from openrlhf_ext.rollout.response import GroupRequest, Response
 
 
@@ -25,24 +24,24 @@ class GuidedRequests:
             guide: to those that have the guide's.
         """
         self._sources = (policy, guide)
-        self._parts: dict[Hashable, list[list[Response] | None]] = {}  # the policy's and the guide's part
+        self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
 
     def __len__(self) -> int:
         """Parts of groups asked for and not answered."""
         return sum(len(source) for source in self._sources)
 
-    def ask(self, key: Hashable, request: GroupRequest) -> None:
+    def ask(self, key: Key, request: GroupRequest) -> None:
         """Ask for a group; ``key`` comes back with it."""
         policy, guide = self._sources
         of_guide = request.guide_samples
         of_policy = request.samples - of_guide
         policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0))
         if of_guide:
-            self._parts[key] = [None, None]
+            self._parts[key] = {}
             seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
             guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=seed))
 
-    def answers(self, timeout_s: float) -> list[tuple[Hashable, list[Response]]]:
+    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
         """Groups whose two parts have come, as ``GroupRequests.answers``; after ``timeout_s`` seconds maybe none.
 
         Raises:
@@ -58,13 +57,13 @@ class GuidedRequests:
                     finished.append((key, group))
         return finished
 
-    def _whole(self, key: Hashable, number: int, responses: list[Response]) -> list[Response] | None:
+    def _whole(self, key: Key, number: int, responses: list[Response]) -> list[Response] | None:
         """The group, if this was the part of it that was missing."""
         if key not in self._parts:
             return responses
-        is_guide = bool(number)
-        self._parts[key][number] = [dataclasses.replace(r, from_guide=is_guide) for r in responses]
-        if None in self._parts[key]:
+        parts = self._parts[key]
+        parts[number] = [dataclasses.replace(r, from_guide=bool(number)) for r in responses]
+        if len(parts) < len(self._sources):
             return None
-        policy, guide = self._parts.pop(key)
-        return [*policy, *guide]
+        del self._parts[key]
+        return [*parts[0], *parts[1]]

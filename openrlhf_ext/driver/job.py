@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.algorithm_options import algorithm_name
 from openrlhf_ext.driver import preflight
-from openrlhf_ext.driver.auxiliary import Companions
-from openrlhf_ext.driver.checkpointing import Checkpointer, CheckpointOptions, save_hf
-from openrlhf_ext.driver.engines import EngineGuard, GroupRequests
+from openrlhf_ext.driver.checkpoints import Checkpointer, write_hf
+from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.experience import ExperienceMaker
-from openrlhf_ext.driver.gpu_sharing import GpuSharing, Sleepers
 from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
+    AuxiliaryModels,
     await_guide_engines,
     initialize_everything,
     reserve_policy_places,
@@ -30,40 +31,38 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
-from openrlhf_ext.driver.prompts import PromptStream, all_prompts
-from openrlhf_ext.driver.records import StepRecorder
+from openrlhf_ext.driver.records import StepGauges, StepRecorder
 from openrlhf_ext.driver.resume import (
     Resumed,
     check_prompts,
     check_shared_folders,
     clean_up,
-    plain_options,
     prepare_folder,
-    prompts_fingerprint,
     restore,
     run_with_restarts,
 )
-from openrlhf_ext.driver.rollouts import Rollouts
-from openrlhf_ext.driver.session import RaySession
+from openrlhf_ext.driver.rollouts import GroupRequests, PromptStream, Requests, Rollouts, all_prompts
 from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
-    loop_options,
-    policy_settings,
-    recovery_limits,
-    rollout_options,
+    policy_path,
+    required,
     training_steps,
     worker_env,
 )
-from openrlhf_ext.driver.state import restore_loop
-from openrlhf_ext.driver.waiting import Deadline
+from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+
+if TYPE_CHECKING:
+    from openrlhf_ext.compat import DriverStrategy
+    from openrlhf_ext.driver.data import PromptData
+    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: Any) -> int:
+def run(config: RunConfig) -> int:
     """Trains until the prompts are used up; returns the exit code (0, 1 = failed, 130 = interrupted).
 
     Raises:
@@ -74,7 +73,7 @@ def run(config: Any) -> int:
     return run_with_restarts(config, run_once)
 
 
-def run_once(config: Any) -> int:
+def run_once(config: RunConfig) -> int:
     """One attempt at the run; exit codes as those of ``run``."""
     session = RaySession(
         policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
@@ -100,22 +99,26 @@ def run_once(config: Any) -> int:
 class Parts:
     """What a running job consists of before it trains."""
 
-    strategy: Any
+    strategy: DriverStrategy
     tokenizer: Any
-    policy: Any
-    engines: list
-    prompts: Any
-    held_out: Any
+    policy: RankGroup
+    auxiliary: AuxiliaryModels
+    supervisor: EngineSupervisor
+    guide_supervisor: EngineSupervisor | None
+    prompts: PromptData
+    held_out: PromptData | None
     steps: int
     deadline: Deadline
     use_gpu: bool
-    guard: EngineGuard
-    guide_guard: EngineGuard | None = None
-    companions: Companions = Companions()
     resumed: Resumed | None = None
 
+    @property
+    def trained(self) -> dict[str, RankGroup]:
+        """The groups of ranks whose state a checkpoint holds."""
+        return trained_groups(self.policy, self.auxiliary)
 
-def train(config: Any, session: RaySession) -> None:
+
+def train(config: RunConfig, session: RaySession) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
     prepare_folder(config)
     parts = build_parts(config, session)
@@ -128,11 +131,11 @@ def train(config: Any, session: RaySession) -> None:
     loop.recorder.close()
     loop.sharing.make_room_for_policy()
     logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
-    save_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", config.train.step_timeout_s)
-    parts.companions.save(config)
+    write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", config.train.step_timeout_s)
+    parts.auxiliary.save(config)
 
 
-def build_parts(config: Any, session: RaySession) -> Parts:
+def build_parts(config: RunConfig, session: RaySession) -> Parts:
     """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the data."""
     start = Deadline()
     doing = "starting the rollout engines and the policy ranks"
@@ -149,12 +152,12 @@ def build_parts(config: Any, session: RaySession) -> Parts:
             engines = start_engines(config, session.use_gpu, places)
             guide_engines = start_guide_engines(config, session.use_gpu)
             policy = start_policy(config, places)
-            companions = Companions.start(config, places)
+            auxiliary = AuxiliaryModels.start(config, places)
             with without_collection():
                 from openrlhf_ext.driver.data import load_data  # takes long: the others start meanwhile
             strategy = compat.DriverStrategy(config.upstream_args())
             tokenizer = compat.get_tokenizer(
-                config.actor.model_name_or_path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
+                policy_path(config), None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
             )
             prompts, held_out = load_data(config, strategy, tokenizer)
         steps = training_steps(config, len(prompts))
@@ -163,56 +166,39 @@ def build_parts(config: Any, session: RaySession) -> Parts:
         start.doing = "building the policy and connecting it to the engines"
         initialize_everything(config, session, policy, engines, steps, start)
         await_guide_engines(config, session, guide_engines, start)
-        companions.initialize(config, session, policy_settings(config, steps), steps, start)
+        auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
-        resumed = restore(config, checkpointed_groups(policy, companions))
-        check_prompts(resumed, prompts_fingerprint(prompts.dataset))
-    guard = EngineGuard(engines, policy, recovery_limits(config), session.remember, start)
-    guide_guard = None
+        resumed = restore(config, trained_groups(policy, auxiliary))
+        check_prompts(resumed, prompts.fingerprint)
+    supervisor = EngineSupervisor(engines, policy, config, session.remember, start)
+    guide_supervisor = None
     if guide_engines is not None:
-        limits = recovery_limits(config)
-        guide_guard = EngineGuard(guide_engines, None, limits, session.remember, start, GUIDE_ENGINE)
+        guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE)
     return Parts(
-        strategy, tokenizer, policy, engines, prompts, held_out, steps, start, session.use_gpu, guard, guide_guard,
-        companions, resumed,
+        strategy, tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
+        session.use_gpu, resumed,
     )  # fmt: skip
 
 
-def checkpointed_groups(policy: Any, companions: Companions) -> dict[str, Any]:
-    """The groups of ranks whose state a checkpoint holds."""
-    return {"policy": policy} | ({"critic": companions.critic} if companions.critic is not None else {})
+def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, RankGroup]:
+    """The groups of ranks whose state a checkpoint holds, by name; the policy's is the first."""
+    return {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
 
 
-def build_checkpointer(config: Any, parts: Parts) -> Checkpointer:
-    """What saves the run's state."""
-    from openrlhf_ext.config import format_config
-
-    return Checkpointer(
-        CheckpointOptions.of(config),
-        checkpointed_groups(parts.policy, parts.companions),
-        format_config(config),
-        about={"model": config.actor.model_name_or_path, "estimator": config.algo.advantage.estimator},
-        constants={"options": plain_options(config), "prompts": prompts_fingerprint(parts.prompts.dataset)},
-    )
-
-
-def build_loop(config: Any, parts: Parts) -> TrainingLoop:
+def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
     """The training loop with everything that it drives, at the place where the run begins or goes on."""
     from openrlhf_ext.driver.data import dataloader
 
+    shape = read_model_shape(policy_path(config))
     torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
-    deadline, groups = parts.deadline, checkpointed_groups(parts.policy, parts.companions)
-    sharing = GpuSharing(
-        Sleepers(config.ds.enable_sleep, config.vllm.enable_sleep), list(groups.values()), parts.guard,
-        config.train.step_timeout_s,
-    )  # fmt: skip
+    deadline, sharing = parts.deadline, GpuSharing(config, parts.trained, parts.supervisor)
     loader = dataloader(parts.strategy, parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
     loop = TrainingLoop(
-        options=loop_options(config),
+        config=config,
         policy=parts.policy,
         rollouts=Rollouts(
-            PromptStream(loader, config.train.num_episodes), requests_of(config, parts), rollout_options(config),
-            deadline, sharing.generation,
+            PromptStream(loader, config.train.num_episodes), requests_of(config, parts), config, deadline,
+            sharing.generation,
         ),
         experience=ExperienceMaker(
             parts.policy,
@@ -220,41 +206,43 @@ def build_loop(config: Any, parts: Parts) -> TrainingLoop:
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
             data_parallel_size=config.data_parallel_size,
-            attention_length=read_model_shape(config.actor.model_name_or_path).attention_length,
-            **parts.companions.experience_parts(config, parts.policy),
+            attention_length=shape.attention_length,
+            **parts.auxiliary.experience_parts(config, parts.policy),
         ),
-        guard=parts.guard,
-        guide_guard=parts.guide_guard,
+        supervisor=parts.supervisor,
+        guide_supervisor=parts.guide_supervisor,
         sharing=sharing,
         deadline=deadline,
         recorder=StepRecorder(
-            Path(config.logger.metrics_path),
-            Path(config.logger.figure_path),
+            Path(required(config.logger.metrics_path, "logger.metrics_path")),
+            Path(required(config.logger.figure_path, "logger.figure_path")),
             parts.steps,
             parts.prompts.skipped_overlong,
-            title=f"{algorithm_name(config)}, {Path(config.actor.model_name_or_path).name}",
+            title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
             resume_step=parts.resumed.step if parts.resumed is not None else 0,
         ),
-        gauges=step_gauges(config, parts.policy),
+        gauges=step_gauges(config, parts.policy, shape),
         held_out=dataloader(parts.strategy, parts.held_out) if parts.held_out else None,
         sinks=build_sinks(parts.strategy.args),
         tokenizer=parts.tokenizer,
         drift=drift_check(config, parts.policy),
-        checkpointer=build_checkpointer(config, parts),
+        checkpointer=Checkpointer(config, parts.trained, parts.prompts.fingerprint),
     )  # fmt: skip
     if parts.resumed is not None:
-        restore_loop(loop, parts.resumed.state, dict(parts.resumed.arrays))
+        loop.restore(parts.resumed.state, parts.resumed.arrays)
     return loop
 
 
-def requests_of(config: Any, parts: Parts) -> GroupRequests | GuidedRequests:
+def requests_of(config: RunConfig, parts: Parts) -> Requests:
     """What asks the engines for groups; with a guide they come from two sets of engines."""
     most = max_requests(config, parts)
-    policy = GroupRequests(parts.guard, most)
-    return policy if parts.guide_guard is None else GuidedRequests(policy, GroupRequests(parts.guide_guard, most))
+    policy = GroupRequests(parts.supervisor, most)
+    if parts.guide_supervisor is None:
+        return policy
+    return GuidedRequests(policy, GroupRequests(parts.guide_supervisor, most))
 
 
-def max_requests(config: Any, parts: Parts) -> int:
+def max_requests(config: RunConfig, parts: Parts) -> int:
     """Responses that an engine is asked for at a time: by default as many as it can batch."""
     from openrlhf_ext.rollout.launch import batch_limits
 
@@ -271,26 +259,21 @@ def build_sinks(args: Any) -> list:
     return [logger(args) for logger, is_wanted in wanted if is_wanted]
 
 
-def step_gauges(config: Any, policy: Any):
+def step_gauges(config: RunConfig, policy: RankGroup, shape: ModelShape) -> StepGauges:
     """Speed, memory and the slowest rank of every step."""
-    from openrlhf_ext.driver.gauges import StepGauges
-
-    return StepGauges(
-        policy, read_model_shape(config.actor.model_name_or_path), config.train.max_epochs, config.logger.peak_tflops,
-        config.megatron.param_dtype == "bf16", config.train.step_timeout_s,
-    )  # fmt: skip
+    bf16 = config.megatron.param_dtype == "bf16"
+    epochs, timeout_s = config.train.max_epochs, config.train.step_timeout_s
+    return StepGauges(policy, shape, epochs, config.logger.peak_tflops, bf16, timeout_s)
 
 
-def drift_check(config: Any, policy: Any):
+def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:
     """The self-test of a run with train.drift_check, None in any other."""
-    from openrlhf_ext.driver.drift import DriftCheck
-
     if not config.train.drift_check:
         return None
     return DriftCheck(policy, config.probe_tolerance, config.train.step_timeout_s)
 
 
-def set_initial_entropy(config: Any, loop: TrainingLoop, parts: Parts) -> None:
+def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> None:
     """gtpo_conflict filters by entropy only if the policy started below ln 2: measures that and tells the algorithm."""
     from openrlhf_ext.driver.data import dataloader
 
@@ -303,20 +286,20 @@ def set_initial_entropy(config: Any, loop: TrainingLoop, parts: Parts) -> None:
     loop.experience.algorithm = build_algorithm(config, h_ini=entropy)
 
 
-def with_local_model(config: Any) -> Any:
+def with_local_model(config: RunConfig) -> RunConfig:
     """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
 
     Raises:
         ConfigError: a downloaded model does not fit the options.
     """
     given = config
-    models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
-    models |= {"guide": config.guide} if config.has_guide else {}
-    for entity, options in models.items():
+    needed = {"actor": True, "critic": config.has_critic, "guide": config.has_guide}
+    for section in (section for section, is_needed in needed.items() if is_needed):
+        options = getattr(config, section)
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():
             changed = options.model_copy(update={"model_name_or_path": _download(name)})
-            config = config.model_copy(update={entity: changed})
+            config = config.model_copy(update={section: changed})
     if config is not given:
         preflight.check_downloaded(config)
     return config

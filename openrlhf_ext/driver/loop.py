@@ -7,55 +7,31 @@ thread; while the policy is at work, the rollouts are looked after between two l
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from openrlhf_ext.algorithms import mean_entropies
-from openrlhf_ext.driver.checkpointing import Checkpointer
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, groups_from_plain, plain_groups
 from openrlhf_ext.driver.drift import DriftCheck
-from openrlhf_ext.driver.engines import EngineGuard
-from openrlhf_ext.driver.experience import ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import StepGauges
-from openrlhf_ext.driver.gpu_sharing import GpuSharing
-from openrlhf_ext.driver.prompts import Prompt, all_prompts
-from openrlhf_ext.driver.records import StepRecorder
-from openrlhf_ext.driver.rollouts import Group, Rollouts
-from openrlhf_ext.driver.shards import TrainingShard
-from openrlhf_ext.driver.state import loop_state
-from openrlhf_ext.driver.waiting import Deadline
-from openrlhf_ext.rollout.response import Sampling
+from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
+from openrlhf_ext.driver.records import StepGauges, StepRecorder
+from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
+from openrlhf_ext.driver.settings import frozen_steps
+from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
+from openrlhf_ext.ranks.messages import TrainingShard
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """When the loop does what.
-
-    Attributes:
-        step_timeout_s: longest time that a training step, a weight sync or a checkpoint may take.
-        eval_steps: training steps between evaluations; None = only before the first and after the last step.
-        eval_samples: completions of a held-out prompt.
-        eval_sampling: how they are sampled.
-        partial_rollouts: weights change in the middle of requests; otherwise a sync waits until none is in flight.
-        critic_steps: training steps at the start in which only the critic is trained.
-        take_turns: critic and policy share GPUs and train one after the other.
-        logging_steps: training steps between two records for the sinks.
-    """
-
-    step_timeout_s: float
-    eval_steps: int | None
-    eval_samples: int
-    eval_sampling: Sampling
-    partial_rollouts: bool
-    critic_steps: int
-    take_turns: bool
-    logging_steps: int
 
 
 @dataclass
@@ -63,8 +39,8 @@ class TrainingLoop:
     """One run's training.
 
     Attributes:
-        policy: actor group of the policy's ranks.
-        guide_guard: of the guide's engines; None = there are none.
+        supervisor: of the policy's engines.
+        guide_supervisor: of the guide's engines; None = there are none.
         held_out: loader of the prompts of evaluations; None = there are none.
         sinks: OpenRLHF's loggers (W&B, TensorBoard).
         tokenizer: shows them a sample.
@@ -72,11 +48,11 @@ class TrainingLoop:
         version: of the policy's weights, which the engines have.
     """
 
-    options: LoopOptions
-    policy: Any
+    config: RunConfig
+    policy: RankGroup
     rollouts: Rollouts
     experience: ExperienceMaker
-    guard: EngineGuard
+    supervisor: EngineSupervisor
     sharing: GpuSharing
     deadline: Deadline
     recorder: StepRecorder
@@ -86,20 +62,21 @@ class TrainingLoop:
     tokenizer: Any = None
     drift: DriftCheck | None = None
     checkpointer: Checkpointer | None = None
-    guide_guard: EngineGuard | None = None
+    guide_supervisor: EngineSupervisor | None = None
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
     _ended: float = field(default=0.0, init=False)
+    _waited_s: float = field(default=0.0, init=False)
 
     def run(self) -> None:
         """Trains until the prompts are used up, with an evaluation before the first and after the last step."""
         self.begin()
         while groups := self.take():
-            shards = self.score_and_shape(groups)
-            trained = self.train(shards)
+            made = self.score_and_shape(groups)
+            trained = self.train(made.shards)
             synced = self.publish()
-            self.record(groups, trained | synced)
+            self.record(groups, made, trained | synced)
             self.evaluate_and_save()
         self.end()
 
@@ -108,7 +85,7 @@ class TrainingLoop:
         if self.step:
             self.publish()
         else:
-            self.version = self.guard.ask("weight_version")[0]
+            self.version = self.supervisor.ask("weight_version")[0]
             self.evaluate()
         self._ended = time.perf_counter()
 
@@ -119,7 +96,7 @@ class TrainingLoop:
         self._waited_s = time.perf_counter() - started
         return groups
 
-    def score_and_shape(self, groups: Sequence[Group]) -> list[TrainingShard]:
+    def score_and_shape(self, groups: Sequence[Group]) -> Experience:
         """Old log-probs, values and reference log-probs; then advantages of whole groups, and every rank's shard."""
         with self._limit(f"training step {self.step + 1}"):
             return self.experience.make(groups, self.version, self._get)
@@ -130,12 +107,13 @@ class TrainingLoop:
         with self._limit(f"training step {self.step + 1}"):
             if self.drift is not None:
                 self.drift.before_training()
-            critic, metrics = self.experience.critic, {}
+            critic = self.experience.critic
+            metrics: dict[str, float] = {}
             values = critic.start_fit() if critic is not None else []
-            if self.options.take_turns:
+            if self.config.ds.enable_sleep:
                 self._get(values)  # only one of the two has its states on the device at a time
-            if self.step >= self.options.critic_steps:
-                self._get(self.policy.async_run_method_batch("append", experience=shards))
+            if self.step >= frozen_steps(self.config):
+                self._get(self.policy.async_run_method_batch("take_shard", shard=shards))
                 metrics |= self._get(self.policy.async_run_method("fit"))[0]
             if values:
                 metrics |= self._get(values)[0][0]
@@ -145,57 +123,56 @@ class TrainingLoop:
     def publish(self) -> dict[str, float]:
         """Sends the weights to the engines and proves that they sample from them; measurements of rank 0."""
         started = time.perf_counter()
-        if not self.options.partial_rollouts:
+        if not self.config.partial_rollouts:
             self.rollouts.drain()
         drained = time.perf_counter()
         with self._limit(f"sending the weights of step {self.step}"):
-            metrics = self.guard.repeated(self._send)
+            metrics = self.supervisor.repeat_until_sent(self._send)
         self.version = int(metrics["weight_sync/version"])
         return metrics | {"time/wait_sync": drained - started, "time/sync": time.perf_counter() - started}
 
     def _send(self) -> dict[str, float]:
         self.sharing.wake_weights()
-        return self.deadline.get(self.policy.async_run_method("broadcast_to_vllm"))[0]
+        return self.deadline.get(self.policy.async_run_method("send_weights"))[0]
 
-    def record(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    def record(self, groups: Sequence[Group], made: Experience, measured: Mapping[str, float]) -> None:
         """Measures what the step was like, and writes it down."""
-        metrics = {**self.experience.metrics, **metrics}
-        metrics |= self._measured(metrics) | self.rollouts.gauges()
+        metrics = {**made.metrics, **measured}
+        metrics |= self._measured(made, metrics) | self.rollouts.gauges()
         now = time.perf_counter()
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
-        restarts = sum(guard.restarts for guard in self._guards)
+        restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
         record = self.recorder.step(self.step, metrics, self._engine_stats())
-        if self.sinks and self.step % self.options.logging_steps == 0:
+        if self.sinks and self.step % self.config.logger.logging_steps == 0:
             sample = groups[0].responses[0]
             shown = {"generated_samples": [self.tokenizer.decode(sample.tokens_S.tolist()), sample.reward]}
             for sink in self.sinks:
                 sink.log_train(self.step, record | shown)
         self._ended = now
 
-    def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _measured(self, made: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
         """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it changed nothing."""
-        made, measured = self.experience, {}
+        measured: dict[str, float] = {}
         if self.drift is not None:
             with self._limit(f"the drift check of step {self.step}"):
                 self.sharing.make_room_for_policy()
-                again = made.old_logprobs(made.batch, self._get)
+                again = self.experience.old_logprobs(made.batch, self._get)
                 measured |= self.drift.after_training(made.old, again, metrics.get("mismatch/mean_abs"))
         return measured | self.gauges.collect(made.batch, metrics)
 
     def evaluate_and_save(self) -> None:
         """What is due after the step; neither is part of a step's time."""
-        evaluation = None
-        if self.options.eval_steps is not None and self.step % self.options.eval_steps == 0:
-            evaluation = self.evaluate()
+        every = self.config.eval.steps
+        evaluation = self.evaluate() if every != -1 and self.step % every == 0 else None
         if self.checkpointer is not None:
             with self._limit(f"saving after step {self.step}"):
                 self.checkpointer.after_step(self.step, evaluation, self._state_to_save)
         self._ended = time.perf_counter()
 
-    def _state_to_save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state_to_save(self) -> tuple[dict[str, Any], Arrays]:
         self.sharing.make_room_for_policy()
-        return loop_state(self)
+        return self.state()
 
     def end(self) -> None:
         """Completes what is being written; evaluates the last weights if that was not due."""
@@ -213,9 +190,10 @@ class TrainingLoop:
         """Samples every held-out prompt; accuracy is the mean of the reward function's ``scores``."""
         if self.held_out is None:
             return None
-        started, options = time.perf_counter(), self.options
+        started, options = time.perf_counter(), self.config.eval
         prompts = all_prompts(self.held_out)
-        groups = self.rollouts.sample(prompts, options.eval_samples, options.eval_sampling, "evaluating")
+        sampling = sampling_of(self.config, options.temperature)
+        groups = self.rollouts.sample(prompts, options.n_samples_per_prompt, sampling, "evaluating")
         self._engine_stats()  # these do not count as a step's rollouts
         logs = evaluation_metrics(groups) | {"time/eval": time.perf_counter() - started}
         self.recorder.evaluation(self.step, logs)
@@ -225,8 +203,8 @@ class TrainingLoop:
 
     def measure_initial_entropy(self, prompts: Sequence[Prompt]) -> float:
         """Mean over completions of their mean token entropy, before training (``<H>_ini`` of gtpo_conflict), nats."""
-        options, doing = self.rollouts.options, "measuring the initial entropy"
-        groups = self.rollouts.sample(prompts, options.samples, options.sampling, doing)
+        samples, doing = self.config.rollout.n_samples_per_prompt, "measuring the initial entropy"
+        groups = self.rollouts.sample(prompts, samples, self.rollouts.sampling, doing)
         self._engine_stats()
         batch = sequences_of([response for group in groups for response in group.responses])
         with self._limit(doing):
@@ -235,19 +213,53 @@ class TrainingLoop:
 
     def _engine_stats(self) -> list[dict[str, Any]]:
         """What the engines, those of a guide included, measured since the last call."""
-        results = [stats for guard in self._guards for stats in guard.ask("rollout_stats")]
+        results = [stats for supervisor in self._supervisors for stats in supervisor.ask("rollout_stats")]
         for message in (m for result in results for m in result["reward_failures"]):
             logger.error("grading failed: %s", message)  # the engine's own log is not on the user's terminal
         return results
 
     @property
-    def _guards(self) -> list[EngineGuard]:
-        return [guard for guard in (self.guard, self.guide_guard) if guard is not None]
+    def _supervisors(self) -> list[EngineSupervisor]:
+        return [each for each in (self.supervisor, self.guide_supervisor) if each is not None]
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """What a resumed run has to know: plain values, and the arrays of the groups that wait for training."""
+        rollouts, finished, in_flight = self.rollouts.snapshot()
+        plain, arrays = plain_groups(finished)
+        state = {
+            "step": self.step,
+            "rollouts": rollouts,
+            "finished": plain,
+            "in_flight": [vars(prompt) for prompt in in_flight],
+            "experience": self.experience.state_dict(),
+            "initial_entropy": self.initial_entropy,
+            "best_value": self.checkpointer.best_value if self.checkpointer is not None else None,
+            "last_evaluation": self.recorder.last_evaluation,
+            "random_states": {
+                "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
+            },
+        }  # fmt: skip
+        return state, arrays
+
+    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
+        """Goes on where :meth:`state` was taken; call it before ``run``."""
+        in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
+        self.rollouts.restore(state["rollouts"], groups_from_plain(state["finished"], arrays), in_flight)
+        self.step, self.initial_entropy = state["step"], state["initial_entropy"]
+        self.experience.load_state_dict(state["experience"])
+        self.recorder.last_evaluation = state["last_evaluation"]
+        if self.checkpointer is not None:
+            self.checkpointer.best_value = state["best_value"]
+        random.setstate(state["random_states"]["python"])
+        np.random.set_state(state["random_states"]["numpy"])
+        torch.set_rng_state(state["random_states"]["torch"])
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
     def _limit(self, doing: str) -> AbstractContextManager:
-        return self.deadline.limit(self.options.step_timeout_s, doing, "train.step_timeout_s")
+        return self.deadline.limit(self.config.train.step_timeout_s, doing, "train.step_timeout_s")
 
     def _get(self, refs: list) -> list:
         """Waits for ranks, and looks after the rollouts meanwhile."""

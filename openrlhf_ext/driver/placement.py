@@ -1,15 +1,28 @@
-"""Which bundle of a placement group each rank takes, so that tensor-parallel groups stay within one node.
+"""Where ranks go: bundles that are reserved with a deadline, sorted so that tensor-parallel groups stay on one node.
 
-Ray packs bundles onto few nodes but numbers them in no particular order of nodes: rank i in bundle i may put neighbours
+Ray packs bundles onto few nodes but numbers them in no particular order of nodes: rank i in bundle i may put neighbors
 of a tensor-parallel group, which talk in every layer, on two nodes. Here bundles are sorted by node first. What cannot
-be sorted into place is refused with the table of who would be where. Pure functions: nothing is asked of Ray.
+be sorted into place is refused with the table of who would be where.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from openrlhf_ext.compat import RayActorGroup
+
+logger = logging.getLogger(__name__)
+
+_SHARED_FRACTION = 0.2
+"""GPUs and CPUs that an actor takes of a shared bundle, as in OpenRLHF; Ray only counts, memory is not divided."""
 
 
 class PlacementError(RuntimeError):
@@ -18,7 +31,7 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankBlock:
-    """Neighbouring ranks and the nodes they are on."""
+    """Neighboring ranks and the nodes they are on."""
 
     first: int
     size: int
@@ -31,7 +44,7 @@ class RankBlock:
 
 
 def place_ranks(nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None) -> list[int]:
-    """The bundle of each rank, in rank order; rank order is tp-cp-ep-pp-dp, so groups are blocks of neighbours.
+    """The bundle of each rank, in rank order; rank order is tp-cp-ep-pp-dp, so groups are blocks of neighbors.
 
     Nodes that hold whole blocks come first, so that as few blocks as possible are split.
 
@@ -48,20 +61,20 @@ def place_ranks(nodes: Sequence[str], *, tensor_size: int, block_size: int | Non
     if any(block.is_split for block in blocks(order, nodes, tensor_size)):
         raise PlacementError(
             f"a tensor-parallel group of {tensor_size} ranks would be on more than one node, and every layer would "
-            f"wait for the network:\n{placement_table(order, nodes, tensor_size)}\nUse nodes whose free GPUs are "
+            f"wait for the network:\n{node_table(order, nodes, tensor_size)}\nUse nodes whose free GPUs are "
             f"multiples of the tensor-parallel size, or a smaller one"
         )
     return order
 
 
 def blocks(order: Sequence[int], nodes: Sequence[str], size: int) -> Iterator[RankBlock]:
-    """The ranks in blocks of ``size`` neighbours."""
+    """The ranks in blocks of ``size`` neighbors."""
     for first in range(0, len(order), size):
         members = order[first : first + size]
         yield RankBlock(first, len(members), tuple(dict.fromkeys(nodes[bundle] for bundle in members)))
 
 
-def placement_table(order: Sequence[int], nodes: Sequence[str], size: int) -> str:
+def node_table(order: Sequence[int], nodes: Sequence[str], size: int) -> str:
     """One line for each block of ``size`` ranks: its ranks, its nodes, and whether it is split."""
     return "\n".join(
         f"  ranks {block.first}-{block.first + block.size - 1}: {', '.join(block.nodes)}"
@@ -80,3 +93,126 @@ def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list
         return (count[node] % block_size != 0, count[node] % tensor_size != 0, first_bundle[node], bundle)
 
     return sorted(range(len(nodes)), key=key)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Bundles of one GPU and one CPU each, held by this job.
+
+    Attributes:
+        group: Ray's placement group.
+        nodes: node of each bundle, by bundle index: host name and id, readable in messages.
+        timeout_s: longest wait for an actor in them to start.
+        shared: whether several actors share a bundle (colocation).
+    """
+
+    group: PlacementGroup
+    nodes: tuple[str, ...]
+    timeout_s: float
+    shared: bool = False
+
+    @property
+    def actor_gpus(self) -> float:
+        """GPUs and CPUs that one actor takes of its bundle."""
+        return _SHARED_FRACTION if self.shared else 1.0
+
+    def slot(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        """Where an actor of this bundle is scheduled."""
+        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+
+
+def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) -> Reservation:
+    """Reserves ``count`` bundles on as few nodes as possible.
+
+    Args:
+        what: who the bundles are for, for messages.
+
+    Raises:
+        PlacementError: Ray could not place them within ``timeout_s`` seconds.
+    """
+    group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(count)], strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        total = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+        free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+        raise PlacementError(
+            f"{what} need {count} bundles of 1 GPU and 1 CPU, which Ray could not place within {timeout_s:g} s; the "
+            f"cluster has {total}, free are {free}: wait for other jobs to end, or use fewer ranks or engines"
+        ) from error
+    return Reservation(group, _nodes_of(group, count), timeout_s, shared)
+
+
+def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    table = placement_group_table(group)["bundles_to_node_id"]
+    return tuple(f"{hosts.get(table[i], '?')} ({table[i][:8]})" for i in range(count))
+
+
+class RankGroup(RayActorGroup):
+    """One actor per rank; contiguous blocks of ``model_parallel_size`` ranks are one data-parallel rank.
+
+    Args:
+        actor_class: a Ray remote class, constructed with (world size, rank, master address, master port).
+        reservation: at least one bundle for each rank.
+        world_size: ranks.
+        tensor_size: ranks of a tensor-parallel group; such a group stays within one node.
+        block_size: ranks that should stay within one node if that can be: tensor times context parallel.
+
+    Raises:
+        PlacementError: a tensor-parallel group would be on two nodes, or rank 0 did not start in time.
+    """
+
+    def __init__(
+        self,
+        actor_class: Any,
+        reservation: Reservation,
+        *,
+        world_size: int,
+        model_parallel_size: int,
+        tensor_size: int = 1,
+        block_size: int | None = None,
+    ) -> None:
+        self.reservation = reservation
+        self.bundles = place_ranks(reservation.nodes, tensor_size=tensor_size, block_size=block_size)
+        _log_split_blocks(self.bundles, reservation.nodes, block_size or tensor_size)
+        super().__init__(
+            1, world_size, actor_class, pg=reservation.group, num_gpus_per_actor=reservation.actor_gpus,
+            duplicate_actors=model_parallel_size,
+        )  # fmt: skip
+
+    def _initiate_actors(self, pg: PlacementGroup, num_gpus_per_actor: float) -> None:
+        """Starts rank 0, which gives the address, then the others."""
+        world_size = self._num_nodes * self._num_gpus_per_node
+
+        def start(rank: int, address: str | None, port: int | None) -> Any:
+            options = self.ray_actor_type.options(
+                num_cpus=num_gpus_per_actor,
+                num_gpus=num_gpus_per_actor,
+                scheduling_strategy=self.reservation.slot(self.bundles[rank]),
+            )
+            return options.remote(world_size, rank, address, port)
+
+        self._actor_handlers = [start(0, None, None)]
+        if world_size > 1:
+            address, port = self._address_of_rank_0()
+            self._actor_handlers += [start(rank, address, port) for rank in range(1, world_size)]
+
+    def _address_of_rank_0(self) -> tuple[str, int]:
+        timeout_s, node = self.reservation.timeout_s, self.reservation.nodes[self.bundles[0]]
+        try:
+            return ray.get(self._actor_handlers[0].get_master_addr_port.remote(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            name = self.ray_actor_type.__ray_metadata__.class_name
+            raise PlacementError(
+                f"rank 0 of {name} on {node} did not start within {timeout_s:g} s; raise "
+                "--vllm.start_timeout_s if this is expected to take longer"
+            ) from error
+
+
+def _log_split_blocks(order: list[int], nodes: tuple[str, ...], size: int) -> None:
+    if any(block.is_split for block in blocks(order, nodes, size)):
+        logger.warning(
+            "context-parallel ranks are on more than one node, their attention goes over the network:\n%s",
+            node_table(order, nodes, size),
+        )

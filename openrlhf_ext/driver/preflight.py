@@ -44,7 +44,8 @@ def check_reward(config: RunConfig) -> None:
     Raises:
         ConfigError: it cannot be imported, or not in time.
     """
-    from openrlhf_ext.rewards import RewardImportError, check_reward_file
+    from openrlhf_ext.rewards.errors import RewardImportError
+    from openrlhf_ext.rewards.pool import check_reward_file
 
     path = config.reward.remote_url
     if path is None or not path.endswith(".py"):

@@ -1,17 +1,46 @@
-"""The processes of a run: where engines and policy ranks go, their start, and the proof that they agree."""
+"""The processes of a run: where engines and ranks go, their start, and the proof that policy and engines agree.
+
+What OpenRLHF or vLLM has to be imported for is imported inside of functions: ``job.build_parts`` says when.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from openrlhf_ext.driver.gpu_sharing import Sleepers
-from openrlhf_ext.driver.session import RaySession
-from openrlhf_ext.driver.settings import policy_settings, sync_settings
-from openrlhf_ext.driver.waiting import Deadline
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.checkpoints import write_hf
+from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer
+from openrlhf_ext.driver.settings import (
+    FrozenModel,
+    critic_path,
+    critic_settings,
+    frozen_models,
+    parallel_layout,
+    policy_path,
+    policy_settings,
+    required,
+    sync_settings,
+)
+from openrlhf_ext.driver.supervision import Deadline
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor
+from openrlhf_ext.ranks.messages import SleepModes
+from openrlhf_ext.ranks.policy import PolicyActor
+from openrlhf_ext.rewards.executor import make_executor
+from openrlhf_ext.rewards.grading import RewardSettings
+from openrlhf_ext.rollout.fleet import EngineFleet
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -19,33 +48,35 @@ GUIDE_ENGINE = "guide engine"
 """What messages call an engine of the guide."""
 
 
-def reserve_policy_places(config: Any):
+def reserve_policy_places(config: RunConfig) -> Reservation:
     """Bundles for the policy's ranks, which engines share in a colocated run."""
-    from openrlhf_ext.driver.rank_group import reserve
+    from openrlhf_ext.driver.placement import reserve
 
     return reserve(
         config.world_size, config.vllm.start_timeout_s, "the policy's ranks", shared=config.train.colocate_all
     )
 
 
-def tensor_block_size(config: Any) -> int:
-    """Neighbouring ranks that must be on one node: a tensor-parallel group, and a colocated engine's workers."""
+def tensor_block_size(config: RunConfig) -> int:
+    """Neighboring ranks that must be on one node: a tensor-parallel group, and a colocated engine's workers."""
     tensor = config.megatron.tensor_parallel_size
     return math.lcm(tensor, config.vllm.tensor_parallel_size) if config.train.colocate_all else tensor
 
 
-def engine_places(config: Any, use_gpu: bool, policy_places: Any, engines: int, what: str) -> dict[str, Any]:
+def engine_places(
+    config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str
+) -> dict[str, Any]:
     """Where engines go, as arguments of ``create_rollout_engines``: the policy's bundles, or GPUs of their own.
 
     Args:
+        policy_places: of a colocated run; None = the engines share nothing.
         engines: how many.
         what: they are, for messages.
     """
-    from openrlhf_ext.driver.placement import place_ranks
-    from openrlhf_ext.driver.rank_group import reserve
+    from openrlhf_ext.driver.placement import place_ranks, reserve
 
     size = config.vllm.tensor_parallel_size
-    if config.train.colocate_all:
+    if policy_places is not None:
         places, block = policy_places, tensor_block_size(config)
     elif use_gpu:
         places, block = reserve(engines * size, config.vllm.start_timeout_s, what, shared=True), size
@@ -55,29 +86,31 @@ def engine_places(config: Any, use_gpu: bool, policy_places: Any, engines: int, 
     return {"shared_placement_group": places.group, "shared_bundles": bundles}
 
 
-def start_engines(config: Any, use_gpu: bool, policy_places: Any) -> list:
+def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) -> EngineFleet:
     """The vLLM actors of the policy; they start in the background."""
     if config.vllm.enable_sleep and not use_gpu:
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
-    places = engine_places(config, use_gpu, policy_places, config.vllm.num_engines, "the rollout engines")
+    shared = policy_places if config.train.colocate_all else None
+    places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
     return _create_engines(
-        config, use_gpu, places, num_engines=config.vllm.num_engines, model_path=config.actor.model_name_or_path,
+        config, use_gpu, places, num_engines=config.vllm.num_engines, model_path=policy_path(config),
         seed=config.train.seed,
     )  # fmt: skip
 
 
-def start_guide_engines(config: Any, use_gpu: bool) -> list | None:
+def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
     """The vLLM actors of the guide, None without one; their seeds go on where those of the policy's engines end."""
     if not config.has_guide:
         return None
     places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines")
+    path = required(config.guide.model_name_or_path, "guide.model_name_or_path")
     return _create_engines(
-        config, use_gpu, places, num_engines=config.guide.num_engines, model_path=config.guide.model_name_or_path,
+        config, use_gpu, places, num_engines=config.guide.num_engines, model_path=path,
         seed=config.train.seed + config.vllm.num_engines,
     )  # fmt: skip
 
 
-def _create_engines(config: Any, use_gpu: bool, places: dict[str, Any], **model: Any) -> list:
+def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **model: Any) -> EngineFleet:
     """Engines with the options of ``vllm.*``.
 
     Args:
@@ -108,44 +141,51 @@ def _create_engines(config: Any, use_gpu: bool, places: dict[str, Any], **model:
     )
 
 
-def executor_factory(config: Any):
+def executor_factory(config: RunConfig) -> Callable[[], Any]:
     """The user's agent, or single-turn rollouts graded in killable worker processes."""
-    from openrlhf_ext.rewards import RewardSettings, make_agent_executor, make_executor
-
     reward = config.reward
     if (agent := config.train.agent_func_path) is not None:
+        from openrlhf_ext.rewards.agent import make_agent_executor
+
         return make_agent_executor(agent, reward.timeout_s, reward.max_failures, reward.failure_value)
     return make_executor(
         RewardSettings(
-            remote_url=config.reward.remote_url,
-            num_workers=config.reward.num_workers,
-            timeout_s=config.reward.timeout_s,
-            max_failures=config.reward.max_failures,
-            failure_value=config.reward.failure_value,
+            remote_url=required(reward.remote_url, "reward.remote_url"),
+            num_workers=reward.num_workers,
+            timeout_s=reward.timeout_s,
+            max_failures=reward.max_failures,
+            failure_value=reward.failure_value,
         )
     )
 
 
-def start_policy(config: Any, places: Any):
-    """The group of policy ranks: contiguous blocks of tp * cp * pp ranks are one data-parallel rank."""
-    from openrlhf_ext.driver.rank_group import RankGroup
-    from openrlhf_ext.ranks.policy import PolicyActor
+def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
+    """The group of policy ranks."""
+    tensor, layout = tensor_block_size(config), parallel_layout(config.world_size, config.megatron)
+    block = math.lcm(tensor, layout.tensor_parallel_size * layout.context_parallel_size)
+    return _start_ranks(PolicyActor, places, layout, tensor, block)
 
-    tensor = tensor_block_size(config)
+
+def _start_ranks(
+    actor: type, places: Reservation, layout: ParallelLayout, tensor_size: int, block_size: int
+) -> RankGroup:
+    """Starts one actor per rank, which import in the background."""
+    from openrlhf_ext.driver.placement import RankGroup
+
     group = RankGroup(
-        ray.remote(num_gpus=1)(PolicyActor),
+        ray.remote(num_gpus=1)(actor),
         places,
-        world_size=config.world_size,
-        model_parallel_size=config.model_parallel_size,
-        tensor_size=tensor,
-        block_size=math.lcm(tensor, config.megatron.tensor_parallel_size * config.megatron.context_parallel_size),
+        world_size=layout.world_size,
+        model_parallel_size=layout.model_parallel_size,
+        tensor_size=tensor_size,
+        block_size=block_size,
     )
     group.async_run_method("load_libraries")
     return group
 
 
 def initialize_everything(
-    config: Any, session: RaySession, policy: Any, engines: list, steps: int, deadline: Deadline
+    config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, steps: int, deadline: Deadline
 ) -> None:
     """Waits for the engines, loads the policy on every rank, connects both, proves that they agree.
 
@@ -154,33 +194,147 @@ def initialize_everything(
     _await_engines(config, session, engines, deadline, "rollout engine")
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
-    infos = deadline.get(
-        policy.async_init_model_from_pretrained(
-            policy_settings(config, steps),
-            sync_settings(config, session.use_gpu),
-            config.train.max_epochs,
-            engines,
-            Sleepers(config.ds.enable_sleep, config.vllm.enable_sleep),
-        )
+    refs = policy.async_run_method(
+        "init_model",
+        policy_settings(config, steps),
+        sync_settings(config, session.use_gpu),
+        config.train.max_epochs,
+        engines,
+        SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep),
     )
-    for info in infos:
-        session.remember(f"policy rank {info['rank']}", info)
-    session.watch("policy", [info["phases"] for info in infos])
+    _await_ranks(session, "policy", refs, deadline)
     gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
     logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
 
 
-def await_guide_engines(config: Any, session: RaySession, engines: list | None, deadline: Deadline) -> None:
+def await_guide_engines(
+    config: RunConfig, session: RaySession, engines: EngineFleet | None, deadline: Deadline
+) -> None:
     """Waits for the guide's engines, if there are any; their weights stay those of the disk."""
     if engines is not None:
         _await_engines(config, session, engines, deadline, GUIDE_ENGINE)
 
 
-def _await_engines(config: Any, session: RaySession, engines: list, deadline: Deadline, name: str) -> None:
+def _await_engines(config: RunConfig, session: RaySession, engines: EngineFleet, deadline: Deadline, name: str) -> None:
     from openrlhf_ext.rollout import wait_until_ready
 
     wait_until_ready(engines, config.vllm.start_timeout_s, name)
     for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):
         session.remember(f"{name} {i}", info)
+
+
+def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline) -> None:
+    """Waits until the ranks of a model are built, and remembers their processes."""
+    infos = deadline.get(refs)
+    for info in infos:
+        session.remember(f"{name} rank {info['rank']}", info)
+    session.watch(name, [info["phases"] for info in infos])
+
+
+# ---- auxiliary models -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AuxiliaryModels:
+    """The models beside the policy that have ranks of their own: the critic, a reference, a guide.
+
+    Attributes:
+        critic: None if there is none.
+        frozen: those of frozen models that have ranks of their own, by name.
+    """
+
+    critic: RankGroup | None = None
+    frozen: Mapping[str, RankGroup] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, config: RunConfig, policy_places: Reservation | None = None) -> AuxiliaryModels:
+        """Starts the actors, which import in the background.
+
+        Args:
+            policy_places: the policy's ``Reservation``, which a critic shares in a colocated run.
+        """
+        frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
+        return cls(_start_critic(config, policy_places), frozen)
+
+    def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
+        """Loads the models on all ranks and remembers their processes.
+
+        Args:
+            steps: training steps of the run.
+        """
+        policy = policy_settings(config, steps)
+        refs: dict[str, list] = {}
+        if self.critic is not None:
+            settings = critic_settings(config, policy, steps)
+            refs["critic"] = self.critic.async_run_method(
+                "init_model", settings, config.train.max_epochs, config.ds.enable_sleep
+            )
+        for model in frozen_models(config):
+            if (group := self.frozen.get(model.name)) is not None:
+                layout = parallel_layout(model.ranks, config.megatron)
+                own = dataclasses.replace(policy, model_path=model.path, layout=layout, optimizer=None, host_copies={})
+                refs[model.name] = group.async_run_method("init_model", own)
+        for name, ranks in refs.items():
+            _await_ranks(session, name, ranks, deadline)
+            logger.info("%s ready on %d ranks", name, len(ranks))
+
+    def experience_parts(self, config: RunConfig, policy: RankGroup) -> dict[str, Any]:
+        """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
+        scorers = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
+        return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
+
+    def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
+        attention_length = read_model_shape(model.path).attention_length
+        if (group := self.frozen.get(model.name)) is not None:
+            layout = parallel_layout(model.ranks, config.megatron)
+            return Scorer(group, "forward", layout.data_parallel_size, attention_length)
+        return Scorer(policy, f"{model.name}_logprobs", config.data_parallel_size, attention_length)
+
+    def _value_trainer(self, config: RunConfig) -> ValueTrainer | None:
+        if self.critic is None:
+            return None
+        layout = parallel_layout(config.critic_ranks, config.critic_layout)
+        return ValueTrainer(
+            self.critic,
+            replicas=layout.data_parallel_size,
+            group_size=config.rollout.n_samples_per_prompt,
+            mini_batch_size=config.train.batch_size,
+            attention_length=read_model_shape(critic_path(config)).attention_length,
+        )
+
+    def save(self, config: RunConfig) -> None:
+        """Writes the critic to ``<ckpt.output_dir>_critic`` if ``critic.save_value_network`` asks for it."""
+        if self.critic is not None and config.critic.save_value_network:
+            path = f"{config.ckpt.output_dir}_critic"
+            logger.info("writing the critic to %s", path)
+            write_hf(self.critic, "critic", path, "ckpt.output_dir", config.train.step_timeout_s)
+
+
+def _start_critic(config: RunConfig, policy_places: Reservation | None) -> RankGroup | None:
+    if not config.has_critic:
+        return None
+    layout = parallel_layout(config.critic_ranks, config.critic_layout)
+    places = policy_places if config.train.colocate_all else None
+    return _start_auxiliary(CriticActor, config, "the critic's ranks", layout, places)
+
+
+def _start_frozen(config: RunConfig, model: FrozenModel) -> RankGroup:
+    layout = parallel_layout(model.ranks, config.megatron)
+    return _start_auxiliary(FrozenActor, config, f"the {model.name}'s ranks", layout)
+
+
+def _start_auxiliary(
+    actor: type, config: RunConfig, what: str, layout: ParallelLayout, places: Reservation | None = None
+) -> RankGroup:
+    from openrlhf_ext.driver.placement import reserve
+
+    places = places or reserve(layout.world_size, config.vllm.start_timeout_s, what)
+    tensor = layout.tensor_parallel_size
+    return _start_ranks(actor, places, layout, tensor, tensor * layout.context_parallel_size)
+
+
+def _kl_coefficient(config: RunConfig) -> KLCoefficient | None:
+    kl = config.algo.kl
+    return KLCoefficient(kl.init_coef, kl.target, kl.horizon) if kl.init_coef > 0 else None

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_manifest
 from openrlhf_ext.checkpoints.plain import read_plain
 from openrlhf_ext.checkpoints.store import step_of
-from openrlhf_ext.driver.checkpointing import CONTROLLER, GROUPS, CheckpointOptions, ask_ranks
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.checkpoints import (
+    CONTROLLER,
+    GROUPS,
+    Arrays,
+    checkpoint_store,
+    plain_options,
+    saves_checkpoints,
+)
+from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +37,27 @@ _IMMATERIAL = ("ckpt.", "logger.", "dry_run", "train.max_restarts", "train.step_
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that this run goes on from: its folder, its step, and the driver's part of it (``driver.state``)."""
+    """A checkpoint that this run goes on from; ``state`` and ``arrays`` are those of ``TrainingLoop.state``."""
 
     folder: Path
     step: int
     state: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray]
+    arrays: Arrays
 
 
 # ---- before training ------------------------------------------------------------------------------------------------
 
 
-def prepare_folder(config: Any) -> None:
+def prepare_folder(config: RunConfig) -> None:
     """Makes the folders ready: half-written checkpoints go; a run that starts anew finds none of another one.
 
     Raises:
         CheckpointError: the folder cannot be changed.
     """
-    store = CheckpointOptions.of(config).store()
+    store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
-        saves = config.ckpt.save_steps != -1 or config.ckpt.best_metric_key
-        if saves and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
+        if saves_checkpoints(config) and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
             logger.warning(
                 "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
                 store.folder,
@@ -58,7 +67,7 @@ def prepare_folder(config: Any) -> None:
         raise CheckpointError(f"ckpt.path {store.folder} cannot be used: {error}") from error
 
 
-def check_shared_folders(config: Any, policy: Any) -> None:
+def check_shared_folders(config: RunConfig, policy: RankGroup) -> None:
     """What the run will write can be seen by all that must: said at the start, not when the last weights are lost.
 
     Raises:
@@ -66,12 +75,12 @@ def check_shared_folders(config: Any, policy: Any) -> None:
     """
     ckpt = config.ckpt
     folders = {"ckpt.output_dir": ckpt.output_dir}
-    if ckpt.save_steps != -1 or ckpt.best_metric_key or ckpt.load_enable:
+    if saves_checkpoints(config) or ckpt.load_enable:
         folders["ckpt.path"] = ckpt.path
     for option, folder in folders.items():
         Path(folder).mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
-            seen = ask_ranks(policy, "policy", "sees", config.train.step_timeout_s, path=file.name)
+            seen = call_ranks(policy, "policy", "sees", config.train.step_timeout_s, path=file.name)
         # Hugging Face checkpoints are written by rank 0, the others by all
         blind = [rank for rank, sees in enumerate(seen) if not sees and (rank == 0 or option == "ckpt.path")]
         if blind:
@@ -81,39 +90,38 @@ def check_shared_folders(config: Any, policy: Any) -> None:
             )
 
 
-def clean_up(config: Any) -> None:
+def clean_up(config: RunConfig) -> None:
     """Leaves nothing half-written; call it when every process of the run has ended."""
-    store = CheckpointOptions.of(config).store()
+    store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
     except OSError as error:
         logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
 
 
-def _finish_interrupted(config: Any, store: CheckpointStore) -> None:
+def _finish_interrupted(config: RunConfig, store: CheckpointStore) -> None:
     store.clean()
     final = config.ckpt.output_dir
-    for folder in (final, f"{final}_critic", *store.folder.glob("global_step*_hf")):
+    for folder in (Path(final), Path(f"{final}_critic"), *store.folder.glob("global_step*_hf")):
         finish_interrupted(folder)
 
 
-def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
+def restore(config: RunConfig, groups: Mapping[str, RankGroup]) -> Resumed | None:
     """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one.
 
     Args:
-        groups: actor groups with ``CheckpointedRank`` classes, by name.
+        groups: of ranks that are trained, by name.
 
     Raises:
         CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good), or does not fit.
     """
     if not config.ckpt.load_enable:
         return None
-    options = CheckpointOptions.of(config)
-    store = options.store()
+    store, timeout_s = checkpoint_store(config), config.train.step_timeout_s
     if not store.checkpoints():
         logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
         return None
-    folder = find_good(store, groups, options, fallback=config.ckpt.fallback_enable)
+    folder = find_good(store, groups, timeout_s, fallback=config.ckpt.fallback_enable)
     if not (folder / GROUPS).is_file():
         raise CheckpointError(
             f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
@@ -124,13 +132,13 @@ def restore(config: Any, groups: Mapping[str, Any]) -> Resumed | None:
     for name, group in groups.items():
         if not (folder / name).is_dir():
             raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
-        ask_ranks(group, name, "load_state", options.timeout_s, folder=str(folder), name=name)
+        call_ranks(group, name, "load_state", timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
     logger.info("resumed from %s", folder)
     return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
 
 
-def find_good(store: CheckpointStore, groups: Mapping[str, Any], options: CheckpointOptions, *, fallback: bool) -> Path:
+def find_good(store: CheckpointStore, groups: Mapping[str, RankGroup], timeout_s: float, *, fallback: bool) -> Path:
     """The newest checkpoint whose files are all as they were written; the ranks share the reading.
 
     Raises:
@@ -138,7 +146,7 @@ def find_good(store: CheckpointStore, groups: Mapping[str, Any], options: Checkp
     """
     damaged = []
     for folder in reversed(store.checkpoints()):
-        problems = _problems(folder, groups, options)
+        problems = _problems(folder, groups, timeout_s)
         if not problems:
             return folder
         damaged.append(f"{folder} is not usable:\n  " + "\n  ".join(problems))
@@ -151,25 +159,17 @@ def find_good(store: CheckpointStore, groups: Mapping[str, Any], options: Checkp
     raise CheckpointError("no checkpoint is usable:\n" + "\n".join(damaged))
 
 
-def _problems(folder: Path, groups: Mapping[str, Any], options: CheckpointOptions) -> list[str]:
+def _problems(folder: Path, groups: Mapping[str, RankGroup], timeout_s: float) -> list[str]:
     try:
         read_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
     name, group = next(iter(groups.items()))
-    parts = ask_ranks(group, name, "check_checkpoint", options.timeout_s, folder=str(folder))
+    parts = call_ranks(group, name, "check_checkpoint", timeout_s, folder=str(folder))
     return [problem for part in parts for problem in part]
 
 
 # ---- the prompts -----------------------------------------------------------------------------------------------------
-
-
-def prompts_fingerprint(dataset: Any) -> str:
-    """Changes if a prompt, a label or their order changes: the data cursor means something for these prompts only."""
-    digest = hashlib.sha256()
-    for prompt, label in zip(dataset.prompts, dataset.labels, strict=True):
-        digest.update(repr((prompt, label)).encode())
-    return digest.hexdigest()
 
 
 def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
@@ -189,14 +189,6 @@ def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def plain_options(config: Any) -> dict[str, str]:
-    """Every option that is not a secret, as text by its name."""
-    from openrlhf_ext.config.access import value_of
-    from openrlhf_ext.config.options import option_table
-
-    return {name: repr(value_of(config, name)) for name, option in option_table().items() if not option.info.secret}
-
-
 def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Logs the options that differ from those of the run that wrote the checkpoint."""
     names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
@@ -207,7 +199,7 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
 # ---- restarts -------------------------------------------------------------------------------------------------------
 
 
-def run_with_restarts(config: Any, run_once: Callable[[Any], int]) -> int:
+def run_with_restarts(config: RunConfig, run_once: Callable[[RunConfig], int]) -> int:
     """Runs, and after a failure (exit code 1) again from the last checkpoint, ``train.max_restarts`` times at most.
 
     Args:

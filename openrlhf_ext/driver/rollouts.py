@@ -1,32 +1,100 @@
 """Groups of completions on their way to training: asked for, finished, filtered, queued, taken, or dropped.
 
-How far sampling may be ahead is one number, ``max_staleness`` N: the weight versions that a trained token may lag. A
-group that begins at version v has at most N batches before it, so it is trained at version v + N at the latest, unless
-it takes longer to sample than that: a straggler holds up nobody, its own group is late. With N = 0 the engines are
-asked for one batch at a time and stand still while the policy trains.
+How far sampling may be ahead is one number, ``train.max_staleness`` N: the weight versions that a trained token may
+lag. A group that begins at version v has at most N batches before it, so it is trained at version v + N at the latest,
+unless it takes longer to sample than that: a straggler holds up nobody, its own group is late. With N = 0 the engines
+are asked for one batch at a time and stand still while the policy trains.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
-from openrlhf_ext.driver.engines import GroupRequests
-from openrlhf_ext.driver.guided import GuidedRequests
-from openrlhf_ext.driver.prompts import Prompt, PromptStream
-from openrlhf_ext.driver.waiting import Deadline
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.supervision import Deadline, EngineCall, EngineSupervisor, HangWatch, is_engine_fault
+from openrlhf_ext.rollout.errors import InvalidWeights
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 from openrlhf_ext.rollout.seeding import derived_seed
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
 
+Key = int | tuple[str, int]
+"""Of a group that is asked for: the prompt's number; with the purpose, if it is not one of training."""
+
 
 class FilterExhaustedError(RuntimeError):
     """Dynamic sampling went through its budget of prompts without filling a batch."""
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt that was drawn.
+
+    Attributes:
+        number: how many were drawn before it.
+        text, label: what is sampled from, and what the reward function gets.
+    """
+
+    number: int
+    text: str
+    label: Any
+
+
+class PromptStream:
+    """Draws prompts from OpenRLHF's resumable loader until the episodes are over.
+
+    Args:
+        loader: ``StatefulDataLoader`` over a ``PromptDataset``, one prompt at a time.
+        episodes: passes over the data.
+    """
+
+    def __init__(self, loader: Any, episodes: int) -> None:
+        self._loader, self._episodes = loader, episodes
+        self._iterator: Any = None
+        self._episode = self.drawn = 0
+
+    def draw(self) -> Prompt | None:
+        """The next prompt; None when there are no more."""
+        while self._episode < self._episodes:
+            if self._iterator is None:
+                self._iterator = iter(self._loader)
+            item = next(self._iterator, None)
+            if item is not None:
+                _, (text,), (label,), _ = item
+                self.drawn += 1
+                return Prompt(self.drawn - 1, text, label)
+            self._iterator, self._episode = None, self._episode + 1
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data."""
+        return {"episode": self._episode, "drawn": self.drawn, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a place."""
+        self._episode, self.drawn = state["episode"], state["drawn"]
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = None
+
+
+def all_prompts(loader: Iterable[Any]) -> list[Prompt]:
+    """One pass over a loader."""
+    return [Prompt(number, text, label) for number, (_, (text,), (label,), _) in enumerate(loader)]
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,34 +120,122 @@ class Group:
         return sum(response.score for response in self.responses) / len(self.responses)
 
 
-@dataclass(frozen=True)
-class RolloutOptions:
-    """How groups are sampled and taken.
+class Requests(Protocol):
+    """Groups from the policy's engines, or from those of policy and guide (``driver.guided``)."""
 
-    Attributes:
-        batch_size: groups of a training step.
-        samples: completions of a group.
-        guide_samples: how many of them a guide's engines make.
-        sampling: of training.
-        max_staleness: see the module.
-        late: what happens to a group that exceeds it: it is trained all the same, with the importance correction, or
-            dropped.
-        filter_range: mean scores (exclusive) between which dynamic sampling keeps a group; None: all are kept.
-        max_filter_batches: batches' worth of groups sampled for one step before dynamic sampling gives up.
-        timeout_s: longest wait for a batch, or for an evaluation.
-        seed: every group has one of its own that follows from it; None: the engines' own random numbers.
+    def ask(self, key: Key, request: GroupRequest) -> None:
+        """Ask for a group; ``key`` comes back with it."""
+
+    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
+        """Groups that have come; maybe none, after ``timeout_s`` seconds or sooner."""
+
+
+class GroupRequests:
+    """Groups that the engines are asked for: as many as they can batch, each from the engine with the least to do.
+
+    What is more waits here, so that questions and weight updates never wait behind prompts in an engine's queue (an
+    asynchronous Ray actor takes 1,000 calls at a time).
+
+    A group comes whole from one call of one engine. Either that call returns and its completions count, or it fails and
+    the whole group is asked for again, so none is lost or counted twice. With full determinism the seeds depend on the
+    prompt and the weights only, and the repeated call draws the same completions.
     """
 
-    batch_size: int
-    samples: int
-    sampling: Sampling
-    max_staleness: int
-    late: Literal["train", "drop"]
-    filter_range: tuple[float, float] | None
-    max_filter_batches: int
-    timeout_s: float
-    seed: int | None = None
-    guide_samples: int = 0
+    def __init__(self, supervisor: EngineSupervisor, max_requests: int) -> None:
+        """
+        Args:
+            supervisor: of the engines.
+            max_requests: completions that an engine is asked for at a time; a larger group goes to an idle one.
+        """
+        self._supervisor, self._max_requests = supervisor, max_requests
+        self._backlog: deque[tuple[Key, GroupRequest]] = deque()
+        self._calls: dict[Any, tuple[EngineCall, Key, GroupRequest]] = {}
+        self._load = [0] * len(supervisor.engines)
+        self._watch = HangWatch(supervisor)
+        self._looked = time.monotonic()
+
+    def __len__(self) -> int:
+        """Groups asked for and not answered."""
+        return len(self._backlog) + len(self._calls)
+
+    @property
+    def pending(self) -> list[Any]:
+        """The calls of which one will be answered next."""
+        return list(self._calls)
+
+    @property
+    def pause_s(self) -> float:
+        """The longest time between two calls of ``answers`` in which engines that hang are noticed in time."""
+        return self._watch.pause_s
+
+    @property
+    def load(self) -> tuple[int, ...]:
+        """Completions that each engine has been asked for."""
+        return tuple(self._load)
+
+    def ask(self, key: Key, request: GroupRequest) -> None:
+        """Ask for a group; ``key`` comes back with it."""
+        self._backlog.append((key, request))
+        self._deal()
+
+    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
+        """Groups that have come; after ``timeout_s`` seconds without any, or a look after the engines, maybe none.
+
+        Groups of engines that failed are asked for again.
+
+        Raises:
+            EngineLost: see ``EngineSupervisor.replace``.
+            RayTaskError: a call failed for a reason that is not the engine's.
+        """
+        if not self._calls:
+            return []
+        ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=min(timeout_s, self._watch.pause_s))
+        if ready:  # and whatever else is there
+            ready, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+        answered = [answer for reference in ready if (answer := self._take(reference)) is not None]
+        if time.monotonic() - self._looked > self._watch.pause_s:
+            self._look()
+        self._deal()
+        return answered
+
+    def _deal(self) -> None:
+        while self._backlog:
+            index = min(range(len(self._load)), key=self._load.__getitem__)
+            key, request = self._backlog[0]
+            if self._load[index] and self._load[index] + request.samples > self._max_requests:
+                return
+            self._backlog.popleft()
+            call = self._supervisor.call(index, "generate_group", request)
+            self._calls[call.reference] = call, key, request
+            self._load[index] += request.samples
+
+    def _take(self, reference: Any) -> tuple[Key, list[Response]] | None:
+        """An answer; None if the group has to be asked for again."""
+        call, key, request = self._calls.pop(reference)
+        self._load[call.index] -= request.samples
+        try:
+            return key, ray.get(reference)
+        except (RayTaskError, RayActorError) as error:
+            if not self._failed_with_sync(call, error):
+                if not is_engine_fault(error):
+                    raise
+                self._supervisor.replace({call.index: call.engine}, error)  # once, for all of its calls
+        self._backlog.appendleft((key, request))
+        return None
+
+    def _failed_with_sync(self, call: EngineCall, error: BaseException) -> bool:
+        """Whether the call failed because of a weight sync that failed on another engine, and was repeated."""
+        is_void = isinstance(error, RayTaskError) and isinstance(error.cause, InvalidWeights)
+        return is_void and self._supervisor.changes != call.changes
+
+    def _look(self) -> None:
+        """Replace what hangs; its calls then fail, and are repeated."""
+        self._looked = time.monotonic()
+        if silent := self._watch.silent({call.index for call, _, _ in self._calls.values()}):
+            self._supervisor.replace(silent, self._supervisor.silence(silent))
+
+
+# ---- their way -------------------------------------------------------------------------------------------------------
 
 
 class Rollouts:
@@ -87,7 +243,7 @@ class Rollouts:
 
     Args:
         prompts: of training.
-        requests: to the engines, or to those of policy and guide (``driver.guided``).
+        requests: to the engines.
         deadline: of the driver's phases.
         with_engines: context in which the engines may be used; shared GPUs change hands there.
 
@@ -98,12 +254,14 @@ class Rollouts:
     def __init__(
         self,
         prompts: PromptStream,
-        requests: GroupRequests | GuidedRequests,
-        options: RolloutOptions,
+        requests: Requests,
+        config: RunConfig,
         deadline: Deadline,
         with_engines: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.prompts, self.options = prompts, options
+        self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature)
+        self._config, self._batch_size = config, config.rollout.batch_size
+        self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
         self.dropped = Counter(filtered=0, late=0)
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}
@@ -127,21 +285,20 @@ class Rollouts:
             DeadlineExceeded: with ``rollout.timeout_s``.
             FilterExhaustedError: dynamic sampling drops almost everything.
         """
-        options = self.options
-        self._batches_wanted = options.max_staleness + 1
+        self._batches_wanted = self._max_staleness + 1
         with (
-            self._deadline.limit(options.timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
+            self._deadline.limit(self._timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
             self._with_engines(),
         ):
             while not self._has_batch(version):
                 self._collect(min(self._deadline.remaining, _LOOK_S))
-        self._batches_wanted = options.max_staleness
+        self._batches_wanted = self._max_staleness
         self._finished.sort(key=lambda group: (group.oldest_version or 0, group.prompt.number))
-        batch, self._finished = self._finished[: options.batch_size], self._finished[options.batch_size :]
+        batch, self._finished = self._finished[: self._batch_size], self._finished[self._batch_size :]
         if batch:
             self._taken = {
                 "groups/kept_fraction": len(batch) / (len(batch) + self._filtered_for_batch),
-                "groups/trained_late": float(sum(g.is_late(version, options.max_staleness) for g in batch)),
+                "groups/trained_late": float(sum(g.is_late(version, self._max_staleness) for g in batch)),
             }
         self._filtered_for_batch = 0
         return batch
@@ -157,46 +314,47 @@ class Rollouts:
             DeadlineExceeded: with ``rollout.timeout_s``.
         """
         self._batches_wanted, doing = 0, "waiting for the groups in flight before the weight sync"
-        with self._deadline.limit(self.options.timeout_s, doing, "rollout.timeout_s"):
+        with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"):
             while self._in_flight:
                 self._collect(min(self._deadline.remaining, _LOOK_S))
-        self._batches_wanted = self.options.max_staleness
+        self._batches_wanted = self._max_staleness
 
     def _has_batch(self, version: int) -> bool:
         self._fill()
-        if self.options.late == "drop":
+        if self._config.train.late_groups == "drop":
             self._drop_late(version)
-        return len(self._finished) >= self.options.batch_size or (self._exhausted and not self._in_flight)
+        return len(self._finished) >= self._batch_size or (self._exhausted and not self._in_flight)
 
     def _drop_late(self, version: int) -> None:
-        in_time = [group for group in self._finished if not group.is_late(version, self.options.max_staleness)]
+        in_time = [group for group in self._finished if not group.is_late(version, self._max_staleness)]
         self.dropped["late"] += len(self._finished) - len(in_time)
         self._finished = in_time
         self._fill()
 
     def _fill(self) -> None:
         """Asks for as many groups as may be on their way."""
-        wanted = self._batches_wanted * self.options.batch_size
+        wanted = self._batches_wanted * self._batch_size
         while not self._exhausted and len(self._in_flight) + len(self._finished) < wanted:
             prompt = self._again.pop(0) if self._again else self.prompts.draw()
             if prompt is None:
                 self._exhausted = True
                 return
             self._in_flight[prompt.number] = prompt
-            options = self.options
-            request = self._request(prompt, options.samples, options.sampling, _TRAINING, options.guide_samples)
-            self._requests.ask(prompt.number, request)
+            samples, of_guide = self._config.rollout.n_samples_per_prompt, self._config.guide_samples
+            self._requests.ask(
+                prompt.number, self._request(prompt, samples, self.sampling, _TRAINING, guide_samples=of_guide)
+            )
 
     def _request(
         self, prompt: Prompt, samples: int, sampling: Sampling, purpose: int, guide_samples: int = 0
     ) -> GroupRequest:
-        base = self.options.seed
-        seed = None if base is None else derived_seed(base, purpose, prompt.number)
+        train = self._config.train
+        seed = derived_seed(train.seed, purpose, prompt.number) if train.full_determinism_enable else None
         return GroupRequest(prompt.text, prompt.label, samples, sampling, seed, guide_samples)
 
     def _collect(self, timeout_s: float) -> None:
         for key, responses in self._requests.answers(timeout_s):
-            if key in self._others:
+            if isinstance(key, tuple):
                 self._others[key] = responses
                 continue
             group = Group(self._in_flight.pop(key), responses)
@@ -207,21 +365,22 @@ class Rollouts:
         self._fill()
 
     def _is_kept(self, group: Group) -> bool:
-        if self.options.filter_range is None:
+        algo = self._config.algo
+        if not algo.dynamic_filtering_enable:
             return True
-        low, high = self.options.filter_range
+        low, high = algo.dynamic_filtering_range
         return low < group.mean_score < high
 
     def _count_filtered(self) -> None:
         self.dropped["filtered"] += 1
         self._filtered_for_batch += 1
-        size = self.options.batch_size
-        if size + self._filtered_for_batch > self.options.max_filter_batches * size:
+        size, most = self._batch_size, self._config.rollout.max_filter_batches
+        if size + self._filtered_for_batch > most * size:
             raise FilterExhaustedError(
                 f"dynamic sampling used {size + self._filtered_for_batch} prompts for one batch of {size}: almost all "
                 "groups are all right or all wrong. Use easier or harder prompts, a wider "
                 "--algo.dynamic_filtering_range, or raise --rollout.max_filter_batches "
-                f"(now {self.options.max_filter_batches})."
+                f"(now {most})."
             )
 
     # ---- other prompts ----------------------------------------------------------------------------------------------
@@ -233,15 +392,12 @@ class Rollouts:
             DeadlineExceeded: with ``rollout.timeout_s``.
         """
         keys = [(doing, prompt.number) for prompt in prompts]
-        with self._deadline.limit(self.options.timeout_s, doing, "rollout.timeout_s"), self._with_engines():
-            self._others = dict.fromkeys(keys)
+        with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines():
             for key, prompt in zip(keys, prompts, strict=True):
                 self._requests.ask(key, self._request(prompt, samples, sampling, _OTHER))
-            while not all(self._others.values()):
+            while len(self._others) < len(keys):
                 self._collect(min(self._deadline.remaining, _LOOK_S))
-        groups = [Group(prompt, self._others[key]) for key, prompt in zip(keys, prompts, strict=True)]
-        self._others = {}
-        return groups
+        return [Group(prompt, self._others.pop(key)) for key, prompt in zip(keys, prompts, strict=True)]
 
     # ---- records and checkpoints ------------------------------------------------------------------------------------
 
@@ -264,3 +420,9 @@ class Rollouts:
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
         self._finished, self._again = list(finished), list(in_flight)
+
+
+def sampling_of(config: RunConfig, temperature: float) -> Sampling:
+    """How completions are sampled at this temperature."""
+    rollout = config.rollout
+    return Sampling(temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)

@@ -1,4 +1,4 @@
-"""What each part of a run gets from the configuration."""
+"""What ranks are told of a run, which may not import the configuration; and what follows from it for several parts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,37 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.entities.algo import CUSTOM
-from openrlhf_ext.driver.engines import RecoveryLimits
-from openrlhf_ext.driver.loop import LoopOptions
-from openrlhf_ext.driver.rollouts import RolloutOptions
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
-from openrlhf_ext.rollout.response import Sampling
+from openrlhf_ext.ranks.publishing import SyncSettings
+from openrlhf_ext.rollout.sync import choose_transport
+
+if TYPE_CHECKING:
+    from openrlhf_ext.config.entities.policy import Megatron
+
+_T = TypeVar("_T")
 
 
-def worker_env(config: Any) -> dict[str, str]:
+def required(value: _T | None, option: str) -> _T:
+    """The value of an option without which a run is refused before it comes here."""
+    if value is None:
+        raise ValueError(f"{option} is not set")
+    return value
+
+
+def policy_path(config: RunConfig) -> str:
+    """The policy's checkpoint."""
+    return required(config.actor.model_name_or_path, "actor.model_name_or_path")
+
+
+def worker_env(config: RunConfig) -> dict[str, str]:
     """Environment of every Ray worker."""
     env = {
         "TOKENIZERS_PARALLELISM": "false",
@@ -30,18 +46,18 @@ def worker_env(config: Any) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     }
-    if Path(config.actor.model_name_or_path).is_dir():
+    if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
 
 
-def _threads_per_process(config: Any) -> int:
+def _threads_per_process(config: RunConfig) -> int:
     """For nodes like this one, over which the processes are spread evenly."""
     processes = max(config.training_ranks, config.engine_workers)
     return max(1, (os.cpu_count() or 1) * config.actor.num_nodes // processes)
 
 
-def build_algorithm(config: Any, **measured: Any) -> Algorithm:
+def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
     """The estimator with its options and what was measured for it.
 
     The ranks get it with their shards; they cannot import the file of an algorithm of the user's own, so the class goes
@@ -54,11 +70,11 @@ def build_algorithm(config: Any, **measured: Any) -> Algorithm:
     return algorithm
 
 
-def policy_settings(config: Any, steps: int):
+def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
     """What every policy rank gets."""
     actor, megatron = config.actor, config.megatron
     return PolicySettings(
-        model_path=actor.model_name_or_path,
+        model_path=policy_path(config),
         layout=parallel_layout(config.world_size, megatron),
         param_dtype=megatron.param_dtype,
         temperature=config.rollout.temperature,
@@ -75,7 +91,7 @@ def policy_settings(config: Any, steps: int):
         collective_timeout_s=megatron.collective_timeout_s,
         optimizer=OptimizerSettings(
             lr=0.0 if config.train.drift_check else actor.adam.lr,
-            betas=tuple(actor.adam.betas), eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
+            betas=actor.adam.betas, eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
             max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
             min_lr_ratio=actor.min_lr_ratio,
             max_steps=optimizer_updates(config, steps - frozen_steps(config)),
@@ -100,17 +116,18 @@ class FrozenModel:
     ranks: int
 
 
-def frozen_models(config: Any) -> list[FrozenModel]:
+def frozen_models(config: RunConfig) -> list[FrozenModel]:
     """Those that the run needs."""
     models = []
     if config.has_reference:
-        models.append(FrozenModel("reference", config.actor.model_name_or_path, config.reference_ranks))
+        models.append(FrozenModel("reference", policy_path(config), config.reference_ranks))
     if config.has_guide:
-        models.append(FrozenModel("guide", config.guide.model_name_or_path, config.guide_ranks))
+        path = required(config.guide.model_name_or_path, "guide.model_name_or_path")
+        models.append(FrozenModel("guide", path, config.guide_ranks))
     return models
 
 
-def token_budgets(config: Any) -> dict[str, int]:
+def token_budgets(config: RunConfig) -> dict[str, int]:
     """Tokens of a micro-batch on one rank, if micro-batches are filled up to a budget."""
     if not config.train.dynamic_batch_enable:
         return {}
@@ -121,21 +138,21 @@ def token_budgets(config: Any) -> dict[str, int]:
     }
 
 
-def critic_path(config: Any) -> str:
+def critic_path(config: RunConfig) -> str:
     """The critic's checkpoint."""
-    return config.critic.model_name_or_path or config.actor.model_name_or_path
+    return config.critic.model_name_or_path or policy_path(config)
 
 
-def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
+def critic_settings(config: RunConfig, policy: PolicySettings, steps: int) -> CriticSettings:
     """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
     critic, adam = config.critic, config.critic.adam
     optimizer = OptimizerSettings(
-        lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
+        lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
         lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
-        max_steps=optimizer_updates(config, steps), distributed=policy_settings.optimizer.distributed,
+        max_steps=optimizer_updates(config, steps), distributed=config.megatron.distributed_optimizer_enable,
     )  # fmt: skip
     model = dataclasses.replace(
-        policy_settings,
+        policy,
         model_path=critic_path(config),
         layout=parallel_layout(config.critic_ranks, config.critic_layout),
         optimizer=optimizer,
@@ -144,7 +161,7 @@ def critic_settings(config: Any, policy_settings: Any, steps: int) -> Any:
     return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
 
 
-def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
+def parallel_layout(world_size: int, megatron: Megatron) -> ParallelLayout:
     """The layout of a model on ``world_size`` ranks from ``megatron.*`` (or the critic's own)."""
     return ParallelLayout(
         world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
@@ -152,12 +169,12 @@ def parallel_layout(world_size: int, megatron: Any) -> ParallelLayout:
     )  # fmt: skip
 
 
-def frozen_steps(config: Any) -> int:
+def frozen_steps(config: RunConfig) -> int:
     """Training steps at the start in which only the critic is trained."""
     return config.critic.freezing_steps + 1 if config.has_critic else 0
 
 
-def check_frozen_steps(config: Any, steps: int) -> None:
+def check_frozen_steps(config: RunConfig, steps: int) -> None:
     """The critic's head start ends before the run does.
 
     Raises:
@@ -170,67 +187,20 @@ def check_frozen_steps(config: Any, steps: int) -> None:
         )
 
 
-def optimizer_updates(config: Any, steps: int) -> int:
+def optimizer_updates(config: RunConfig, steps: int) -> int:
     """Optimizer updates of ``steps`` training steps, at least 1."""
     return max(1, steps * config.train.max_epochs * math.ceil(config.samples_per_rollout / config.train.batch_size))
 
 
-def training_steps(config: Any, prompts: int) -> int:
+def training_steps(config: RunConfig, prompts: int) -> int:
     """Batches of groups of the whole run; the last one may be smaller, and dynamic sampling makes them fewer."""
     return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
 
 
-def rollout_options(config: Any) -> RolloutOptions:
-    """What is sampled for training, how far ahead, and what is dropped."""
-    return RolloutOptions(
-        batch_size=config.rollout.batch_size,
-        samples=config.rollout.n_samples_per_prompt,
-        guide_samples=config.guide_samples,
-        sampling=sampling(config, config.rollout.temperature),
-        max_staleness=config.max_staleness,
-        late=config.train.late_groups,
-        filter_range=config.algo.dynamic_filtering_range if config.algo.dynamic_filtering_enable else None,
-        max_filter_batches=config.rollout.max_filter_batches,
-        timeout_s=config.rollout.timeout_s,
-        seed=config.train.seed if config.train.full_determinism_enable else None,
-    )
-
-
-def sampling(config: Any, temperature: float) -> Sampling:
-    """How completions are sampled at this temperature."""
-    rollout = config.rollout
-    return Sampling(temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)
-
-
-def loop_options(config: Any) -> LoopOptions:
-    """When the loop does what."""
-    return LoopOptions(
-        step_timeout_s=config.train.step_timeout_s,
-        eval_steps=None if config.eval.steps == -1 else config.eval.steps,
-        eval_samples=config.eval.n_samples_per_prompt,
-        eval_sampling=sampling(config, config.eval.temperature),
-        partial_rollouts=config.partial_rollouts,
-        critic_steps=frozen_steps(config),
-        take_turns=config.ds.enable_sleep,
-        logging_steps=config.logger.logging_steps,
-    )
-
-
-def sync_settings(config: Any, use_gpu: bool):
+def sync_settings(config: RunConfig, use_gpu: bool) -> SyncSettings:
     """How weights travel."""
-    from openrlhf_ext.ranks.publishing import SyncSettings
-    from openrlhf_ext.rollout.sync import choose_transport
-
     transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)
     return SyncSettings(
         transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
         config.probe_tolerance, config.probe_length,
     )  # fmt: skip
-
-
-def recovery_limits(config: Any) -> RecoveryLimits:
-    """When engines are replaced, and how often."""
-    vllm = config.vllm
-    return RecoveryLimits(
-        vllm.max_restarts, vllm.hang_timeout_s, vllm.start_timeout_s, policy_timeout_s=config.train.step_timeout_s
-    )

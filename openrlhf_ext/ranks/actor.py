@@ -28,8 +28,11 @@ class RankActor:
     def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
         """Puts the rendezvous into the environment; rank 0 gets no address and finds one (``get_master_addr_port``)."""
         self.is_first_of_replica = True
-        self._store = None if master_addr else _open_store()
-        self._address = (master_addr or _own_address(), master_port or self._store.port)
+        if master_addr is None or master_port is None:
+            self._store = _open_store()  # kept: `init_process_group` finds it
+            self._address = (_own_address(), self._store.port)
+        else:
+            self._address = (master_addr, master_port)
         os.environ |= {
             "MASTER_ADDR": self._address[0],
             "MASTER_PORT": str(self._address[1]),
@@ -43,7 +46,7 @@ class RankActor:
         return self._address
 
     def load_libraries(self) -> None:
-        """Imports what ``init_model_from_pretrained`` needs, which says it if that fails. Not a collective."""
+        """Imports what ``init_model`` needs, which says it if that fails. Not a collective."""
         with without_collection():
             import_module("openrlhf_ext.megatron.policy")
 

@@ -1,12 +1,10 @@
-"""The Ray actor that holds one rank of the Megatron policy.
+"""The Ray actor that holds one rank of the policy: forward passes, optimizer steps, its part in the weight sync.
 
-OpenRLHF's trainer drives it through ``RayActorGroup`` with the method names of its own policy actor: ``forward``,
-``append``, ``fit``, ``broadcast_to_vllm``, ``save_model``.
+Shape suffixes: N = response tokens of this replica's sequences.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,71 +13,61 @@ import torch.distributed as dist
 
 from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.algorithms.segments import plain
-from openrlhf_ext.driver.gpu_sharing import Sleepers
-from openrlhf_ext.driver.shards import TrainingShard
 from openrlhf_ext.megatron.digest import digest
 from openrlhf_ext.megatron.phases import phase
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
-from openrlhf_ext.ranks.actor import RankActor
-from openrlhf_ext.ranks.checkpoint import CheckpointedRank
-from openrlhf_ext.ranks.offload import SleepingRank
+from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
-from openrlhf_ext.ranks.reselection import share_for_update
-from openrlhf_ext.ranks.timers import RankClock, RankReport, timed
+from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, timed
+from openrlhf_ext.ranks.trained import TrainedActor
 
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
-logger = logging.getLogger(__name__)
+_SEEDS_PER_ROLLOUT = 1 << 20
 
 
-class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
+class PolicyActor(TrainedActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
-    def init_model_from_pretrained(
-        self,
-        settings: PolicySettings,
-        sync: SyncSettings,
-        max_epochs: int,
-        engines: list,
-        sleepers: Sleepers | None = None,
+    def init_model(
+        self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
         """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
         about = self.join(settings)
-        self._build(settings, sync, max_epochs, engines, sleepers)
+        self._build(settings, sync, max_epochs, engines, sleeping)
         return about
 
     @phase("building the policy")
     def _build(
-        self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleepers: Sleepers
+        self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> None:
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
         self.policy = MegatronPolicy(settings)
-        self.clock = RankClock()
+        self.timers = PhaseTimers()
         # the ranks meet in the reduction: what one waits there is not its own time
-        self.policy.config.finalize_model_grads_func = self.clock.without(self.policy.config.finalize_model_grads_func)
+        self.policy.config.finalize_model_grads_func = self.timers.without(self.policy.config.finalize_model_grads_func)
         self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
-        self.sync, self.engines, self.max_epochs = sync, engines, max_epochs
-        self.sleepers = sleepers or Sleepers()
-        self.watch_states(self.policy, self.sleepers.policy)
+        self.max_epochs, self.sleeping = max_epochs, sleeping
+        self.hold(self.policy, sleeping.policy)
         self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
         self.version, self.is_ahead = 0, False
-        self.publisher = WeightPublisher(self.policy, sync, engines) if engines else None
-        if self.publisher is not None:
-            self.publisher.connect()
+        self.publisher = WeightPublisher(self.policy, sync, engines)
+        self.publisher.connect()
 
     def rank_report(self) -> RankReport:
         """This rank's time by phase since the last report, and its memory. Not a collective."""
-        return self.clock.report(dist.get_rank())
+        return self.timers.report(dist.get_rank())
 
     def weight_digest(self) -> str:
         """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""
         self.reload_states()
-        weights = [p for chunk in self.policy.chunks for p in chunk.parameters()]
-        return digest(weights + [p for group in self.policy.optimizer.param_groups for p in group["params"]])
+        weights, optimizer = [p for chunk in self.policy.chunks for p in chunk.parameters()], self.policy.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        return digest(weights + [p for group in groups for p in group["params"]])
 
     @phase("forward")
     @timed("logprob")
@@ -108,17 +96,20 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         with self.host_copies[name].swapped_in():
             return plain(self.policy.logprobs(batch).logprobs_N)
 
-    def append(self, experience: TrainingShard) -> None:
-        """Takes this replica's share of the next train step."""
-        self.shard = experience
+    def take_shard(self, shard: TrainingShard) -> None:
+        """Takes this replica's part of the next ``fit``, about the sequences of the last ``forward``."""
+        self.shard = shard
 
     @phase("training")
     @timed("train")
-    def fit(self, kl_ctl: float = 0.0) -> dict[str, float]:
+    def fit(self) -> dict[str, float]:
         """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
+        batch, shard = self.batch, self.shard
+        if batch is None or shard is None or len(batch) != sum(len(mini) for mini in shard.mini_batches):
+            raise RuntimeError("fit() trains the sequences of the last forward(), and the shard is about others")
         self.reload_states()
-        mini_batches = [mini for _ in range(self.max_epochs) for mini in self._mini_batches()]
-        steps = [self._update(*mini, number) for number, mini in enumerate(mini_batches)]
+        mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
+        steps = [self._update(*mini, shard.seed, number) for number, mini in enumerate(mini_batches)]
         self.is_ahead = True  # of the version that the engines have
         self.batch = self.shard = None
         if self.sleeps:
@@ -126,23 +117,14 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
         return mean | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
-    def _mini_batches(self) -> Iterator[tuple[SequenceBatch, ShapedBatch]]:
-        """This replica's share of each optimizer step: its rows lie one step behind the other."""
-        if self.batch is None or len(self.batch) != sum(map(len, self.shard.mini_batches)):
-            raise RuntimeError("fit() trains the sequences of the last forward(), and the shard is about others")
-        first = 0
-        for shaped in self.shard.mini_batches:
-            yield self.batch.select(slice(first, first + len(shaped))), shaped
-            first += len(shaped)
-
-    def _update(self, batch: SequenceBatch, share: ShapedBatch, number: int) -> dict[str, float]:
+    def _update(self, batch: SequenceBatch, shaped: ShapedBatch, seed: int, number: int) -> dict[str, float]:
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout."""
-        shaped = share_for_update(self.policy, batch, share, self.shard.seed, number)
+        shaped = reselected(self.policy, batch, shaped, seed, number)
         return self.policy.train_step(batch, shaped, shaped.algorithm)
 
     @phase("weight sync")
     @timed("sync")
-    def broadcast_to_vllm(self) -> dict[str, float]:
+    def send_weights(self) -> dict[str, float]:
         """Sends the weights to all engines and proves that they sample from them.
 
         Raises:
@@ -165,7 +147,7 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     def prove_sync(self) -> dict[str, float]:
         """Compares the engines' log-probs of a fixed prompt with the policy's; raises WeightSyncMismatch."""
         self.reload_states("parameters")
-        gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleepers.engines)
+        gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleeping.engines)
         return {"weight_sync/probe_max_abs_diff": gauge, "weight_sync/version": float(self.version)}
 
     def _make_room(self) -> None:
@@ -178,23 +160,12 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     def replace_engines(self, engines: list, fresh: list[int]) -> None:
         """Goes on with these engines; those at the positions ``fresh`` get the present weights."""
         self.publisher.replace_engines(engines)
-        self.engines = engines
         if fresh:
             self.reload_states("parameters")
             self.publisher.bring_up_to_date(fresh, self.version + self.is_ahead)
             self.release_model()  # engines are replaced while they have the memory
 
-    def save_model(self, path: str) -> dict[str, int]:
-        """Writes the policy as an HF checkpoint; returns the sizes of its files on rank 0."""
-        self.reload_states("parameters")
-        return self.policy.save_hf(path)
-
-    # ---- resumable checkpoints (CheckpointedRank)
-
-    def checkpointed_model(self) -> MegatronPolicy:
-        """The policy, on its device."""
-        self.reload_states()
-        return self.policy
+    # ---- resumable checkpoints (TrainedActor)
 
     def extra_state(self) -> dict[str, Any]:
         """How many times the weights were sent."""
@@ -203,3 +174,33 @@ class PolicyActor(SleepingRank, CheckpointedRank, RankActor):
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """The sync that follows a load sends the weights of the saved version, which the requests' seeds depend on."""
         self.version = extra["version"] - 1
+
+
+def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[SequenceBatch, ShapedBatch]]:
+    """A replica's part of each optimizer step: its rows lie one step behind the other."""
+    first = 0
+    for shaped in shard.mini_batches:
+        yield batch.select(slice(first, first + len(shaped))), shaped
+        first += len(shaped)
+
+
+def reselected(
+    policy: MegatronPolicy, batch: SequenceBatch, shaped: ShapedBatch, seed: int, update: int
+) -> ShapedBatch:
+    """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the current policy.
+
+    The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after a
+    rollout only. Before each later one the ranks compute the log-probs of their parts again and choose together: they
+    add up a few sums and counts, no rank sees another's tokens. A collective.
+
+    Args:
+        batch: the replica's sequences.
+        shaped: what the driver prepared for them.
+        seed: of random choices in the first update; later ones have their own, the same on all ranks.
+        update: number of the optimizer update since the rollout; 0 is made by the policy of the old log-probs.
+    """
+    if update == 0 or not shaped.algorithm.needs_prepare:
+        return shaped
+    new_N = policy.agreed(policy.logprobs(batch).logprobs_N)
+    seed = seed * _SEEDS_PER_ROLLOUT + update
+    return shaped.algorithm.prepare(new_N, shaped, seed=seed, total=policy.sum_over_replicas).lean()

@@ -36,7 +36,7 @@ class RankReport:
         return self.seconds.get("logprob", 0.0) + self.seconds.get("train", 0.0)
 
 
-class RankClock:
+class PhaseTimers:
     """Adds up this rank's time by phase.
 
     All ranks leave a training step together, so its length says nothing about who was slow. What differs is how long
@@ -95,12 +95,12 @@ def _now() -> float:
 
 
 def timed(phase: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a method of an object with a ``clock``: its calls count as ``phase``."""
+    """Decorates a method of an object with ``timers``: its calls count as ``phase``."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.clock.phase(phase):
+            with self.timers.phase(phase):
                 return method(self, *args, **kwargs)
 
         return wrapped

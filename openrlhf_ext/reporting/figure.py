@@ -7,21 +7,21 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.reporting import names
 from openrlhf_ext.reporting.metrics import Record, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-_PANELS = (
-    (names.REWARD_MEAN, None, "reward", "mean reward"),
-    (names.ACCURACY_MEAN, names.EVAL_ACCURACY, "accuracy", "share correct"),
-    (names.ENTROPY_MEAN, None, "entropy", "nats per token"),
-    (names.RESPONSE_LENGTH_MEAN, names.EVAL_RESPONSE_LENGTH_MEAN, "response length", "tokens"),
+# name of the training metric, of the held-out one, title, unit
+PANELS = (
+    ("reward/mean", None, "reward", "mean reward"),
+    ("accuracy/mean", "eval/accuracy", "accuracy", "fraction correct"),
+    ("entropy/mean", None, "entropy", "nats per token"),
+    ("response/length_mean", "eval/response_length_mean", "response length", "tokens"),
 )
 _SMOOTHED_FROM = 20  # steps; a shorter curve is readable as it is
-_WINDOW_SHARE = 20
+_WINDOW_PARTS = 20
 
 
 def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "") -> None:
@@ -42,7 +42,7 @@ def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "")
 
     records = read_metrics(metrics_path)
     figure = Figure(figsize=(10, 7), layout="constrained")
-    for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+    for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         _draw(axes, records, train, held_out)
         axes.set(title=panel_title, xlabel="step", ylabel=unit)
     figure.suptitle(title)
@@ -65,12 +65,12 @@ def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -
 def _series(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric; NaN stays and leaves a gap in the curve."""
     present = [record for record in records if name in record]
-    return [record[names.STEP] for record in present], [record[name] for record in present]
+    return [record["step"] for record in present], [record[name] for record in present]
 
 
 def _moving_mean(values: list[float]) -> list[float]:
     """Mean of the finite values in the last twentieth of the run, at least three; NaN where there is none."""
-    window = max(3, len(values) // _WINDOW_SHARE)
+    window = max(3, len(values) // _WINDOW_PARTS)
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [_finite_mean(part) for part in recent]
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf_ext.reporting import names
-
 HEADER_EVERY = 20
 
 
@@ -28,19 +26,19 @@ class _Column:
         return text.rjust(self.width)
 
 
-_COLUMNS = (
-    _Column("reward", names.REWARD_MEAN, 7, ".3f"),
-    _Column("acc", names.ACCURACY_MEAN, 6, ".3f"),
-    _Column("entropy", names.ENTROPY_MEAN, 7, ".3f"),
-    _Column("length", names.RESPONSE_LENGTH_MEAN, 7, ".1f"),
-    _Column("kl_roll", names.KL_ROLLOUT, 8, ".1e"),
-    _Column("tok/s", names.TOKENS_PER_SECOND, 7, ".0f"),
-    _Column("gen_s", names.TIME_GENERATE, 6, ".2f"),
-    _Column("grade_s", names.TIME_GRADE, 7, ".2f"),
-    _Column("logp_s", names.TIME_LOGPROB, 6, ".2f"),
-    _Column("train_s", names.TIME_TRAIN, 7, ".2f"),
-    _Column("sync_s", names.TIME_SYNC, 6, ".2f"),
-    _Column("step_s", names.TIME_STEP, 6, ".2f"),
+COLUMNS = (
+    _Column("reward", "reward/mean", 7, ".3f"),
+    _Column("acc", "accuracy/mean", 6, ".3f"),
+    _Column("entropy", "entropy/mean", 7, ".3f"),
+    _Column("length", "response/length_mean", 7, ".1f"),
+    _Column("kl_roll", "kl/rollout", 8, ".1e"),
+    _Column("tok/s", "throughput/tokens_per_second", 7, ".0f"),
+    _Column("gen_s", "time/generate", 6, ".2f"),
+    _Column("grade_s", "time/grade", 7, ".2f"),
+    _Column("logp_s", "time/logprob", 6, ".2f"),
+    _Column("train_s", "time/train", 7, ".2f"),
+    _Column("sync_s", "time/sync", 6, ".2f"),
+    _Column("step_s", "time/step", 6, ".2f"),
 )
 
 
@@ -69,10 +67,10 @@ class ProgressLine:
             self._write(self._header())
         self._lines += 1
         position = f"{step}/{'?' if self._total_steps is None else self._total_steps}"
-        self._write("  ".join([position.rjust(self._step_width), *(column.cell(metrics) for column in _COLUMNS)]))
+        self._write("  ".join([position.rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS)]))
 
     def _header(self) -> str:
-        return "  ".join(["step".rjust(self._step_width), *(c.title.rjust(c.width) for c in _COLUMNS)])
+        return "  ".join(["step".rjust(self._step_width), *(c.title.rjust(c.width) for c in COLUMNS)])
 
 
 def _write_line(line: str) -> None:

@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.compat import AgentExecutorBase
-from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit, RewardInvalid, RewardRaised, RewardTimeout
+from openrlhf_ext.rewards.errors import (
+    FailurePolicy,
+    RewardError,
+    RewardFailureLimit,
+    RewardInvalid,
+    RewardRaised,
+    RewardTimeout,
+)
 from openrlhf_ext.rewards.executor import GradedExecutor
-from openrlhf_ext.rewards.failures import FailurePolicy
-from openrlhf_ext.rewards.result import InvalidAnswer, RewardResult, parse_answer
+from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
 from openrlhf_ext.rollout.response import GroupRequest, Response
 from openrlhf_ext.rollout.token_versions import ResponseRecorder
 
@@ -52,27 +58,27 @@ class GradedAgentExecutor(GradedExecutor):
 
     async def _respond(self, request: GroupRequest, sample: int, tokenizer: Any, engine: Any) -> Response:
         recorder = ResponseRecorder(engine, request.seed_of(sample))
-        turns = _Turns(recorder)
+        proxy = _EngineProxy(recorder)
         answer: dict[str, Any] = {}
 
         def completion() -> str:
-            return tokenizer.decode(turns.generated, skip_special_tokens=False)
+            return tokenizer.decode(proxy.generated, skip_special_tokens=False)
 
         async def graded() -> RewardResult:
             try:
-                answer.update(_checked(await self._run(turns, **self._arguments(request, tokenizer, turns))))
+                answer.update(_checked(await self._run(proxy, **self._arguments(request, tokenizer, proxy))))
                 return _reward_of(answer)
             except _Failure as failure:
-                turns.raise_engine_error()
+                proxy.raise_engine_error()
                 error = failure.kind(str(failure), request.prompt, completion(), request.label)
-                if not answer and not turns.generated:
+                if not answer and not proxy.generated:
                     raise RewardFailureLimit(f"the agent failed before it had generated anything: {error}") from failure
                 raise error from failure.__cause__
 
         with self._counted():
             result = await self._settle(graded(), request.prompt, completion, request.label)
         graded_answer = {
-            **(answer or turns.last_response()),
+            **(answer or proxy.last_response()),
             "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs,
         }  # fmt: skip
         return Response.of_agent(recorder.annotate(graded_answer), request.sampling.max_len)
@@ -88,11 +94,11 @@ class GradedAgentExecutor(GradedExecutor):
             "max_length": sampling.max_len, "hf_tokenizer": tokenizer, "llm_engine": engine,
         }  # fmt: skip
 
-    async def _run(self, turns: _Turns, **arguments: Any) -> Any:
-        task = asyncio.ensure_future(self._agent.execute(**arguments))
+    async def _run(self, proxy: _EngineProxy, **arguments: Any) -> Any:
+        task = asyncio.create_task(self._agent.execute(**arguments))
         try:
             while not task.done():
-                left = self._timeout_s - turns.idle_seconds
+                left = self._timeout_s - proxy.idle_seconds
                 if left <= 0:
                     raise _Failure(
                         RewardTimeout,
@@ -117,7 +123,7 @@ class _Failure(Exception):
         self.kind = kind
 
 
-class _Turns:
+class _EngineProxy:
     """Stands in for the engine while one response is made: whose turn it is, and what was generated last."""
 
     def __init__(self, engine: Any) -> None:
@@ -215,7 +221,7 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
         raise _Failure(RewardInvalid, f"the agent {error}") from None
 
 
-def _place(task: asyncio.Future) -> str:
+def _place(task: asyncio.Task[Any]) -> str:
     """The coroutines that the task waits in, from the outermost to the innermost."""
     coroutine, places = task.get_coro(), []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

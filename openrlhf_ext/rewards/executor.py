@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf_ext.rewards.errors import RewardError, RewardInvalid
-from openrlhf_ext.rewards.failures import FailurePolicy
-from openrlhf_ext.rewards.grader import Grader, RewardSettings, open_grader
-from openrlhf_ext.rewards.result import RewardResult
+from openrlhf_ext.rewards.errors import FailurePolicy, RewardError, RewardInvalid
+from openrlhf_ext.rewards.grading import Grader, RewardResult, RewardSettings, open_grader
 from openrlhf_ext.rollout.response import GroupRequest, Response
 
 FAILED_KEY = "reward_failed"

@@ -21,8 +21,8 @@ from openrlhf_ext.rewards.errors import (
     RewardTimeout,
     RewardWorkerDied,
 )
+from openrlhf_ext.rewards.grading import RewardResult
 from openrlhf_ext.rewards.process import WorkerDied, WorkerHung, WorkerProcess
-from openrlhf_ext.rewards.result import RewardResult
 
 logger = logging.getLogger(__name__)
 _CLOSE_S = 15.0
@@ -122,10 +122,6 @@ class RewardPool:
             RewardPoolClosed: the pool was closed meanwhile.
         """
         return await asyncio.wrap_future(self.submit(query, prompt, label))
-
-    def worker_pids(self) -> list[int]:
-        """Process ids of the workers that run now."""
-        return [pid for worker in self._workers if (pid := worker.pid) is not None]
 
     def close(self) -> None:
         """Kill the workers; samples that wait or run fail with ``RewardPoolClosed``. Idempotent."""

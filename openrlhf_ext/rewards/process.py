@@ -12,8 +12,9 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import IO, Any
 
 from openrlhf_ext.rewards.errors import RewardImportError, RewardPoolClosed
 from openrlhf_ext.rewards.worker import STACK_SIGNAL
@@ -39,6 +40,21 @@ class WorkerDied(Exception):
     """The worker process ended; the text says how, with its Python stack if it crashed."""
 
 
+@dataclass
+class _Running:
+    """A process that was started.
+
+    Attributes:
+        stack_file: receives its Python stack on a crash or on request.
+        killed: its number may by now belong to another process.
+    """
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    stack_file: IO[bytes]
+    killed: bool = False
+
+
 class WorkerProcess:
     """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any.
 
@@ -55,16 +71,13 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._kill_lock = threading.Lock()
         self._stopped = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._buried: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._stack_file: Any = None
+        self._running: _Running | None = None
 
     @property
     def pid(self) -> int | None:
         """Process id of the running worker, ``None`` before the start and after the end."""
-        process = self._process
-        return process.pid if process is not None and process.poll() is None else None
+        running = self._running
+        return running.process.pid if running is not None and running.process.poll() is None else None
 
     def start(self) -> None:
         """Start (or replace) the process and wait until it has imported the user's file.
@@ -73,9 +86,9 @@ class WorkerProcess:
             RewardImportError: the import raised, died or passed ``start_timeout_s``.
             RewardPoolClosed: :meth:`stop` was called.
         """
-        self._spawn()
+        running = self._spawn()
         try:
-            reply = self._receive(self._start_timeout_s)
+            reply = self._receive(running, self._start_timeout_s)
         except WorkerHung as hung:
             self.kill()
             raise RewardImportError(
@@ -95,12 +108,13 @@ class WorkerProcess:
             WorkerHung: no answer within ``timeout_s``. The process still runs: kill it.
             WorkerDied: the process ended.
         """
-        assert self._connection is not None, "start() comes first"
+        if (running := self._running) is None:
+            raise RuntimeError("start() comes before ask()")
         try:
-            self._connection.send((query, prompt, label))
+            running.connection.send((query, prompt, label))
         except OSError:
-            raise WorkerDied(self._obituary()) from None
-        return self._receive(timeout_s)
+            raise WorkerDied(self._how_it_died(running)) from None
+        return self._receive(running, timeout_s)
 
     def stop(self) -> None:
         """Kill the process and refuse to start another one."""
@@ -111,76 +125,71 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and every process it started in its session, and wait for its end."""
         with self._kill_lock:
-            process = self._process
-            if process is None or process is self._buried:  # its number may by now belong to another process
+            running = self._running
+            if running is None or running.killed:
                 return
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(running.process.pid, signal.SIGKILL)
             try:
-                process.wait(_REAP_S)
+                running.process.wait(_REAP_S)
             except subprocess.TimeoutExpired:
-                logger.error("grading worker %d did not end within %g s of SIGKILL", process.pid, _REAP_S)
-            self._buried = process
+                logger.error("grading worker %d did not end within %g s of SIGKILL", running.process.pid, _REAP_S)
+            running.killed = True
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> _Running:
         with self._lock:
             if self._stopped:
                 raise RewardPoolClosed("the reward pool is closed")
-            self._release()
-            self._connection, theirs = Pipe()
-            self._stack_file = tempfile.TemporaryFile()
-            fds = (theirs.fileno(), self._stack_file.fileno())
+            if self._running is not None:
+                self._running.connection.close()
+                self._running.stack_file.close()
+            ours, theirs = Pipe()
+            stack_file = tempfile.TemporaryFile()
+            fds = (theirs.fileno(), stack_file.fileno())
             with theirs:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, fds), str(os.getpid()),
                      self._reward_path],
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
-                    start_new_session=True,  # Ctrl-C reaches the controller only; killpg reaches all of the worker
+                    start_new_session=True,  # Ctrl-C reaches the driver only; killpg reaches all of the worker
                     env={"OMP_NUM_THREADS": "1", **os.environ},
                 )  # fmt: skip
+            self._running = _Running(process, ours, stack_file)
+            return self._running
 
-    def _release(self) -> None:
-        for resource in (self._connection, self._stack_file):
-            if resource is not None:
-                resource.close()
-
-    def _receive(self, timeout_s: float) -> tuple[str, Any]:
-        connection, process = self._connection, self._process
-        assert connection is not None and process is not None
-        deadline = time.monotonic() + timeout_s
+    def _receive(self, running: _Running, timeout_s: float) -> tuple[str, Any]:
+        connection, deadline = running.connection, time.monotonic() + timeout_s
         try:
             while not connection.poll(max(0.0, min(_LIVENESS_POLL_S, deadline - time.monotonic()))):
-                if process.poll() is not None and not connection.poll():
-                    raise WorkerDied(self._obituary())
+                if running.process.poll() is not None and not connection.poll():
+                    raise WorkerDied(self._how_it_died(running))
                 if time.monotonic() >= deadline:
-                    raise WorkerHung(self._current_stack())
+                    raise WorkerHung(_current_stack(running))
             return connection.recv()
         except (EOFError, OSError):
-            raise WorkerDied(self._obituary()) from None
+            raise WorkerDied(self._how_it_died(running)) from None
 
-    def _current_stack(self) -> str:
-        """Ask the worker for its Python stack; works while its interpreter lock is held by native code."""
-        process = self._process
-        assert process is not None
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(STACK_SIGNAL)
-        deadline = time.monotonic() + _STACK_WAIT_S
-        before, stack = "", self._read_stack()
-        while (not stack or stack != before) and time.monotonic() < deadline:  # it is still being written
-            time.sleep(_STACK_POLL_S)
-            before, stack = stack, self._read_stack()
-        return stack or "(no Python stack could be read)"
-
-    def _read_stack(self) -> str:
-        return os.pread(self._stack_file.fileno(), _STACK_BYTES, 0).decode(errors="replace").rstrip()
-
-    def _obituary(self) -> str:
+    def _how_it_died(self, running: _Running) -> str:
         self.kill()
-        process = self._process
-        assert process is not None
-        stack = self._read_stack()
-        return f"the worker process {_how_it_ended(process.returncode)}" + (f"\n{stack}" if stack else "")
+        stack = _read_stack(running)
+        return f"the worker process {_how_it_ended(running.process.returncode)}" + (f"\n{stack}" if stack else "")
+
+
+def _current_stack(running: _Running) -> str:
+    """Ask the worker for its Python stack; works while its interpreter lock is held by native code."""
+    with contextlib.suppress(ProcessLookupError):
+        running.process.send_signal(STACK_SIGNAL)
+    deadline = time.monotonic() + _STACK_WAIT_S
+    before, stack = "", _read_stack(running)
+    while (not stack or stack != before) and time.monotonic() < deadline:  # it is still being written
+        time.sleep(_STACK_POLL_S)
+        before, stack = stack, _read_stack(running)
+    return stack or "(no Python stack could be read)"
+
+
+def _read_stack(running: _Running) -> str:
+    return os.pread(running.stack_file.fileno(), _STACK_BYTES, 0).decode(errors="replace").rstrip()
 
 
 def _how_it_ended(code: int | None) -> str:

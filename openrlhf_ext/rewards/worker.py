@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from openrlhf_ext.rewards.result import InvalidAnswer, parse_answer
+from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs

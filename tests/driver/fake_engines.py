@@ -16,7 +16,7 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 
 
 class _Process:
-    """What the guard asks of every engine."""
+    """What the supervisor asks of every engine."""
 
     def ping(self) -> None:
         """Answers while the process lives."""

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from openrlhf_ext.driver.rollouts import RolloutOptions
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.rollouts import Key
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=4, max_len=16)
 
 
-def options(**changes: Any) -> RolloutOptions:
-    """Two groups of two completions a step, on policy."""
-    given = {
-        "batch_size": 2, "samples": 2, "sampling": SAMPLING, "max_staleness": 0, "late": "train", "filter_range": None,
-        "max_filter_batches": 10, "timeout_s": 600.0,
-    }  # fmt: skip
-    return RolloutOptions(**{**given, **changes})
+_NAMES = {
+    "batch_size": ("rollout", "batch_size"), "samples": ("rollout", "n_samples_per_prompt"),
+    "max_new_tokens": ("rollout", "max_new_tokens"), "max_filter_batches": ("rollout", "max_filter_batches"),
+    "timeout_s": ("rollout", "timeout_s"), "max_len": ("data", "max_len"), "max_staleness": ("train", "max_staleness"),
+    "late": ("train", "late_groups"), "seed": ("train", "seed"), "guide_samples": ("guide", "samples_per_prompt"),
+    "filter_range": ("algo", "dynamic_filtering_range"),
+}  # fmt: skip
+
+
+def run_config(**sections: dict[str, Any]) -> RunConfig:
+    """A configuration with these options, without its checks: ``run_config(train={"seed": 1})``."""
+    return RunConfig(**sections)
+
+
+def options(more: dict[str, dict[str, Any]] | None = None, **changes: Any) -> RunConfig:
+    """Two groups of two completions a step, on policy; `seed`: of all groups; `more`: other options by section."""
+    given = {"batch_size": 2, "samples": 2, "max_new_tokens": 4, "max_len": 16, "timeout_s": 600.0, **changes}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        section, option = _NAMES[name]
+        sections.setdefault(section, {})[option] = value
+    if "seed" in given:
+        sections["train"]["full_determinism_enable"] = True
+    if "filter_range" in given:
+        sections["algo"]["dynamic_filtering_enable"] = True
+    if "guide_samples" in given:
+        sections["guide"]["model_name_or_path"] = "guide"
+        sections.setdefault("algo", {})["advantage"] = {"estimator": "mixed_policy_dapo"}
+    for section, values in (more or {}).items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return run_config(**sections)
 
 
 def response(text: str, begun: int, ended: int, score: float = 0.5) -> Response:
@@ -65,18 +90,18 @@ class Requests:
 
     def __init__(self, at_once: bool = False, stuck: Iterable[int] = (), score: Any = lambda prompt: 0.5) -> None:
         self.version, self.at_once, self.stuck, self.score = 0, at_once, set(stuck), score
-        self.asked: list[Hashable] = []
-        self.waiting: dict[Hashable, tuple[GroupRequest, int]] = {}
-        self._finished: list[tuple[Hashable, list[Response]]] = []
+        self.asked: list[Key] = []
+        self.waiting: dict[Key, tuple[GroupRequest, int]] = {}
+        self._finished: list[tuple[Key, list[Response]]] = []
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self._finished)
 
-    def ask(self, key: Hashable, request: GroupRequest) -> None:
+    def ask(self, key: Key, request: GroupRequest) -> None:
         self.asked.append(key)
         self.waiting[key] = request, self.version
 
-    def finish(self, *keys: Hashable) -> None:
+    def finish(self, *keys: Key) -> None:
         """These groups come with the next answers."""
         for key in keys:
             request, begun = self.waiting.pop(key)
@@ -85,7 +110,7 @@ class Requests:
             group = [made] * (request.samples - request.guide_samples) + [of_guide] * request.guide_samples
             self._finished.append((key, group))
 
-    def answers(self, timeout_s: float) -> list[tuple[Hashable, list[Response]]]:
+    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
         if self.at_once:
             self.finish(*(key for key in list(self.waiting) if key not in self.stuck))
         assert self._finished or timeout_s == 0 or not self.waiting, "waits for groups that the test does not finish"

@@ -3,9 +3,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
 
+from openrlhf_ext.driver import drift
 from openrlhf_ext.driver.drift import DriftCheck, DriftError
 from openrlhf_ext.megatron.digest import digest
 from openrlhf_ext.megatron.policy import LogprobEntropy
@@ -19,9 +19,8 @@ def scores(*logprobs: float) -> LogprobEntropy:
 @pytest.fixture
 def check(monkeypatch):
     """A check of two ranks whose digests the test sets."""
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: list(refs))
     group = SimpleNamespace(digests=["a", "b"])
-    group.async_run_method = lambda name: group.digests
+    monkeypatch.setattr(drift, "call_ranks", lambda group, who, method, timeout_s: list(group.digests))
     check = DriftCheck(group, tolerance=1e-4, timeout_s=1.0)
     check.before_training()
     return check
@@ -43,13 +42,13 @@ def test_a_step_that_changes_nothing_passes(check):
     ],
 )
 def test_what_moved_is_named(check, digests, logprob, mismatch, message):
-    check.policy_group.digests = digests
+    check.policy.digests = digests
     with pytest.raises(DriftError, match=message):
         check.after_training(scores(-1.0, -2.0), scores(-1.0, logprob), mismatch)
 
 
 def test_everything_that_moved_is_in_one_error(check):
-    check.policy_group.digests = ["x", "x"]
+    check.policy.digests = ["x", "x"]
     with pytest.raises(DriftError, match=r"(?s)step 1 had learning rate 0.*ranks \[0, 1\].*moved by.*differ by"):
         check.after_training(scores(-1.0, -2.0), scores(-9.0, -2.0), 1.0)
 

@@ -8,16 +8,14 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from openrlhf_ext.driver.engines import EngineGuard, GroupRequests, RecoveryLimits
 from openrlhf_ext.driver.guided import GuidedRequests
-from openrlhf_ext.driver.prompts import PromptStream
-from openrlhf_ext.driver.rollouts import Group, Rollouts
-from openrlhf_ext.driver.waiting import Deadline
+from openrlhf_ext.driver.rollouts import Group, GroupRequests, PromptStream, Rollouts
+from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor
 from openrlhf_ext.rollout.fleet import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import SamplingEngine
-from tests.driver.simulated import SAMPLING, Loader, Requests, options
+from tests.driver.simulated import SAMPLING, Loader, Requests, options, run_config
 from tests.patience import PATIENCE_S
 
 
@@ -120,18 +118,19 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
-def requests(number: int, name: str, how: int = 0) -> tuple[GroupRequests, EngineGuard]:
+def requests(number: int, name: str, how: int = 0) -> tuple[GroupRequests, EngineSupervisor]:
     """To one engine, which ends or stops by the signal ``how`` at the prompt "trouble"."""
     lives = iter(range(9))
     fleet = EngineFleet(lambda index: SamplingEngine.remote(number, next(lives) if how else 1, how), 1)
     ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
-    guard = EngineGuard(fleet, None, RecoveryLimits(2, 5.0, PATIENCE_S, PATIENCE_S), name=name)
-    return GroupRequests(guard, max_requests=4), guard
+    vllm = {"max_restarts": 2, "hang_timeout_s": 5.0, "start_timeout_s": PATIENCE_S}
+    supervisor = EngineSupervisor(fleet, None, run_config(vllm=vllm), name=name)
+    return GroupRequests(supervisor, max_requests=4), supervisor
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_of_the_guide_that_dies_or_hangs_is_replaced(ray_session: None, how: int, caplog) -> None:
-    (policy, policy_guard), (guide, guide_guard) = requests(1, "rollout engine"), requests(2, "guide engine", how)
+    (policy, of_policy), (guide, of_guide) = requests(1, "rollout engine"), requests(2, "guide engine", how)
     both = GuidedRequests(policy, guide)
     prompts = ["a", "trouble", "b"]
     for prompt in prompts:
@@ -140,7 +139,7 @@ def test_an_engine_of_the_guide_that_dies_or_hangs_is_replaced(ray_session: None
     while len(both):
         got |= {key: [(r.tokens_S[1], r.from_guide) for r in group] for key, group in both.answers(1.0)}
     assert got == dict.fromkeys(prompts, [(1, False), (1, False), (2, True)])
-    assert (policy_guard.restarts, guide_guard.restarts) == (0, 1)
+    assert (of_policy.restarts, of_guide.restarts) == (0, 1)
     assert "replacing guide engines [0] (restart 1 of at most 2)" in caplog.text
-    for guard in (policy_guard, guide_guard):
-        guard._end(0)
+    for supervisor in (of_policy, of_guide):
+        supervisor._end(0)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
+from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.driver import data, job
-from openrlhf_ext.driver.loop import LoopOptions, TrainingLoop, evaluation_metrics
-from openrlhf_ext.driver.prompts import Prompt, PromptStream
-from openrlhf_ext.driver.rollouts import Group, Rollouts
-from openrlhf_ext.driver.waiting import Deadline
+from openrlhf_ext.driver.experience import Experience
+from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
+from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts
+from openrlhf_ext.driver.supervision import Deadline
 from openrlhf_ext.megatron.policy import LogprobEntropy
-from tests.driver.simulated import SAMPLING, Loader, Requests, options, response
+from tests.driver.simulated import Loader, Requests, options, response
 
 
 class Ready(Deadline):
@@ -30,25 +35,23 @@ class Ready(Deadline):
 class World:
     """Everything around the loop; ``told`` lists what happened in order."""
 
-    def __init__(self, *, critic: bool = False, **loop_options: Any) -> None:
+    def __init__(self, *, with_critic: bool = False, **sections: dict[str, Any]) -> None:
         self.told: list[Any] = []
         self.version = 0
-        given = {
-            "step_timeout_s": 60.0, "eval_steps": 2, "eval_samples": 3, "eval_sampling": SAMPLING,
-            "partial_rollouts": True, "critic_steps": 0, "take_turns": False, "logging_steps": 1,
-        }  # fmt: skip
+        sections = {"eval": {"steps": 2, "n_samples_per_prompt": 3}, **sections}
+        config = options(more=sections)
         deadline = Ready()
         self.requests = Requests(at_once=True)
         experience = SimpleNamespace(
-            make=self.make, metrics={"tokens/generated": 8.0}, batch=None, old=None, algorithm=None,
-            old_logprobs=self.old_logprobs, critic=SimpleNamespace(start_fit=self.fit_critic) if critic else None,
+            make=self.make, algorithm=None,
+            old_logprobs=self.old_logprobs, critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
         )  # fmt: skip
         self.loop = TrainingLoop(
-            options=LoopOptions(**{**given, **loop_options}),
+            config=config,
             policy=self,
-            rollouts=Rollouts(PromptStream(Loader(6), 1), self.requests, options(), deadline),
+            rollouts=Rollouts(PromptStream(Loader(6), 1), self.requests, config, deadline),
             experience=experience,
-            guard=SimpleNamespace(repeated=lambda sync: sync(), ask=self.ask, restarts=0, engines=[0]),
+            supervisor=SimpleNamespace(repeat_until_sent=lambda sync: sync(), ask=self.ask, restarts=0, engines=[0]),
             sharing=SimpleNamespace(wake_weights=lambda: None, make_room_for_policy=lambda: self.told.append("room")),
             deadline=deadline,
             recorder=SimpleNamespace(
@@ -60,9 +63,9 @@ class World:
             checkpointer=SimpleNamespace(after_step=self.save, finish=lambda: self.told.append("finish"), best_value=0),
         )  # fmt: skip
 
-    def make(self, groups: list[Group], version: int, get: Any) -> list[str]:
+    def make(self, groups: list[Group], version: int, get: Any) -> Experience:
         self.told.append(f"score {[group.prompt.number for group in groups]} at {version}")
-        return ["shard"]
+        return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0})
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
         """A token's entropy is a tenth of its id."""
@@ -74,13 +77,13 @@ class World:
         return [[{"loss/value": 1.0}]]
 
     def async_run_method_batch(self, method: str, **arguments: Any) -> list:
-        assert method == "append"
+        assert (method, arguments) == ("take_shard", {"shard": ["shard"]})
         return [None]
 
     def async_run_method(self, method: str) -> list:
         self.told.append(method)
-        self.version += method == "broadcast_to_vllm"
-        return [{"weight_sync/version": self.version} if method == "broadcast_to_vllm" else {"loss/policy": 0.1}]
+        self.version += method == "send_weights"
+        return [{"weight_sync/version": self.version} if method == "send_weights" else {"loss/policy": 0.1}]
 
     def ask(self, method: str) -> list:
         if method == "weight_version":
@@ -103,7 +106,7 @@ class World:
 def test_a_run_from_the_first_to_the_last_step() -> None:
     world = World()
     world.loop.run()
-    step = ["fit", "broadcast_to_vllm"]
+    step = ["fit", "send_weights"]
     assert world.told == [
         "evaluate 0",
         "score [0, 1] at 0", *step, "record 1", "save 1 alone",
@@ -117,18 +120,19 @@ def test_a_resumed_run_publishes_what_it_has_loaded_and_does_not_evaluate_it_aga
     world = World()
     world.loop.step, world.version = 4, 3
     world.loop.run()
-    assert world.told[:2] == ["broadcast_to_vllm", "score [0, 1] at 4"] and world.loop.version == 7
+    assert world.told[:2] == ["send_weights", "score [0, 1] at 4"] and world.loop.version == 7
 
 
 def test_the_critic_has_a_head_start_and_trains_first_where_it_shares_gpus() -> None:
-    world = World(critic=True, critic_steps=1, take_turns=True, eval_steps=None)
+    sections = {"algo": {"advantage": {"estimator": "gae"}}, "critic": {"freezing_steps": 0}}
+    world = World(with_critic=True, ds={"enable_sleep": True}, eval={"steps": -1}, **sections)
     world.loop.run()
     assert [what for what in world.told if "fit" in what] == ["fit critic", *["fit critic", "fit"] * 2]
 
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_sync_waits_for_groups_in_flight_unless_rollouts_are_partial(partial: bool) -> None:
-    world, drained = World(partial_rollouts=partial), []
+    world, drained = World(train={"async_enable": True, "partial_rollout_enable": partial}), []
     world.loop.rollouts.drain = lambda: drained.append(True)
     world.loop.publish()
     assert bool(drained) != partial
@@ -164,3 +168,73 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(monke
     world.loop.initial_entropy = 0.123
     job.set_initial_entropy(config, world.loop, parts)
     assert world.loop.experience.algorithm.options.h_ini == 0.123 and taken == [7]
+
+
+# ---- checkpoints
+
+
+class Maker:
+    """Stands in for the experience maker."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": 7, "kl": {"value": 0.25}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def half_loop(requests: Requests) -> TrainingLoop:
+    """A loop with what its state consists of."""
+    stream = PromptStream(Loader(20), episodes=2)
+    how = options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1)
+    others = dict.fromkeys(("policy", "supervisor", "sharing", "gauges"))
+    return TrainingLoop(
+        config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
+        step=7, initial_entropy=0.61, checkpointer=SimpleNamespace(best_value=0.5),
+        recorder=SimpleNamespace(last_evaluation=6), **others,
+    )  # fmt: skip
+
+
+def through_files(folder: Path, state: dict, arrays: dict) -> tuple[dict, dict]:
+    write_plain(folder, "controller.json", state)
+    save_file(arrays, folder / "groups.safetensors")
+    return read_plain(folder / "controller.json"), load_file(folder / "groups.safetensors")
+
+
+def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tmp_path: Path) -> None:
+    requests = Requests(at_once=True, stuck={2}, score=lambda prompt: float(prompt != "1"))
+    loop = half_loop(requests)
+    taken = [group.prompt.number for group in loop.rollouts.take(0)]  # 1 is filtered, 2 in flight
+    loop.rollouts.take(1)
+    requests.finish(*[key for key in requests.waiting if key != 2][:1])
+    loop.rollouts.pump()
+    state, arrays = through_files(tmp_path, *loop.state())
+    expected = random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    again = Requests(at_once=True)
+    fresh = half_loop(again)
+    fresh.step, fresh.initial_entropy, fresh.recorder.last_evaluation, fresh.checkpointer.best_value = 0, None, -1, None
+    fresh.restore(state, arrays)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
+    assert (fresh.step, fresh.initial_entropy, fresh.checkpointer.best_value) == (7, 0.61, 0.5)
+    assert fresh.recorder.last_evaluation == 6
+    assert fresh.experience.state == {"batches": 7, "kl": {"value": 0.25}}
+    assert fresh.rollouts.dropped == {"filtered": 1, "late": 0}
+
+    (waiting,) = loop.rollouts.snapshot()[1]
+    batch = fresh.rollouts.take(0)
+    assert again.asked[0] == 2 and waiting.prompt.number not in again.asked, "asked again: what was in flight, only"
+    by_number = {group.prompt.number: group for group in batch}
+    assert not by_number.keys() & {*taken, 1}
+    restored = by_number[waiting.prompt.number]
+    assert restored.prompt == waiting.prompt
+    assert [one.from_guide for one in restored.responses] == [False, True]
+    for one, other in zip(restored.responses, waiting.responses, strict=True):
+        assert np.array_equal(one.tokens_S, other.tokens_S) and np.array_equal(one.logprobs_T, other.logprobs_T)
+        assert one.tokens_S.dtype == np.int32 and one.logprobs_T.dtype == np.float32
+        assert (one.actions, one.versions, one.reward, one.score, one.truncated, one.extra_logs) == (
+            other.actions, other.versions, other.reward, other.score, other.truncated, other.extra_logs,
+        )  # fmt: skip

@@ -11,11 +11,9 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.driver import session as session_module
-from openrlhf_ext.driver.placement import PlacementError
-from openrlhf_ext.driver.rank_group import SHARE, RankGroup, reserve
-from openrlhf_ext.driver.ray_start import patiently
-from openrlhf_ext.driver.session import RaySession
+from openrlhf_ext.driver import cluster as cluster_module
+from openrlhf_ext.driver.cluster import RaySession, start_with_retries
+from openrlhf_ext.driver.placement import PlacementError, RankGroup, reserve
 from tests.driver.fake_ranks import Mortal, Rank, Silent
 from tests.patience import PATIENCE_S, until
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.slow
 def cluster() -> Iterator[None]:
     nodes = Cluster()
     for _ in range(2):
-        patiently(lambda: nodes.add_node(num_gpus=2, num_cpus=2))
+        start_with_retries(lambda: nodes.add_node(num_gpus=2, num_cpus=2))
     ray.init(address=nodes.address, log_to_driver=False)
     yield
     ray.shutdown()
@@ -46,7 +44,7 @@ def test_tensor_parallel_neighbours_share_a_node_and_actors_share_bundles(cluste
         assert nodes[-1][0] == nodes[-1][1] != nodes[-1][2] == nodes[-1][3]
     assert nodes[0] == nodes[1], "rank i of every group is in the same bundle"
     until(lambda: ray.available_resources().get("GPU", 0) == 0, "the bundles are reserved, and Ray's tables say so")
-    assert places.share == SHARE
+    assert places.actor_gpus == 0.2
     with pytest.raises(PlacementError, match="rank 0 of Silent on .* did not start within 0.5 s.*start_timeout_s"):
         RankGroup(ray.remote(Silent), replace(places, timeout_s=0.5), world_size=2, model_parallel_size=1)
     with pytest.raises(PlacementError, match="ranks 0-3: .*, .*  <- on more than one node"):
@@ -56,7 +54,7 @@ def test_tensor_parallel_neighbours_share_a_node_and_actors_share_bundles(cluste
 
 
 def test_a_rank_that_dies_on_another_machine_is_named_with_its_last_words(cluster, monkeypatch):
-    monkeypatch.setattr(session_module, "_READ_S", PATIENCE_S)
+    monkeypatch.setattr(cluster_module, "_READ_S", PATIENCE_S)
     here = ray.get_runtime_context().get_node_id()
     there = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
     place = NodeAffinitySchedulingStrategy(there, soft=False)

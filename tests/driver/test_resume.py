@@ -14,6 +14,8 @@ from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest,
 from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import job, resume
+from openrlhf_ext.driver.checkpoints import plain_options
+from openrlhf_ext.driver.data import PromptData
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -28,17 +30,16 @@ def store(tmp_path, monkeypatch) -> CheckpointStore:
     for step in (1, 2, 10):
         save(store, step)
 
-    def ask_ranks(group, who, method, timeout_s, *, folder, name=None):
+    def call_ranks(group, who, method, timeout_s, *, folder, name=None):
         assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
         return [check_files(Path(folder), read_manifest(Path(folder)).files)]
 
-    monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
+    monkeypatch.setattr(resume, "call_ranks", call_ranks)
     return store
 
 
 def find(store: CheckpointStore, fallback: bool) -> str:
-    options = SimpleNamespace(timeout_s=1)
-    return resume.find_good(store, {"policy": None}, options, fallback=fallback).name
+    return resume.find_good(store, {"policy": None}, 1.0, fallback=fallback).name
 
 
 def truncate(path: Path) -> None:
@@ -93,26 +94,24 @@ def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path,
 
 
 def test_other_prompts_are_refused():
-    def dataset(*prompts):
-        return SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts))
+    def fingerprint(*prompts):
+        return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0).fingerprint
 
-    first = resume.prompts_fingerprint(dataset("a", "b"))
+    first = fingerprint("a", "b")
     resumed = resume.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
     resume.check_prompts(None, first)
-    resume.check_prompts(resumed, resume.prompts_fingerprint(dataset("a", "b")))
-    for other in (dataset("b", "a"), dataset("a"), dataset("a", "c")):
+    resume.check_prompts(resumed, fingerprint("a", "b"))
+    for other in (fingerprint("b", "a"), fingerprint("a"), fingerprint("a", "c")):
         with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
-            resume.check_prompts(resumed, resume.prompts_fingerprint(other))
+            resume.check_prompts(resumed, other)
 
 
 def test_changed_options_are_named_and_immaterial_ones_not(caplog):
     config = RunConfig()
-    before = resume.plain_options(config)
+    before = plain_options(config)
     ckpt = config.ckpt.model_copy(update={"load_enable": True})
     actor = config.actor.model_copy(update={"max_norm": 0.5})
-    resume.report_changed_options(
-        before, resume.plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor}))
-    )
+    resume.report_changed_options(before, plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor})))
     assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
     assert "logger.wandb.key" not in before and json.dumps(before)
 
@@ -126,11 +125,11 @@ def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path, 
     config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update=ckpt)})
     blind: dict[str, list[bool]] = {}
 
-    def ask_ranks(group, who, method, timeout_s, *, path):
+    def call_ranks(group, who, method, timeout_s, *, path):
         assert (method, Path(path).stat().st_size) == ("sees", 0)
         return blind.get(Path(path).parent.name, [True, True])
 
-    monkeypatch.setattr(resume, "ask_ranks", ask_ranks)
+    monkeypatch.setattr(resume, "call_ranks", call_ranks)
     resume.check_shared_folders(config, None)
     blind["out"] = [True, False]  # only rank 0 writes there
     resume.check_shared_folders(config, None)

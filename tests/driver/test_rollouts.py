@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.driver.prompts import PromptStream
-from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Rollouts
-from openrlhf_ext.driver.waiting import Deadline, DeadlineExceeded
+from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, PromptStream, Rollouts
+from openrlhf_ext.driver.supervision import Deadline, DeadlineExceeded
 from tests.driver.simulated import Loader, Requests, options
 
 
@@ -86,7 +85,7 @@ def test_other_prompts_are_sampled_beside_those_of_training() -> None:
     made.take(0)
     stream = PromptStream(Loader(3, first=100), 1)
     held_out = list(iter(stream.draw, None))
-    groups = made.sample(held_out, 5, options().sampling, "evaluating")
+    groups = made.sample(held_out, 5, made.sampling, "evaluating")
     assert [group.prompt.text for group in groups] == ["100", "101", "102"]
     assert all(len(group.responses) == 5 for group in groups)
     assert numbers(made.take(1)) == [2, 3], "training's groups were not lost to the evaluation"
@@ -155,3 +154,14 @@ def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_b
             made.restore(state, finished, in_flight)
     assert len(set(trained)) == len(trained), "a group was trained twice"
     assert len(trained) + made.dropped["late"] == prompts, "a group was lost"
+
+
+@pytest.mark.parametrize("drawn", [0, 3, 5, 6, 9])
+def test_the_prompts_go_on_at_their_place(drawn: int) -> None:
+    whole, cut = (PromptStream(Loader(5), episodes=2) for _ in range(2))
+    expected = [whole.draw() for _ in range(11)]
+    assert expected[-1] is None and [prompt.number for prompt in expected[:-1]] == list(range(10))
+    got = [cut.draw() for _ in range(drawn)]
+    resumed = PromptStream(Loader(5), episodes=2)
+    resumed.load_state_dict(cut.state_dict())
+    assert [*got, *(resumed.draw() for _ in range(11 - drawn))] == expected

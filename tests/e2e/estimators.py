@@ -7,7 +7,7 @@ from pathlib import Path
 
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import job, settings
-from openrlhf_ext.driver.session import RaySession
+from openrlhf_ext.driver.cluster import RaySession
 from tests.e2e.jobs import Task
 
 OPTIONS = {

@@ -16,9 +16,9 @@ import ray
 from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import job, settings
+from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.resume import restore
-from openrlhf_ext.driver.session import RaySession
 from tests.e2e.jobs import Task
 from tests.patience import until
 
@@ -57,12 +57,12 @@ def sync_in_flight(loop: TrainingLoop) -> None:
     def take_and_pause() -> list:
         groups = take()
         if loop.step < 2:  # what is in flight now is there at the sync
-            ray.get([engine.pause_generation.remote() for engine in loop.guard.engines])
+            ray.get([engine.pause_generation.remote() for engine in loop.supervisor.engines])
         return groups
 
     def publish_in_flight() -> dict:
         if loop.step <= 2:
-            ray.get([engine.resume_generation.remote() for engine in loop.guard.engines])
+            ray.get([engine.resume_generation.remote() for engine in loop.supervisor.engines])
             await_tokens(loop)
         if loop.step == 2:
             kill_in_flight(loop)
@@ -74,7 +74,7 @@ def sync_in_flight(loop: TrainingLoop) -> None:
 def kill_in_flight(loop: TrainingLoop) -> None:
     """SIGKILL to the engine as soon as it has sampled something of an unfinished request."""
     await_tokens(loop)
-    os.kill(ray.get(loop.guard.engines[0].process_info.remote())["pid"], signal.SIGKILL)
+    os.kill(ray.get(loop.supervisor.engines[0].process_info.remote())["pid"], signal.SIGKILL)
 
 
 def await_tokens(loop: TrainingLoop) -> None:
@@ -84,7 +84,7 @@ def await_tokens(loop: TrainingLoop) -> None:
 
 def tokens_in_flight(loop: TrainingLoop) -> int:
     """Of requests that have begun and not ended."""
-    counts = ray.get([engine.sampled_tokens.remote() for engine in loop.guard.engines])
+    counts = ray.get([engine.sampled_tokens.remote() for engine in loop.supervisor.engines])
     return sum(sum(tokens.values()) for tokens in counts)
 
 
@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
         parts = job.build_parts(base, session)
         for name in RUNS:
             config = config_of(task, name)
-            resumed = restore(config, job.checkpointed_groups(parts.policy, parts.companions))
+            resumed = restore(config, parts.trained)
             strategy = compat.DriverStrategy(config.upstream_args())
             loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
             if name in TROUBLES:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import job, settings
-from openrlhf_ext.driver.session import RaySession
+from openrlhf_ext.driver.cluster import RaySession
 from tests.e2e.jobs import Task
 
 # the policy has tensor parallelism 2, the critic two copies on ranks of its own
@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
             loop = job.build_loop(config, parts)
             loop.run()
             loop.recorder.close()
-        parts.companions.save(base)
+        parts.auxiliary.save(base)
 
 
 if __name__ == "__main__":

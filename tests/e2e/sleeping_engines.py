@@ -24,7 +24,7 @@ def sabotaged(config: Any, parts: job.Parts) -> Any:
     def harm_and_train(shards: list) -> dict:
         if loop.step in TROUBLES:
             index, how = TROUBLES[loop.step]
-            os.kill(ray.get(loop.guard.engines[index].process_info.remote())["pid"], how)
+            os.kill(ray.get(loop.supervisor.engines[index].process_info.remote())["pid"], how)
         return train(shards)
 
     loop.train = harm_and_train

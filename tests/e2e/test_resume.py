@@ -98,7 +98,7 @@ def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
     job.wait_until((tmp_path / "held3").exists, "the fourth generation")
     ranks = policy_ranks(job)
     hold_after(task, 4)
-    job.wait_until(lambda: in_call(ranks, "broadcast_to_vllm") or (tmp_path / "held4").exists(), "the sync of step 4")
+    job.wait_until(lambda: in_call(ranks, "send_weights") or (tmp_path / "held4").exists(), "the sync of step 4")
     kill(job)
     assert newest(task) in (3, 4), "4 if the sync was too short to be seen"
 

@@ -13,7 +13,7 @@ import reward_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rewards.result import parse_answer
+from openrlhf_ext.rewards.grading import parse_answer
 from tests.patience import PATIENCE_S
 
 LABEL = "3+4=7\n7*2=14\n#### 14"

@@ -13,8 +13,8 @@ from tests.patience import PATIENCE_S
 
 HEAVY = ("vllm", "deepspeed", "peft", "datasets", "transformers", "sympy", "megatron.core", "openrlhf.models")
 LIGHT = (
-    "compat", "rollout.launch", "ranks.policy", "ranks.critic", "ranks.frozen",
-    "driver.job", "driver.loop", "driver.auxiliary", "driver.rank_group",
+    "compat", "rollout.launch", "ranks.policy", "ranks.auxiliary", "driver.job", "driver.loop",
+    "driver.processes", "driver.placement",
 )  # fmt: skip
 
 

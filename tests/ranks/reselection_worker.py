@@ -1,4 +1,4 @@
-"""Ranks that prepare mini-batches again with a policy that has moved, for test_preparation.py."""
+"""Ranks that prepare mini-batches again with a policy that has moved, for test_policy.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.base import MegatronModel, initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.step.batch import SequenceBatch
-from openrlhf_ext.ranks.reselection import share_for_update
+from openrlhf_ext.ranks.policy import reselected
 from tests.patience import PATIENCE_S
 
-# a rank's part of a mini-batch: rows of the rollout batch, sequences, share
+# a replica's part of a mini-batch: rows of the rollout batch, sequences, what was prepared for them
 Part = tuple[list[int], SequenceBatch, ShapedBatch]
 
 
@@ -36,14 +36,14 @@ class MovedPolicy:
         return SimpleNamespace(logprobs_N=self.segments.take(self.new_N, self.rows) * (1.0 + copy * 2.0**-52))
 
 
-def shares(
+def parts_of_updates(
     layout: ParallelLayout,
     by_replica: dict[str, list[list[Part]]],
     new_N: torch.Tensor,
     segments: Segments,
     updates: int,
 ) -> dict[str, list]:
-    """For each method: this rank's (rows, share) of every update, and how often its policy ran forward."""
+    """For each method: this rank's (rows, part) of every update, and how often its policy ran forward."""
     initialize_distributed(layout, PATIENCE_S, 1234)
     replica = dist.get_rank() // layout.model_parallel_size
     out = {}
@@ -51,7 +51,7 @@ def shares(
         policy, parts = MovedPolicy(layout, new_N, segments), replicas[replica]
         out[name] = []
         for update in range(updates):
-            policy.rows, batch, share = parts[update % len(parts)]
-            out[name].append((policy.rows, share_for_update(policy, batch, share, 7, update)))
+            policy.rows, batch, shaped = parts[update % len(parts)]
+            out[name].append((policy.rows, reselected(policy, batch, shaped, 7, update)))
         out[f"{name} forward passes"] = policy.calls
     return out

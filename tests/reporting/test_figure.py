@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.reporting import MetricsWriter, names, write_figure
+from openrlhf_ext.reporting import MetricsWriter, write_figure
 from tests.patience import PATIENCE_S
 
 
@@ -19,10 +19,10 @@ def metrics_file(folder: Path, steps: int) -> Path:
     with MetricsWriter(path) as writer:
         for step in range(steps):
             train = {
-                names.REWARD_MEAN: step / 100, names.ENTROPY_MEAN: math.nan if step == 3 else 1.0,
-                names.RESPONSE_LENGTH_MEAN: 30.0, names.ACCURACY_MEAN: 0.5,
+                "reward/mean": step / 100, "entropy/mean": math.nan if step == 3 else 1.0,
+                "response/length_mean": 30.0, "accuracy/mean": 0.5,
             }  # fmt: skip
-            held_out = {names.EVAL_ACCURACY: 0.4} if step % 10 == 0 else {}
+            held_out = {"eval/accuracy": 0.4} if step % 10 == 0 else {}
             writer.write(step, {**train, **held_out})
     return path
 

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.reporting import METRICS, is_documented, names
-from openrlhf_ext.rewards.result import RESERVED_LOG_KEYS
+from openrlhf_ext.reporting import METRICS, figure, is_documented, progress
+from openrlhf_ext.rewards.grading import RESERVED_LOG_KEYS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_document_shows_the_table_as_it_is() -> None:
-    assert names.markdown_table() in DOCUMENT.read_text(), "paste names.markdown_table() into it"
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    table = "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows])
+    assert table in DOCUMENT.read_text(), f"paste this into it:\n{table}"
 
 
 def test_document_lists_the_reserved_keys() -> None:
@@ -19,11 +21,11 @@ def test_document_lists_the_reserved_keys() -> None:
     assert listed in DOCUMENT.read_text()
 
 
-def test_names_are_unique_and_every_constant_is_documented() -> None:
+def test_names_are_unique_and_what_is_shown_is_documented() -> None:
     table = [metric.name for metric in METRICS]
     assert len(set(table)) == len(table)
-    constants = [value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)]
-    assert [name for name in constants if not is_documented(name)] == []
+    shown = {column.metric for column in progress.COLUMNS} | {name for panel in figure.PANELS for name in panel[:2]}
+    assert [name for name in shown - {None} if not is_documented(name)] == []
 
 
 @pytest.mark.parametrize("name", ["reward/mean", "reward_log/format", "algorithm/entropy_correct", "step"])

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from openrlhf_ext.reporting import ProgressLine, names
+from openrlhf_ext.reporting import ProgressLine
 
 FULL = {
-    names.REWARD_MEAN: 0.51234, names.ACCURACY_MEAN: 0.25, names.ENTROPY_MEAN: 1.5, names.RESPONSE_LENGTH_MEAN: 31.46,
-    names.KL_ROLLOUT: 3.2e-5, names.TOKENS_PER_SECOND: 1234.5, names.TIME_GENERATE: 1.0, names.TIME_GRADE: 0.01,
-    names.TIME_LOGPROB: 0.5, names.TIME_TRAIN: 0.75, names.TIME_SYNC: 0.1, names.TIME_STEP: 2.4,
+    "reward/mean": 0.51234, "accuracy/mean": 0.25, "entropy/mean": 1.5, "response/length_mean": 31.46,
+    "kl/rollout": 3.2e-5, "throughput/tokens_per_second": 1234.5, "time/generate": 1.0, "time/grade": 0.01,
+    "time/logprob": 0.5, "time/train": 0.75, "time/sync": 0.1, "time/step": 2.4,
 }  # fmt: skip
 
 
@@ -29,14 +29,14 @@ def test_a_line_shows_every_phase() -> None:
 
 
 def test_columns_stay_aligned() -> None:
-    extreme = {**FULL, names.REWARD_MEAN: -10.0, names.TOKENS_PER_SECOND: 99999.0}
+    extreme = {**FULL, "reward/mean": -10.0, "throughput/tokens_per_second": 99999.0}
     lines = lines_of(150, (1, FULL), (150, extreme), (3, {}))
     assert len({len(line) for line in lines}) == 1
     assert all("\n" not in line for line in lines)
 
 
 def test_missing_and_nonfinite_values_are_shown_as_such() -> None:
-    _, line = lines_of(3, (2, {names.REWARD_MEAN: math.nan, names.ENTROPY_MEAN: math.inf}))
+    _, line = lines_of(3, (2, {"reward/mean": math.nan, "entropy/mean": math.inf}))
     assert line.split() == ["2/3", "nan", "-", "inf"] + ["-"] * 9
 
 

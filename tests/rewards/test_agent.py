@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.compat import AgentExecutorBase
-from openrlhf_ext.rewards import (
-    FailurePolicy,
-    GradedAgentExecutor,
-    RewardFailureLimit,
-    load_agent,
-    make_agent_executor,
-)
+from openrlhf_ext.rewards.agent import GradedAgentExecutor, load_agent, make_agent_executor
+from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S
 from tests.rewards.test_executor import CharTokenizer, FakeEngine, request

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rewards import answers_equal, extract_answer
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer
 
 
 @pytest.mark.parametrize(("text", "answer"), [

@@ -12,15 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openrlhf_ext.rewards import (
-    FailurePolicy,
-    GradedSingleTurnExecutor,
-    RewardFailureLimit,
-    RewardImportError,
-    RewardResult,
-    RewardSettings,
-    make_executor,
-)
+from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit, RewardImportError
+from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, make_executor
+from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 
 REWARD_FILE = """

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from aiohttp import web
 
-from openrlhf_ext.rewards import HttpReward, RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
+from openrlhf_ext.rewards.errors import RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
+from openrlhf_ext.rewards.http_reward import HttpReward
 from tests.patience import PATIENCE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext import rewards
-from openrlhf_ext.rewards import RewardPool
+from openrlhf_ext.rewards.pool import RewardPool
 from tests.patience import PATIENCE_S
 
 

@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.rewards import (
+from openrlhf_ext.rewards.errors import (
     RewardError,
     RewardImportError,
     RewardInvalid,
-    RewardPool,
     RewardPoolClosed,
     RewardRaised,
-    RewardResult,
     RewardTimeout,
     RewardWorkerDied,
-    check_reward_file,
 )
+from openrlhf_ext.rewards.grading import RewardResult
+from openrlhf_ext.rewards.pool import RewardPool, check_reward_file
 from tests.patience import PATIENCE_S, SOONER_S, until
 
 REWARD_FILE = """
@@ -96,6 +95,11 @@ def short_pool(reward_path: Path) -> Iterator[RewardPool]:
 
 def grade(pool: RewardPool, completion: str, label: object = "gold") -> RewardResult:
     return asyncio.run(pool.grade("2+2=" + completion, "2+2=", label))
+
+
+def pid_of(pool: RewardPool) -> int:
+    """Of one of its workers."""
+    return int(grade(pool, "4").extra_logs["pid"])
 
 
 def alive(pid: int) -> bool:
@@ -191,12 +195,12 @@ def test_printing_a_lot_harms_nothing(pool: RewardPool) -> None:
 
 @pytest.mark.parametrize("command", ["hang", "hang in native code"])
 def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, command: str) -> None:
-    pids, started = short_pool.worker_pids(), time.monotonic()
+    pid, started = pid_of(short_pool), time.monotonic()
     with pytest.raises(RewardTimeout, match=r"within 3 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
         grade(short_pool, command)
     assert time.monotonic() - started < SOONER_S
     assert caught.value.completion == command
-    wait_until_dead(pids)
+    wait_until_dead([pid])
     assert grade(short_pool, "4").reward == 0.5
 
 
@@ -207,7 +211,7 @@ def test_the_processes_of_a_hanging_function_die_with_it(short_pool: RewardPool,
 
 
 def test_an_idle_worker_that_died_costs_no_sample(short_pool: RewardPool) -> None:
-    (pid,) = short_pool.worker_pids()
+    pid = pid_of(short_pool)
     os.kill(pid, signal.SIGKILL)
     wait_until_dead([pid])
     assert grade(short_pool, "4").reward == 0.5
@@ -268,7 +272,7 @@ def test_limits_must_be_positive(reward_path: Path) -> None:
 def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) -> None:
     pool = RewardPool(reward_path, num_workers=2, timeout_s=PATIENCE_S)
     pool.check()
-    pids = pool.worker_pids()
+    pid = pid_of(pool)
     futures = [pool.submit("hang", "", "") for _ in range(5)]
     time.sleep(0.2)
     started = time.monotonic()
@@ -276,7 +280,7 @@ def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) ->
     pool.close()
     assert time.monotonic() - started < SOONER_S
     assert all(isinstance(future.exception(timeout=0), RewardPoolClosed) for future in futures)
-    wait_until_dead(pids)
+    wait_until_dead([pid])
     with pytest.raises(RewardPoolClosed):
         pool.submit("4", "", "")
 
@@ -284,9 +288,9 @@ def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) ->
 @pytest.mark.parametrize("command", ["4", "hang in native code"])
 def test_workers_die_with_a_killed_parent(reward_path: Path, command: str) -> None:
     program = (
-        "import sys, time; from openrlhf_ext.rewards import RewardPool\n"
+        "import psutil, time; from openrlhf_ext.rewards.pool import RewardPool\n"
         f"pool = RewardPool({str(reward_path)!r}, num_workers=2); pool.check(); pool.submit({command!r}, '', '')\n"
-        "time.sleep(0.3); print(*pool.worker_pids(), flush=True); time.sleep(3600)"
+        "time.sleep(0.3); print(*(c.pid for c in psutil.Process().children()), flush=True); time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rewards import RewardPool
+from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rewards.tagged import gold_answer, tagged_reward
 from tests.patience import PATIENCE_S
 

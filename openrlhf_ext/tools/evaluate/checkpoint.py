@@ -10,16 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.rewards import (
-    FailurePolicy,
-    Grader,
-    RewardError,
-    RewardResult,
-    RewardSettings,
-    extract_answer,
-    open_grader,
-)
-from openrlhf_ext.rewards.answers import normalised
+from openrlhf_ext.rewards.answers import extract_answer, normalised
+from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
+from openrlhf_ext.rewards.grading import Grader, RewardResult, RewardSettings, open_grader
 from openrlhf_ext.tools.evaluate.accuracy import clustered_standard_error, majority_at_k, mean, pass_at_k
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
 from openrlhf_ext.tools.evaluate.sampling import Completion, max_prompt_tokens, sample_completions

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.rewards import RewardFailureLimit, RewardImportError
+from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.tools.evaluate import EvaluationOptions, evaluate_checkpoint
 from tests.tools.evaluate.conftest import POSITIONS
 

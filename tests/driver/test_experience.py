@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
-from openrlhf_ext.driver.experience import in_group_order, reward_metrics
-from openrlhf_ext.driver.shards import deal, group_chunks, training_shards
+from openrlhf_ext.driver.experience import in_group_order, training_shards
+from openrlhf_ext.driver.scoring import deal, group_chunks
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
-from openrlhf_ext.rewards.executor import FAILED_KEY
 
 GROUP = 4
 
@@ -60,9 +59,9 @@ def test_losses_of_all_shards_add_up_to_the_loss_of_each_mini_batch(groups, rank
         whole = algorithm.loss(batch.responses.take(new, chunk), shaped.mini_batch(chunk)).value
         total = 0.0
         for own, shard in zip(deals, shards, strict=True):
-            share = shard.mini_batches[step]
-            assert share.rows.tolist() == own.steps[step]
-            total += algorithm.loss(batch.responses.take(new, own.steps[step]), share).value if len(share) else 0.0
+            part = shard.mini_batches[step]
+            assert part.rows.tolist() == own.steps[step]
+            total += algorithm.loss(batch.responses.take(new, own.steps[step]), part).value if len(part) else 0.0
         assert torch.allclose(total, whole, atol=1e-12)
 
 
@@ -77,8 +76,3 @@ def test_groups_are_sorted_by_prompt_and_kept_together():
 def test_broken_groups_are_refused():
     with pytest.raises(ValueError, match="a group of 1 completions, rollout.n_samples_per_prompt is 2: 'b'"):
         in_group_order([group("a", 2), group("b", 1)], 2)
-
-
-def test_reward_logs_are_means_and_failures_a_count():
-    samples = [SimpleNamespace(score=1.0 - f, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
-    assert reward_metrics(samples) == {"reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5}

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.driver.shards import deal, group_chunks, training_shards
+from openrlhf_ext.driver.experience import training_shards
+from openrlhf_ext.driver.scoring import deal, group_chunks
 from openrlhf_ext.megatron.layout import ParallelLayout
-from tests.driver.test_shards import GROUP, make_batch
+from tests.driver.test_experience import GROUP, make_batch
 from tests.launch import launch
 
 LAYOUT = ParallelLayout(4, tensor_parallel_size=2)
@@ -37,11 +38,11 @@ def ranks(rollout) -> list[dict]:
         shaped = get_algorithm(name, **options).shape(rollout_batch)
         shards = training_shards(shaped, chunks, deals, seed=7)
         parts[name] = [
-            [(rows, batch.select(rows), share) for rows, share in zip(own.steps, shard.mini_batches, strict=True)]
+            [(rows, batch.select(rows), part) for rows, part in zip(own.steps, shard.mini_batches, strict=True)]
             for own, shard in zip(deals, shards, strict=True)
         ]
     return launch(
-        "tests.ranks.reselection_worker", "shares", LAYOUT.world_size,
+        "tests.ranks.reselection_worker", "parts_of_updates", LAYOUT.world_size,
         layout=LAYOUT, by_replica=parts, new_N=new_N, segments=batch.responses, updates=UPDATES,
     )  # fmt: skip
 
@@ -58,12 +59,12 @@ def test_all_ranks_choose_as_one_process_would(ranks, rollout, name) -> None:
         current_N = batch.responses.take(rollout_batch.old_logprobs if update == 0 else new_N, rows)
         whole = algorithm.prepare(current_N, shaped.mini_batch(rows), seed=7 if update == 0 else (7 << 20) + update)
         chosen.append(whole.selection)
-        for part_rows, share in parts:
+        for part_rows, part in parts:
             own = whole.segments.take(whole.selection, [rows.index(row) for row in part_rows])
-            assert torch.equal(share.selection, own)
+            assert torch.equal(part.selection, own)
         losses = [
-            algorithm.loss(batch.responses.take(new_N, part_rows), share).value
-            for part_rows, share in parts[:: LAYOUT.tensor_parallel_size]
+            algorithm.loss(batch.responses.take(new_N, part_rows), part).value
+            for part_rows, part in parts[:: LAYOUT.tensor_parallel_size]
         ]
         wanted = algorithm.loss(batch.responses.take(new_N, rows), whole).value
         assert torch.allclose(sum(losses), wanted, atol=1e-12)

@@ -1,12 +1,17 @@
-"""What the ranks of critic, reference and guide are told."""
+"""What ranks are told, and the order in which a run's processes start."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from openrlhf_ext.config import load_config
-from openrlhf_ext.driver.auxiliary import Companions
-from openrlhf_ext.driver.settings import critic_settings, policy_settings
+from openrlhf_ext.driver import processes
+from openrlhf_ext.driver.processes import AuxiliaryModels
+from openrlhf_ext.driver.settings import check_frozen_steps, critic_settings, policy_settings
+from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_policy
 
@@ -61,22 +66,65 @@ def test_a_guide_is_kept_like_a_reference_or_scores_on_ranks_of_its_own(task, tm
     config = load_config(task.options("out", **guided, algo__kl__init_coef=0.1, algo__kl__use_loss="true"))
     settings = policy_settings(config, steps=1)
     assert settings.host_copies == {"reference": settings.model_path, "guide": str(tmp_path / "guide")}
-    parts = Companions().experience_parts(config, policy="policy")
+    parts = AuxiliaryModels().experience_parts(config, policy="policy")
     assert (parts["guide"].group, parts["guide"].method) == ("policy", "guide_logprobs")
     assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
 
     config = load_config(task.options("out", **guided, guide__num_gpus_per_node=4))
     assert policy_settings(config, steps=1).host_copies == {}
-    scorer = Companions(frozen={"guide": "own"}).experience_parts(config, policy="policy")["guide"]
+    scorer = AuxiliaryModels(frozen={"guide": "own"}).experience_parts(config, policy="policy")["guide"]
     assert (scorer.group, scorer.method, scorer.replicas) == ("own", "forward", 2)
 
 
 def test_the_experience_maker_gets_only_what_the_run_needs(task):
     config = load_config(task.options("out"))
-    assert Companions().experience_parts(config, policy=None) == {"critic": None, "kl": None}
+    assert AuxiliaryModels().experience_parts(config, policy=None) == {"critic": None, "kl": None}
     config = load_config(task.options("out", algo__kl__init_coef=0.1, algo__kl__target=0.2))
-    parts = Companions().experience_parts(config, policy="policy")
+    parts = AuxiliaryModels().experience_parts(config, policy="policy")
     assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
     assert (parts["kl"].value, parts["kl"].target, parts["kl"].horizon) == (0.1, 0.2, 10000)
-    parts = Companions(frozen={"reference": "own"}).experience_parts(config, policy="policy")
+    parts = AuxiliaryModels(frozen={"reference": "own"}).experience_parts(config, policy="policy")
     assert (parts["reference"].group, parts["reference"].method) == ("own", "forward")
+
+
+PROBE = {"weight_sync/probe_max_abs_diff": 0.0}
+
+
+def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_loaded(monkeypatch) -> None:
+    order: list[str] = []
+
+    class Recorder:
+        def __init__(self, name: str, result: Any = None) -> None:
+            self.remote = lambda *_: order.append(name) or result
+
+    engine = SimpleNamespace(
+        ping=Recorder("ping"),
+        sleep=Recorder("engine sleeps"),
+        process_info=Recorder("info", {"pid": 1, "host": "here"}),
+    )
+    policy = SimpleNamespace(
+        async_run_method=lambda name, *_: order.append(name) or [{"rank": 0, "phases": None, **PROBE}]
+    )
+    config = run_config(vllm={"enable_sleep": True}, ds={"enable_sleep": True})
+    session = SimpleNamespace(remember=lambda *_: None, watch=lambda *_: None, use_gpu=False)
+    monkeypatch.setattr("openrlhf_ext.rollout.wait_until_ready", lambda *_: None, raising=False)
+    monkeypatch.setattr(processes, "policy_settings", lambda *_: None)
+    monkeypatch.setattr(processes, "sync_settings", lambda *_: None)
+    deadline = SimpleNamespace(get=lambda references: references)
+    processes.initialize_everything(config, session, policy, [engine], steps=1, deadline=deadline)
+    assert order == ["info", "engine sleeps", "init_model", "prove_sync", "engine sleeps"]
+
+
+def test_the_workspace_of_the_head_is_an_option(task):
+    assert policy_settings(load_config(task.options("out")), 3).head_workspace_bytes == 256 << 20
+    config = load_config(task.options("out", megatron__head_workspace_mib=3))
+    assert policy_settings(config, 3).head_workspace_bytes == 3 << 20
+
+
+def test_the_policy_is_trained_before_the_run_ends(task):
+    gae = {"algo__advantage__estimator": "gae", "critic__num_gpus_per_node": 2}
+    config = load_config(task.options("out", **gae, critic__freezing_steps=1))
+    check_frozen_steps(config, 3)
+    with pytest.raises(ValueError, match=r"never trained: got 1 \(the first 2 steps\) and 2 steps"):
+        check_frozen_steps(config, 2)
+    check_frozen_steps(load_config(task.options("out")), 1)

@@ -1,4 +1,4 @@
-"""What a failed run says about its processes."""
+"""Starting Ray, and what a failed run says about its processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from ray.exceptions import RayTaskError
 
-from openrlhf_ext.driver.session import RaySession
-from openrlhf_ext.driver.waiting import DeadlineExceeded
-from openrlhf_ext.rewards import RewardFailureLimit
+from openrlhf_ext.driver.cluster import RaySession, start_with_retries
+from openrlhf_ext.driver.supervision import DeadlineExceeded
+from openrlhf_ext.rewards.errors import RewardFailureLimit
 from openrlhf_ext.rollout.identity import own_identity
 from tests.megatron.test_phases import monitors
 from tests.patience import PATIENCE_S
@@ -47,3 +48,33 @@ def test_a_death_is_named_whoever_reports_it() -> None:
     text = session.describe_failure(waited)
     assert "engine 0 failed while receiving weights" in text
     assert f"dead processes: rollout engine 0 (pid {engine.pid} on {socket.gethostname()})" in text
+
+
+class Starts:
+    """Fails with the given messages, one after the other, and then starts."""
+
+    def __init__(self, *failures: str) -> None:
+        self.failures, self.calls = list(failures), 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.failures:
+            raise Exception(self.failures.pop(0))
+        return "started"
+
+
+def test_a_node_that_ray_gave_up_too_early_is_started_again(caplog):
+    start = Starts("The current node timed out during startup.", "The current node timed out during startup.")
+    assert start_with_retries(start) == "started" and start.calls == 3
+    assert "trying again, 3 tries are left" in caplog.text
+
+
+def test_other_errors_are_not_repeated_and_tries_end():
+    start = Starts("no such option", "")
+    with pytest.raises(Exception, match="no such option"):
+        start_with_retries(start)
+    assert start.calls == 1
+    start = Starts(*["The current node timed out during startup."] * 9)
+    with pytest.raises(Exception, match="timed out during startup"):
+        start_with_retries(start)
+    assert start.calls == 5

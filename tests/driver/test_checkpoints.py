@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +11,13 @@ from safetensors.numpy import load_file
 
 from openrlhf_ext.checkpoints import CheckpointError, read_manifest, write_file
 from openrlhf_ext.checkpoints.plain import read_plain
-from openrlhf_ext.driver import checkpointing
-from openrlhf_ext.driver.checkpointing import Checkpointer, CheckpointOptions
+from openrlhf_ext.driver import checkpoints
+from openrlhf_ext.driver.checkpoints import Checkpointer
+from tests.driver.simulated import run_config
 
 
 class Ranks:
-    """Two ranks that answer like ``CheckpointedRank``."""
+    """Two ranks that answer like ``TrainedActor``."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -47,20 +48,13 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch) -> Ranks:
     ranks = Ranks()
-    monkeypatch.setattr(
-        checkpointing, "ask_ranks", lambda group, who, method, timeout_s, **a: ranks.answer(method, **a)
-    )
+    monkeypatch.setattr(checkpoints, "call_ranks", lambda group, who, method, timeout_s, **a: ranks.answer(method, **a))
     return ranks
 
 
-def make(folder: Path, **options) -> Checkpointer:
-    given = {
-        "save_steps": 2, "keep": 2, "max_bytes": float("inf"), "resumable": True, "hf": False, "background": False,
-        "best_metric": None, "timeout_s": 1.0,
-    } | options  # fmt: skip
-    return Checkpointer(
-        CheckpointOptions(str(folder), **given), {"policy": object()}, "a: 1\n", about={}, constants={"prompts": "p"}
-    )
+def make(folder: Path, **ckpt: Any) -> Checkpointer:
+    given = {"path": str(folder), "save_steps": 2, "max_num": 2, **ckpt}
+    return Checkpointer(run_config(ckpt=given), {"policy": object()}, prompts="p")
 
 
 def steps(folder: Path) -> list[str]:
@@ -81,11 +75,12 @@ def test_every_second_step_and_the_newest_two(tmp_path, ranks):
         "controller.json", "groups.safetensors", "config.yaml", "policy/rank0", "policy/rank1",
     }  # fmt: skip
     assert load_file(tmp_path / "global_step6/groups.safetensors")["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert read_plain(tmp_path / "global_step6/controller.json") == {"at": 6, "prompts": "p"}
+    state = read_plain(tmp_path / "global_step6/controller.json")
+    assert (state["at"], state["prompts"], state["options"]["ckpt.save_steps"]) == (6, "p", "2")
 
 
 def test_the_best_is_saved_when_it_is_found_and_kept(tmp_path, ranks):
-    checkpointer = make(tmp_path, save_steps=5, keep=1, best_metric="eval/accuracy", hf=True)
+    checkpointer = make(tmp_path, save_steps=5, max_num=1, best_metric_key="eval/accuracy", save_hf=True)
     run(checkpointer, {1: 0.1, 3: 0.5, 7: 0.5, 9: 0.4}, last=11)
     assert steps(tmp_path) == ["best.json", "global_step10", "global_step10_hf", "global_step3", "global_step3_hf"]
     assert checkpointer.store.best() == {"step": 3, "metric": "eval/accuracy", "value": 0.5}
@@ -93,7 +88,7 @@ def test_the_best_is_saved_when_it_is_found_and_kept(tmp_path, ranks):
 
 
 def test_a_kill_before_the_best_is_noted_does_not_cost_it(tmp_path, ranks, monkeypatch):
-    checkpointer = make(tmp_path, save_steps=1, keep=1, best_metric="eval/accuracy")
+    checkpointer = make(tmp_path, save_steps=1, max_num=1, best_metric_key="eval/accuracy")
     run(checkpointer, {1: 0.1}, last=1)
 
     def killed(*arguments):
@@ -103,7 +98,7 @@ def test_a_kill_before_the_best_is_noted_does_not_cost_it(tmp_path, ranks, monke
         patch.setattr(checkpointer.store, "mark_best", killed)
         checkpointer.after_step(2, {"eval/accuracy": 0.5}, lambda: ({}, {}))
     assert checkpointer.store.best()["step"] == 1
-    resumed = make(tmp_path, save_steps=1, keep=1, best_metric="eval/accuracy")
+    resumed = make(tmp_path, save_steps=1, max_num=1, best_metric_key="eval/accuracy")
     resumed.store.recover_best(tmp_path / "global_step2")
     for step in (3, 4):
         resumed.after_step(step, None, lambda: ({}, {}))
@@ -112,28 +107,28 @@ def test_a_kill_before_the_best_is_noted_does_not_cost_it(tmp_path, ranks, monke
 
 
 def test_going_back_before_the_best_keeps_the_one_before_it(tmp_path, ranks):
-    checkpointer = make(tmp_path, save_steps=1, keep=9, best_metric="eval/accuracy")
+    checkpointer = make(tmp_path, save_steps=1, max_num=9, best_metric_key="eval/accuracy")
     run(checkpointer, {1: 0.1, 3: 0.5}, last=3)
     checkpointer.store.recover_best(tmp_path / "global_step2")  # global_step3 turned out to be damaged
     assert checkpointer.store.best() == {"step": 1, "metric": "eval/accuracy", "value": 0.1}
 
 
 def test_hf_only(tmp_path, ranks):
-    run(make(tmp_path, resumable=False, hf=True), {}, last=4)
+    run(make(tmp_path, disable_ds=True, save_hf=True), {}, last=4)
     assert steps(tmp_path) == ["global_step2_hf", "global_step4_hf"] and "save_state" not in ranks.calls
 
 
 def test_weights_that_the_driver_does_not_see_are_an_error_with_the_remedy(tmp_path, ranks, monkeypatch):
-    monkeypatch.setattr(checkpointing, "VISIBLE_S", 0.1)
-    checkpointing.save_hf(None, "policy", str(tmp_path / "out"), "ckpt.output_dir", 1.0)
+    monkeypatch.setattr(checkpoints, "VISIBLE_S", 0.1)
+    checkpoints.write_hf(None, "policy", str(tmp_path / "out"), "ckpt.output_dir", 1.0)
     ranks.elsewhere = True
     message = r"rank 0 of the policy .*/far, .* model.safetensors .* ckpt.output_dir must be on storage that all nodes"
     with pytest.raises(CheckpointError, match=message):
-        checkpointing.save_hf(None, "policy", str(tmp_path / "far"), "ckpt.output_dir", 1.0)
+        checkpoints.write_hf(None, "policy", str(tmp_path / "far"), "ckpt.output_dir", 1.0)
 
 
 def test_nothing_is_saved_unasked(tmp_path, ranks):
-    run(make(tmp_path, save_steps=None), {2: 1.0}, last=4)
+    run(make(tmp_path, save_steps=-1), {2: 1.0}, last=4)
     assert steps(tmp_path) == [] and ranks.calls == []
 
 
@@ -147,7 +142,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, ranks):
 
 
 def test_a_background_save_is_completed_when_all_ranks_are_done(tmp_path, ranks):
-    checkpointer = make(tmp_path, background=True)
+    checkpointer = make(tmp_path, async_enable=True)
     ranks.done = False
     run(checkpointer, {}, last=3)
     assert steps(tmp_path) == ["global_step2.incomplete"], "one rank is still writing"
@@ -157,7 +152,7 @@ def test_a_background_save_is_completed_when_all_ranks_are_done(tmp_path, ranks)
 
 
 def test_the_next_save_and_the_end_wait_for_a_background_save(tmp_path, ranks):
-    checkpointer = make(tmp_path, background=True)
+    checkpointer = make(tmp_path, async_enable=True)
     ranks.done = False
     run(checkpointer, {}, last=4)
     assert steps(tmp_path) == ["global_step2", "global_step4.incomplete"]
@@ -166,7 +161,7 @@ def test_the_next_save_and_the_end_wait_for_a_background_save(tmp_path, ranks):
 
 
 def test_a_failed_background_save_surfaces_and_leaves_nothing(tmp_path, ranks):
-    checkpointer = make(tmp_path, background=True)
+    checkpointer = make(tmp_path, async_enable=True)
     run(checkpointer, {}, last=2)
 
     def fail(wait: bool) -> list:
@@ -176,44 +171,3 @@ def test_a_failed_background_save_surfaces_and_leaves_nothing(tmp_path, ranks):
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.after_step(3, None, lambda: ({}, {}))
     assert steps(tmp_path) == []
-
-
-# ---- waiting for ranks
-
-
-class Calls:
-    """Stands in for Ray: references are numbers; those in ``late`` never get ready, those in ``bad`` raise."""
-
-    def __init__(self, late=(), bad=()) -> None:
-        self.late, self.bad = set(late), set(bad)
-
-    def wait(self, refs, num_returns, timeout):
-        ready = [ref for ref in refs if ref not in self.late][:1]
-        return ready, [ref for ref in refs if ref not in ready]
-
-    def get(self, refs):
-        if self.bad & set(refs):
-            raise CheckpointError("No space left on device")
-        return [f"answer {ref}" for ref in refs]
-
-
-def ask(monkeypatch, calls: Calls) -> list:
-    monkeypatch.setattr(checkpointing, "ray", calls)
-    group = SimpleNamespace(async_run_method=lambda method_name, **arguments: [0, 1, 2])
-    return checkpointing.ask_ranks(group, "critic", "save_state", 7.0, name="critic")
-
-
-def test_every_rank_answers(monkeypatch):
-    assert ask(monkeypatch, Calls()) == ["answer 0", "answer 1", "answer 2"]
-
-
-def test_late_ranks_are_named(monkeypatch):
-    with pytest.raises(
-        checkpointing.RanksTimeoutError, match=r"7 s for save_state on the critic ranks, \[1\] have not"
-    ):
-        ask(monkeypatch, Calls(late=[1]))
-
-
-def test_an_error_does_not_wait_for_the_other_ranks(monkeypatch):
-    with pytest.raises(CheckpointError, match="No space left"):
-        ask(monkeypatch, Calls(late=[1], bad=[2]))

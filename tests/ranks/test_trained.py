@@ -12,7 +12,7 @@ import torch
 from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron import critic as critic_model
 from openrlhf_ext.megatron.memory.offload import KINDS
-from openrlhf_ext.ranks.critic import CriticActor
+from openrlhf_ext.ranks.auxiliary import CriticActor
 
 
 class FakeCritic:
@@ -37,7 +37,7 @@ def critic(request, monkeypatch) -> CriticActor:
     monkeypatch.setattr(critic_model, "MegatronCritic", FakeCritic)
     monkeypatch.setattr(checkpoint, "load_checkpoint", lambda *_: {})
     actor = CriticActor.__new__(CriticActor)
-    actor.init_model_from_pretrained(SimpleNamespace(model=None), max_epochs=1, sleeps=request.param)
+    actor.init_model(SimpleNamespace(model=None), max_epochs=1, sleeps=request.param)
     return actor
 
 

@@ -6,14 +6,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, segments
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.driver import gauges
-from openrlhf_ext.driver.experience import staleness_metrics
-from openrlhf_ext.driver.gauges import (
+from openrlhf_ext.driver import records
+from openrlhf_ext.driver.records import (
     DEFAULT_BAND,
     StepGauges,
     correction_band,
@@ -22,12 +20,15 @@ from openrlhf_ext.driver.gauges import (
     mismatch_gauges,
     policy_mismatch,
     rank_gauges,
+    reward_metrics,
+    staleness_metrics,
     throughput_gauges,
 )
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.rewards.executor import FAILED_KEY
 from tests.driver.simulated import response
 from tests.sequences import masked_batch
 
@@ -138,6 +139,11 @@ def test_ages_are_those_of_the_policys_tokens():
     assert staleness_metrics(samples, 5) == {"staleness/mean": 1.5, "staleness/max": 2, "staleness/mixed_fraction": 1.0}
 
 
+def test_reward_logs_are_means_and_failures_a_count():
+    samples = [SimpleNamespace(score=1.0 - f, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
+    assert reward_metrics(samples) == {"reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5}
+
+
 # ---- speed
 
 
@@ -179,18 +185,17 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
         tied_embeddings=False, qkv_bias=True, qk_norm=False,
     )  # fmt: skip
     reports = [report(0, 1.0, device="NVIDIA H100 80GB HBM3"), report(1, 9.0, device="NVIDIA H100 80GB HBM3")]
-    group = SimpleNamespace(async_run_method=lambda name: reports)
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: refs)
+    monkeypatch.setattr(records, "call_ranks", lambda group, who, method, timeout_s: group)
     batch = masked_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
-    step = StepGauges(group, shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
-    with caplog.at_level(logging.WARNING, logger=gauges.__name__):
+    step = StepGauges(reports, shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
+    with caplog.at_level(logging.WARNING, logger=records.__name__):
         for _ in range(2):
             got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})
     forward = 2 * (1 * 3 + 1 + 3) * 7 + 4 * (10 + 6) + 2 * 10 * 4
     assert got["throughput/train_tflops_per_rank"] == pytest.approx(3 * forward / 2.0 / 2 / 1e12)
     assert got["throughput/train_mfu"] == pytest.approx(got["throughput/train_tflops_per_rank"] / 989.4)
     frozen = [RankReport(0, "node0", "cpu", {"logprob": 1.0}, 1)]
-    step.policy_group = SimpleNamespace(async_run_method=lambda name: frozen)
+    step.policy = frozen
     got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})
     assert not any("train" in name for name in got), "the policy did not train in this step"
     (message,) = caplog.messages

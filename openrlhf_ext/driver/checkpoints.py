@@ -13,19 +13,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.plain import write_plain
+from openrlhf_ext.config import RunConfig, format_config
+from openrlhf_ext.config.access import value_of
+from openrlhf_ext.config.options import option_table
+from openrlhf_ext.driver.rollouts import Group, Prompt
+from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.rollout.response import Response
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -34,39 +42,22 @@ GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
 
 
-DriverState = tuple[dict[str, Any], dict[str, np.ndarray]]
+Arrays = dict[str, np.ndarray]
+DriverState = tuple[dict[str, Any], Arrays]
 """Plain values, and arrays by name."""
 
 
-class RanksTimeoutError(TimeoutError):
-    """Some ranks did not answer in time; the message names them and what they were doing."""
+def checkpoint_store(config: RunConfig) -> CheckpointStore:
+    """The folder that a run's checkpoints are kept in."""
+    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
 
 
-def ask_ranks(group: Any, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
-    """Calls a method on every rank of a group and returns their results; the first error is raised at once.
-
-    Args:
-        group: OpenRLHF's ``RayActorGroup``.
-        who: what the group is called in messages: policy, critic.
-
-    Raises:
-        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
-    """
-    refs = group.async_run_method(method_name=method, **arguments)
-    waiting, deadline = list(refs), time.monotonic() + timeout_s
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            ranks = [i for i, ref in enumerate(refs) if ref in waiting]
-            raise RanksTimeoutError(
-                f"waited {timeout_s:g} s for {method} on the {who} ranks, {ranks} have not finished; raise "
-                "--train.step_timeout_s if this is expected to take longer"
-            )
-        ray.get(ready)
-    return ray.get(refs)
+def saves_checkpoints(config: RunConfig) -> bool:
+    """Whether the run writes checkpoints besides the final one."""
+    return config.ckpt.save_steps != -1 or bool(config.ckpt.best_metric_key)
 
 
-def save_hf(group: Any, who: str, path: str, option: str, timeout_s: float) -> None:
+def write_hf(group: RankGroup, who: str, path: str, option: str, timeout_s: float) -> None:
     """Has a group write its model in Hugging Face form, and makes sure that the driver sees what rank 0 wrote.
 
     Args:
@@ -76,57 +67,12 @@ def save_hf(group: Any, who: str, path: str, option: str, timeout_s: float) -> N
         RanksTimeoutError: not all answered within ``timeout_s`` seconds.
         CheckpointError: rank 0 wrote to storage that the driver does not see.
     """
-    sizes, *_ = ask_ranks(group, who, "save_model", timeout_s, path=path)
+    sizes, *_ = call_ranks(group, who, "save_model", timeout_s, path=path)
     if absent := absent_files(Path(path), sizes, VISIBLE_S):
         raise CheckpointError(
             f"rank 0 of the {who} has written {path}, but the driver does not see {', '.join(absent)} there: the "
             f"files are on the disk of rank 0's node. {option} must be on storage that all nodes and the driver share"
         )
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """What is written where.
-
-    Attributes:
-        folder: of all checkpoints.
-        save_steps: training steps between them; None = none at regular intervals.
-        keep, max_bytes: how many are kept besides the best one, and how much space they may take.
-        resumable, hf: forms in which a checkpoint is written.
-        background: write resumable checkpoints while training goes on.
-        best_metric: evaluation metric whose best checkpoint is kept; None = none is.
-        timeout_s: longest wait for the ranks.
-    """
-
-    folder: str
-    save_steps: int | None
-    keep: int
-    max_bytes: float
-    resumable: bool
-    hf: bool
-    background: bool
-    best_metric: str | None
-    timeout_s: float
-
-    @classmethod
-    def of(cls, config: Any) -> CheckpointOptions:
-        """From the options of a run."""
-        ckpt = config.ckpt
-        return cls(
-            folder=ckpt.path,
-            save_steps=None if ckpt.save_steps == -1 else ckpt.save_steps,
-            keep=ckpt.max_num,
-            max_bytes=ckpt.max_mem * 1e9,
-            resumable=not ckpt.disable_ds,
-            hf=ckpt.save_hf,
-            background=ckpt.async_enable,
-            best_metric=ckpt.best_metric_key or None,
-            timeout_s=config.train.step_timeout_s,
-        )
-
-    def store(self) -> CheckpointStore:
-        """The folder that they are kept in."""
-        return CheckpointStore(self.folder, self.keep, self.max_bytes)
 
 
 @dataclass
@@ -144,24 +90,17 @@ class Checkpointer:
     """Writes the checkpoints of one run.
 
     Args:
-        groups: actor groups whose classes are ``CheckpointedRank``, by name; the first one is the policy's.
-        config_text: the resolved configuration.
-        about: what the manifest says for people.
-        constants: added to the driver's state of every checkpoint.
+        groups: of ranks that are trained, by name; the first one is the policy's.
+        prompts: fingerprint of the run's prompts.
+
+    Attributes:
+        best_value: of ``ckpt.best_metric_key`` so far.
     """
 
-    def __init__(
-        self,
-        options: CheckpointOptions,
-        groups: Mapping[str, Any],
-        config_text: str,
-        about: Mapping[str, Any],
-        constants: Mapping[str, Any],
-    ) -> None:
-        self.options, self.groups, self.config_text = options, dict(groups), config_text
-        self.about = {**about, "versions": {name: version(name) for name in ("torch", "megatron-core", "safetensors")}}
-        self.constants = dict(constants)
-        self.store = options.store()
+    def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], prompts: str) -> None:
+        self.config, self.groups, self.timeout_s = config, dict(groups), config.train.step_timeout_s
+        self.constants = {"options": plain_options(config), "prompts": prompts}
+        self.store = checkpoint_store(config)
         self.best_value: float | None = None
         self._pending: _Pending | None = None
 
@@ -173,16 +112,16 @@ class Checkpointer:
             state: makes the driver's state, plain values and arrays; called only if it is saved.
         """
         self.poll()
-        best = self._best_of(evaluation)
-        if best is None and (self.options.save_steps is None or step % self.options.save_steps):
+        best, every = self._best_of(evaluation), self.config.ckpt.save_steps
+        if best is None and (every == -1 or step % every):
             return
         if best is not None:
             self.best_value = best[1]
         self.save(step, *state(), best=best)
 
     def _best_of(self, evaluation: Mapping[str, float] | None) -> tuple[str, float] | None:
-        name = self.options.best_metric
-        if name is None or evaluation is None:
+        name = self.config.ckpt.best_metric_key
+        if not name or evaluation is None:
             return None
         value = float(evaluation[name])
         return (name, value) if self.best_value is None or value > self.best_value else None
@@ -191,35 +130,36 @@ class Checkpointer:
         self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None = None
     ) -> None:
         """Writes the checkpoint of a step, in the forms that are asked for."""
-        if self.options.resumable:
+        resumable = not self.config.ckpt.disable_ds
+        if resumable:
             self._save_resumable(step, state, arrays, best)
-        if self.options.hf:
+        if self.config.ckpt.save_hf:
             self._save_hf(step)
-        if best is not None and not self.options.resumable:
+        if best is not None and not resumable:
             self.store.mark_best(step, *best)
         self.store.rotate()
 
     def _save_hf(self, step: int) -> None:
         group_name, policy = next(iter(self.groups.items()))
         path = f"{self.store.path_of(step)}_hf"
-        save_hf(policy, group_name, path, "ckpt.path", self.options.timeout_s)
+        write_hf(policy, group_name, path, "ckpt.path", self.timeout_s)
 
     def _save_resumable(
         self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None
     ) -> None:
         self.finish()
-        started, folder = time.monotonic(), self.store.begin(step)
+        started, folder, background = time.monotonic(), self.store.begin(step), self.config.ckpt.async_enable
         try:
             entries = [
                 write_plain(folder, CONTROLLER, {**state, **self.constants}),
                 write_file(folder, GROUPS, [safetensors.numpy.save(dict(arrays))]),
-                write_file(folder, CONFIG, [self.config_text.encode()]),
+                write_file(folder, CONFIG, [format_config(self.config).encode()]),
             ]
             pending = _Pending(step, started, entries, best)
-            arguments = {"folder": str(folder), "background": self.options.background}
+            arguments = {"folder": str(folder), "background": background}
             for name, group in self.groups.items():
-                files = ask_ranks(group, name, "save_state", self.options.timeout_s, name=name, **arguments)
-                if self.options.background:
+                files = call_ranks(group, name, "save_state", self.timeout_s, name=name, **arguments)
+                if background:
                     pending.waiting[name] = group
                 else:
                     entries += _flat(files)
@@ -227,8 +167,8 @@ class Checkpointer:
             self.store.abandon(step)
             raise
         self._pending = pending
-        if not self.options.background:
-            self._commit()
+        if not background:
+            self._commit(pending)
 
     def poll(self) -> None:
         """Completes a checkpoint that was written in the background, if all ranks are done."""
@@ -244,7 +184,7 @@ class Checkpointer:
             return
         try:
             for name, group in [*pending.waiting.items()]:
-                files = ask_ranks(group, name, "saved_files", self.options.timeout_s, wait=wait)
+                files = call_ranks(group, name, "saved_files", self.timeout_s, wait=wait)
                 if any(part is None for part in files):
                     return
                 pending.entries += _flat(files)
@@ -253,14 +193,14 @@ class Checkpointer:
             self._pending = None
             self.store.abandon(pending.step)
             raise
-        self._commit()
+        self._commit(pending)
 
-    def _commit(self) -> None:
-        pending, self._pending = self._pending, None
+    def _commit(self, pending: _Pending) -> None:
+        self._pending = None
         best = self.store.best()
         if pending.best is not None:
             best = {"step": pending.step, "metric": pending.best[0], "value": pending.best[1]}
-        manifest = Manifest(pending.step, tuple(pending.entries), {**self.about, "best": best})
+        manifest = Manifest(pending.step, tuple(pending.entries), {**self._about(), "best": best})
         path = self.store.commit(manifest)
         if pending.best is not None:
             self.store.mark_best(pending.step, *pending.best)
@@ -269,6 +209,70 @@ class Checkpointer:
         seconds, size = time.monotonic() - pending.started, manifest.size / 2**20
         logger.info("wrote the checkpoint %s (%.1f MiB, %.1f s)", path, size, seconds)
 
+    def _about(self) -> dict[str, Any]:
+        """What the manifest says for people."""
+        versions = {name: version(name) for name in ("torch", "megatron-core", "safetensors")}
+        estimator = self.config.algo.advantage.estimator
+        return {"model": self.config.actor.model_name_or_path, "estimator": estimator, "versions": versions}
+
 
 def _flat(parts: Iterable[Iterable[FileEntry]]) -> list[FileEntry]:
     return [entry for part in parts for entry in part]
+
+
+# ---- groups that wait for training ----------------------------------------------------------------------------------
+
+
+def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arrays]:
+    """Groups as plain values, and their tokens and log-probs as arrays."""
+    return [_plain(group) for group in groups], _arrays([one for group in groups for one in group.responses])
+
+
+def _plain(group: Group) -> dict[str, Any]:
+    """A group without its tokens and log-probs."""
+    responses = [
+        {
+            "actions": response.actions, "versions": response.versions, "reward": response.reward,
+            "score": response.score, "truncated": response.truncated, "extra_logs": response.extra_logs,
+            "tokens": len(response.tokens_S),
+            "logprobs": None if response.logprobs_T is None else len(response.logprobs_T),
+            "from_guide": response.from_guide,
+        }
+        for response in group.responses
+    ]  # fmt: skip
+    return {"prompt": vars(group.prompt), "responses": responses}
+
+
+def _arrays(responses: Sequence[Response]) -> Arrays:
+    """Tokens and log-probs of all, one response behind the other."""
+    tokens = [response.tokens_S for response in responses]
+    logprobs = [response.logprobs_T for response in responses if response.logprobs_T is not None]
+    return {
+        "tokens": np.concatenate([np.zeros(0, np.int32), *tokens]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *logprobs]),
+    }
+
+
+def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Arrays) -> list[Group]:
+    """The reverse of :func:`plain_groups`."""
+    used = {"tokens": 0, "logprobs": 0}
+
+    def take(name: str, count: int) -> np.ndarray:
+        start = used[name]
+        used[name] += count
+        return arrays[name][start : start + count]
+
+    def response(r: dict[str, Any]) -> Response:
+        tokens, logprobs = r.pop("tokens"), r.pop("logprobs")
+        logprobs_T = None if logprobs is None else take("logprobs", logprobs)
+        return Response(tokens_S=take("tokens", tokens), logprobs_T=logprobs_T, **r)
+
+    return [Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain]
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def plain_options(config: RunConfig) -> dict[str, str]:
+    """Every option that is not a secret, as text by its name."""
+    return {name: repr(value_of(config, name)) for name, option in option_table().items() if not option.info.secret}

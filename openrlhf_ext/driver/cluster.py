@@ -9,18 +9,18 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.driver.ray_start import patiently
 from openrlhf_ext.megatron.phases import Address, describe_ranks
-from openrlhf_ext.rewards import RewardError, RewardFailureLimit
+from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.identity import machine_id
 from openrlhf_ext.rollout.process import ray_log_tail
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 _READ_S = 30.0
+_TRIES = 5
+_T = TypeVar("_T")
 
 
 class RaySession:
@@ -45,26 +47,27 @@ class RaySession:
         self.processes: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, list[Address]] = {}
         self._children: dict[int, psutil.Process] = {}
-        self._sigterm = None
+        self._sigterm: Any = signal.SIG_DFL
         self.use_gpu = False
 
     def __enter__(self) -> RaySession:
         self._sigterm = signal.signal(signal.SIGTERM, _terminate)
         arguments = self._arguments()
-        patiently(lambda: ray.init(**arguments))
+        start_with_retries(lambda: ray.init(**arguments))
         # a local Ray on a machine without GPUs only counts "GPUs": see _arguments
         self.use_gpu = "num_gpus" not in arguments and ray.cluster_resources().get("GPU", 0) > 0
         self.remember_children()
         return self
 
-    def _arguments(self) -> dict:
+    def _arguments(self) -> dict[str, Any]:
         runtime_env = {"env_vars": self.env, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
-        common = {"runtime_env": runtime_env, "log_to_driver": self.verbose, "logging_level": logging.WARNING}
+        common: dict[str, Any] = {"runtime_env": runtime_env, "log_to_driver": self.verbose}
+        common["logging_level"] = logging.WARNING
         if os.environ.get("RAY_ADDRESS"):
             return common
         import torch
 
-        local: dict = {"include_dashboard": False}
+        local: dict[str, Any] = {"include_dashboard": False}
         if not torch.cuda.is_available():
             # OpenRLHF's actor group asks for one GPU per rank: on a CPU they are only numbers. One CPU each, likewise.
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -93,7 +96,9 @@ class RaySession:
         for process in psutil.Process().children(recursive=True):
             self._children.setdefault(process.pid, process)
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the clean-up
         self.remember_children()
@@ -109,17 +114,17 @@ class RaySession:
         Which process reports a death first is a matter of chance: often it is one that waited for the dead process.
         """
         cause = error.cause if isinstance(error, RayTaskError) else error
-        died = isinstance(cause, RayActorError)
+        died = cause.actor_id if isinstance(cause, RayActorError) else None
         if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
             error = cause  # its text holds the user's own traceback; ours around it says nothing
-        of_a_task = isinstance(error, RayTaskError) and not died
+        of_a_task = isinstance(error, RayTaskError) and died is None
         lines = [str(error) if of_a_task else f"{type(error).__name__}: {error}"]
-        if died or isinstance(error, TimeoutError):
+        if died is not None or isinstance(error, TimeoutError):
             lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
         dead = {
             f"{name} (pid {process['pid']} on {process['host']})": process
             for name, process in self.processes.items()
-            if (died and process["actor"] == cause.actor_id) or not _alive(process)
+            if (died is not None and process["actor"] == died) or not _alive(process)
         }
         if dead:
             lines.append("dead processes: " + ", ".join(dead))
@@ -129,7 +134,26 @@ class RaySession:
         return "\n".join(lines)
 
 
-def _terminate(*_) -> None:
+def start_with_retries(start: Callable[[], _T]) -> _T:
+    """What ``start`` returns, which starts a Ray node; tried again when Ray has not waited long enough for itself.
+
+    Ray's raylet gives up when its agents, each a Python process, take longer than 15 s to start, and no option changes
+    that (ray 2.55, https://github.com/ray-project/ray/issues/65983). The next try finds their files in memory.
+
+    Raises:
+        Exception: as ``start``, after the last try.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return start()
+        except Exception as error:
+            if left == 0 or "timed out during startup" not in str(error):
+                raise
+            logger.warning("Ray did not start in time: trying again, %d tries are left", left)
+    raise AssertionError("unreachable")
+
+
+def _terminate(*_: object) -> None:
     raise KeyboardInterrupt("SIGTERM")
 
 

@@ -1,0 +1,249 @@
+"""What ranks say of every response token: which rows they get, scores of frozen models, values, the KL penalty.
+
+The rows of a rollout batch are dealt before anything is computed. Each policy rank gets the tokens of its rows once, to
+compute the old log-probs, and keeps them; what is sent to train them on is about the same rows in the same order.
+
+Shape suffixes: B = completions, N = response tokens of all completions, n = those of one replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.algorithms.gae import explained_variance
+from openrlhf_ext.algorithms.kl import kl_k3
+from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
+from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
+from openrlhf_ext.ranks.messages import CriticMiniBatch
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
+
+_MAX_KL_ERROR = 0.2
+
+# ---- rows of the replicas -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deal:
+    """One data-parallel rank's rows of the rollout batch, ``steps[i]`` of them in optimizer step i."""
+
+    steps: list[list[int]]
+
+    @property
+    def rows(self) -> list[int]:
+        """All of them, in the order in which the rank has them."""
+        return [row for step in self.steps for row in step]
+
+
+def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[slice]:
+    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be smaller."""
+    per_step = max(1, mini_batch_size // group_size) * group_size
+    for start in range(0, samples, per_step):
+        yield slice(start, min(start + per_step, samples))
+
+
+def deal(
+    lengths_B: Tensor, chunks: Sequence[slice], data_parallel_size: int, attention_length: float = math.inf
+) -> list[Deal]:
+    """Each data-parallel rank's rows: every step is dealt at about equal cost (``batch.balance_rows``).
+
+    Args:
+        lengths_B: tokens of each sequence.
+        chunks: rows of each optimizer step (``group_chunks``).
+    """
+    ranks = [Deal([]) for _ in range(data_parallel_size)]
+    for chunk in chunks:
+        for rank, part in zip(ranks, balance_rows(lengths_B[chunk], data_parallel_size, attention_length), strict=True):
+            rank.steps.append([chunk.start + row for row in part])
+    return ranks
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores that the ranks are computing."""
+
+    batch: SequenceBatch
+    parts: list[list[int]]
+    refs: list[Any]
+    ranks_per_part: int
+
+    def result(self, get: Callable[[list], list]) -> Tensor:
+        """(N,) fp32 scores; waits for the ranks by ``get``."""
+        # the first rank of a replica answers for all, but all must have succeeded
+        answers = get(self.refs)[:: self.ranks_per_part]
+        return scores_in_order(self.batch, self.parts, [answer[0] for answer in answers])
+
+
+def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> Tensor:
+    """(N,) fp32 scores of the response tokens.
+
+    Args:
+        parts: rows of ``batch`` that each replica had.
+        answers: its scores of their response tokens, one row behind the other.
+    """
+    scores_N = np.empty(batch.responses.tokens, np.float32)
+    for rows, answer_n in zip(parts, answers, strict=True):
+        batch.responses.put(scores_N, answer_n, rows)
+    return torch.from_numpy(scores_N)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response tokens.
+
+    Attributes:
+        method: name of the actors' method; takes ``batch``.
+        replicas: data-parallel ranks.
+        attention_length: of the group's model (``ModelShape``), for dealing sequences by their cost.
+    """
+
+    group: RankGroup
+    method: str
+    replicas: int
+    attention_length: float = math.inf
+
+    def start(self, batch: SequenceBatch) -> PendingScores:
+        """Deals the rows to the replicas; returns at once."""
+        parts = balance_rows(batch.lengths_B, self.replicas, self.attention_length)
+        refs = self.group.async_run_method_batch(self.method, batch=[batch.select(rows) for rows in parts])
+        return PendingScores(batch, parts, refs, self.group.duplicate_actors)
+
+
+# ---- critic ---------------------------------------------------------------------------------------------------------
+
+
+class ValueTrainer:
+    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch.
+
+    The critic makes as many optimizer steps as the policy, on the same mini-batches; its data-parallel ranks are its
+    own.
+
+    Args:
+        group: ranks of ``CriticActor``.
+        replicas: its data-parallel ranks.
+        group_size, mini_batch_size: samples per prompt and per optimizer step, as the policy's.
+        attention_length: of the critic's model (``ModelShape``), for dealing sequences by their cost.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        replicas: int,
+        group_size: int,
+        mini_batch_size: int,
+        attention_length: float = math.inf,
+    ) -> None:
+        self.group, self.replicas, self.attention_length = group, replicas, attention_length
+        self.group_size, self.mini_batch_size = group_size, mini_batch_size
+        self._scorer = Scorer(group, "forward", replicas, attention_length)
+        self._shards: list[list[CriticMiniBatch]] | None = None
+
+    def start_values(self, batch: SequenceBatch) -> PendingScores:
+        """Starts the forward pass; its result is (N,) values."""
+        return self._scorer.start(batch)
+
+    def take(self, batch: SequenceBatch, shaped: ShapedBatch) -> dict[str, float]:
+        """Keeps what the next ``start_fit`` trains on; returns metrics of the values and returns."""
+        sizes = {"group_size": self.group_size, "mini_batch_size": self.mini_batch_size, "replicas": self.replicas}
+        self._shards = value_shards(batch, shaped, **sizes, attention_length=self.attention_length)
+        return value_metrics(shaped)
+
+    def start_fit(self) -> list[Any]:
+        """Starts the optimizer steps of the batch last taken; every rank's result is the same metrics.
+
+        Raises:
+            RuntimeError: no batch was taken since the last call.
+        """
+        if self._shards is None:
+            raise RuntimeError("the critic has no batch to train on: take() comes before start_fit()")
+        shards, self._shards = self._shards, None
+        return self.group.async_run_method_batch("fit", mini_batches=shards)
+
+
+def value_shards(
+    batch: SequenceBatch,
+    shaped: ShapedBatch,
+    group_size: int,
+    mini_batch_size: int,
+    replicas: int,
+    attention_length: float = math.inf,
+) -> list[list[CriticMiniBatch]]:
+    """For each data-parallel rank of the critic, its part of every optimizer step."""
+    values_N, returns_N = (shaped.exposed[name].float() for name in ("values", "returns"))
+    whole = ValueTargets(values_N, returns_N, shaped.segments, torch.tensor(0))
+    chunks = list(group_chunks(len(batch), group_size, mini_batch_size))
+    deals = deal(batch.lengths_B, chunks, replicas, attention_length)
+    ranks: list[list[CriticMiniBatch]] = [[] for _ in range(replicas)]
+    for step, chunk in enumerate(chunks):
+        targets = dataclasses.replace(whole, tokens=shaped.lengths[chunk].sum())
+        for rank, own in zip(ranks, deals, strict=True):
+            rows = own.steps[step]
+            rank.append(CriticMiniBatch(batch.select(rows), targets.select(rows)))
+    return ranks
+
+
+def value_metrics(shaped: ShapedBatch) -> dict[str, float]:
+    """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only if it is defined."""
+    values_N, returns_N = shaped.exposed["values"], shaped.exposed["returns"]
+    means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
+    metrics = {name: float(total) / len(values_N) for name, total in means.items()}
+    explained = explained_variance(values_N, returns_N)
+    return metrics if explained is None else metrics | {"value/explained_variance": float(explained)}
+
+
+# ---- KL penalty -----------------------------------------------------------------------------------------------------
+
+
+class KLCoefficient:
+    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered to a target.
+
+    D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2, with the
+    mean KL per token (as OpenRLHF) instead of the KL per completion.
+
+    Args:
+        value: coefficient at the start.
+        target: mean KL per token to steer to, nats; None for a constant coefficient.
+        horizon: samples over which a deviation is corrected.
+    """
+
+    def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
+        self.value, self.target, self.horizon = value, target, horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """Multiplies the coefficient by ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``.
+
+        Args:
+            kl: mean per token of an estimate of KL(policy || reference) on ``samples`` completions of the policy. It
+                must not be negative in the mean, or the error says nothing: k3 is used, whatever the penalty uses.
+        """
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+            self.value *= 1 + error * samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run has to know."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continues from a state."""
+        self.value = float(state["value"])
+
+
+def reference_kl(old_logprobs_N: Tensor, ref_logprobs_N: Tensor) -> float:
+    """Mean over completion tokens of the k3 estimate of KL(policy || reference), nats; the policy sampled them."""
+    blocks = zip(old_logprobs_N.split(BLOCK_TOKENS), ref_logprobs_N.split(BLOCK_TOKENS), strict=True)
+    return sum(float(kl_k3(old_n.double(), ref_n.double()).sum()) for old_n, ref_n in blocks) / len(old_logprobs_N)

@@ -1,0 +1,444 @@
+"""Waits that end, and engines that died or hang are replaced.
+
+Every wait of the driver for Ray has a deadline and says what it waited for: :class:`Deadline` for the phases of a run,
+:func:`call_ranks` for what is asked of ranks in between.
+
+An engine that died or hangs is replaced, gets the present weights, and its prompts are sampled again. What counts as
+the engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
+it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's reward
+function or of a policy rank are not: they end the run.
+
+Everything here happens in the driver's one thread: no two weight syncs or replacements meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
+from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.identity import machine_id
+from openrlhf_ext.rollout.sync.base import EnginesAtFault
+from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_END_S = 10.0
+_ASK_AGAIN_S = 1.0
+
+# ---- deadlines ------------------------------------------------------------------------------------------------------
+
+
+class DeadlineExceeded(TimeoutError):
+    """A phase of the job took longer than its deadline."""
+
+
+class Deadline:
+    """The deadline of the phase that the driver is in; phases do not nest."""
+
+    def __init__(self) -> None:
+        self.doing, self._option, self._seconds = "starting", "", 0.0
+        self._ends: float | None = None
+
+    @contextmanager
+    def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
+        """Waits in the body may take ``seconds`` together. ``doing`` may be refined meanwhile by setting ``doing``.
+
+        Args:
+            option: that sets the seconds, for the message.
+        """
+        self.doing, self._option, self._seconds = doing, option, seconds
+        self._ends = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._ends = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The clock of the phase stands still, and then starts anew: what happens inside has a deadline of its own."""
+        try:
+            yield
+        finally:
+            if self._ends is not None:
+                self._ends = time.monotonic() + self._seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds that are left of the phase.
+
+        Raises:
+            DeadlineExceeded: none.
+            RuntimeError: outside of a phase.
+        """
+        if self._ends is None:
+            raise RuntimeError("a wait outside of a phase with a deadline")
+        if (left := self._ends - time.monotonic()) <= 0:
+            raise self.exceeded()
+        return left
+
+    def exceeded(self) -> DeadlineExceeded:
+        """The error that says what was waited for, how long, and which option changes that."""
+        return DeadlineExceeded(
+            f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this is expected to take longer"
+        )
+
+    def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
+        """The results of Ray calls, in order; the first error is raised at once.
+
+        Args:
+            meanwhile: called every now and then; it must return soon.
+
+        Raises:
+            DeadlineExceeded: the phase ended before the calls.
+        """
+        waiting = list(refs)
+        while waiting:
+            pause = self.remaining if meanwhile is None else min(self.remaining, _LOOK_S)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=pause)
+            ray.get(ready)
+            if meanwhile is not None:
+                meanwhile()
+        return ray.get(list(refs))
+
+
+class RanksTimeoutError(TimeoutError):
+    """Some ranks did not answer in time; the message names them and what they were doing."""
+
+
+def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
+    """Calls a method on every rank of a group and returns their results; the first error is raised at once.
+
+    Args:
+        who: what the group is called in messages: policy, critic.
+
+    Raises:
+        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
+    """
+    return await_ranks(group.async_run_method(method, **arguments), who, method, timeout_s)
+
+
+def await_ranks(refs: Sequence[Any], who: str, method: str, timeout_s: float) -> list:
+    """The results of a method that has been called on every rank, as :func:`call_ranks`."""
+    waiting, deadline = list(refs), time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            ranks = [i for i, ref in enumerate(refs) if ref in waiting]
+            raise RanksTimeoutError(
+                f"waited {timeout_s:g} s for {method} on the {who} ranks, {ranks} have not finished; raise "
+                "--train.step_timeout_s if this is expected to take longer"
+            )
+        ray.get(ready)
+    return ray.get(refs)
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------
+
+
+class EngineHangs(RuntimeError):
+    """An engine does not answer."""
+
+
+class EngineLost(RuntimeError):
+    """An engine died or hangs, and the run's restarts are used up."""
+
+
+def is_engine_fault(error: BaseException) -> bool:
+    """Whether an error of a call to an engine means that the engine has to be replaced."""
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, EngineDied | GenerationTimeout | RayActorError)
+    return isinstance(error, RayActorError | EngineDied | GenerationTimeout | EngineHangs)
+
+
+def engines_at_fault(error: BaseException) -> tuple[int, ...]:
+    """Positions of the engines that an error of the policy's ranks, or of starting engines, blames."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return cause.engines if isinstance(cause, EnginesAtFault | EngineStartError) else ()
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """A method that has been called on an engine, and ``EngineSupervisor.changes`` at that time."""
+
+    index: int
+    engine: Any
+    reference: Any
+    changes: int
+
+
+class EngineSupervisor:
+    """Replaces engines, at most ``max_restarts`` times.
+
+    Attributes:
+        restarts: engines replaced so far.
+        changes: weight syncs and replacements so far.
+    """
+
+    def __init__(
+        self,
+        engines: EngineFleet,
+        policy: RankGroup | None,
+        config: RunConfig,
+        remember: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+        deadline: Deadline | None = None,
+        name: str = "rollout engine",
+    ) -> None:
+        """
+        Args:
+            engines: the run's engines, ready; replaced in place.
+            policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
+            config: ``vllm.*`` says when and how often.
+            remember: told the name and ``process_info`` of every new engine.
+            deadline: of the driver's phases; it stands still while engines are replaced, which has its own.
+            name: what messages call an engine.
+        """
+        self.engines, self.config, self.restarts, self.changes = engines, config, 0, 0
+        self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
+        self._name = name
+        self._processes: dict[int, list[psutil.Process]] = {}
+        self._note_processes(dict(enumerate(engines)))
+
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
+    def ask(self, method: str) -> list[Any]:
+        """Call a method that answers quickly on every engine; one that dies or hangs is replaced, and asked anew.
+
+        Raises:
+            EngineLost: and no restart is left.
+        """
+        asked = [self.call(index, method) for index in range(len(self.engines))]
+        return [self._answer(call, method) for call in asked]
+
+    def call(self, index: int, method: str, *arguments: Any) -> EngineCall:
+        """Call a method of engine ``index``."""
+        engine = self.engines[index]
+        return EngineCall(index, engine, getattr(engine, method).remote(*arguments), self.changes)
+
+    def _answer(self, call: EngineCall, method: str) -> Any:
+        while True:
+            try:
+                return ray.get(call.reference, timeout=self.config.vllm.hang_timeout_s)
+            except (GetTimeoutError, RayTaskError, RayActorError) as error:
+                fault = self.silence([call.index]) if isinstance(error, GetTimeoutError) else error
+                if not is_engine_fault(fault):
+                    raise
+                self.replace({call.index: call.engine}, fault)
+            call = self.call(call.index, method)
+
+    def silence(self, indexes: Iterable[int]) -> EngineHangs:
+        """The fault of engines that do not answer."""
+        return EngineHangs(
+            f"{self._name}s {sorted(indexes)} did not answer within {self.config.vllm.hang_timeout_s:g} s: they hang"
+        )
+
+    # ---- weight sync ------------------------------------------------------------------------------------------------
+
+    def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
+        """Run a weight sync; as long as it blames engines, replace these and run it again."""
+        while True:
+            handles = dict(enumerate(self.engines))
+            try:
+                return sync()
+            except Exception as error:
+                faulty = engines_at_fault(error)
+                if not faulty:
+                    raise
+                # without weights: the sync that is repeated brings them
+                self.replace({index: handles[index] for index in faulty}, error, with_weights=False)
+            finally:
+                self.changes += 1
+
+    # ---- replacing --------------------------------------------------------------------------------------------------
+
+    def replace(self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True) -> None:
+        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done.
+
+        Args:
+            fault: what they did.
+            with_weights: give them the policy's present weights, and prove it.
+
+        Raises:
+            EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised.
+        """
+        indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
+        if not to_start:
+            return
+        with self._deadline.suspended():
+            while to_start:
+                self._spend(to_start, fault)
+                for index in to_start:
+                    self._end(index)
+                    self.engines.start_anew(index)
+                try:
+                    self._bring_up(indexes, with_weights)
+                    to_start = []
+                except Exception as error:
+                    to_start, fault = sorted(engines_at_fault(error)), error
+                    if not to_start:
+                        raise
+        self.changes += 1
+
+    def _spend(self, indexes: Sequence[int], fault: BaseException) -> None:
+        if self.config.vllm.max_restarts == 0:
+            raise fault
+        if self.restarts + len(indexes) > self.config.vllm.max_restarts:
+            raise EngineLost(
+                f"{self._name}s {list(indexes)} have to be replaced, and all restarts are used up "
+                f"(--vllm.max_restarts {self.config.vllm.max_restarts}): {fault}"
+            ) from fault
+        self.restarts += len(indexes)
+        logger.warning(
+            "replacing %ss %s (restart %d of at most %d): %s",
+            self._name, list(indexes), self.restarts, self.config.vllm.max_restarts, _one_line(fault),
+        )  # fmt: skip
+
+    def _end(self, index: int) -> None:
+        """Kill the actor and, on this host, its processes: one that hangs does not listen to Ray."""
+        ray.kill(self.engines[index])
+        victims = self._processes.pop(index, [])  # none are known of one that did not start
+        for process in list(victims):
+            with suppress(psutil.NoSuchProcess):
+                victims += process.children(recursive=True)
+        for process in victims:
+            with suppress(psutil.NoSuchProcess):  # also if the pid belongs to another process by now
+                process.kill()
+        psutil.wait_procs(victims, timeout=_END_S)
+
+    def _bring_up(self, indexes: Sequence[int], with_weights: bool) -> None:
+        from openrlhf_ext.rollout import wait_until_ready  # not at the top: it imports OpenRLHF and vLLM
+
+        start = time.monotonic()
+        fresh = [self.engines[index] for index in indexes]
+        try:
+            wait_until_ready(fresh, self.config.vllm.start_timeout_s, self._name)
+        except EngineStartError as error:
+            raise EngineStartError(str(error), [indexes[i] for i in error.engines]) from error
+        self._note_processes(dict(zip(indexes, fresh, strict=True)))
+        if self._policy is not None:
+            # the policy may be in the middle of a step
+            told = {"engines": list(self.engines), "fresh": list(indexes) if with_weights else []}
+            call_ranks(self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
+        logger.info("%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start)
+
+    def _note_processes(self, engines: dict[int, Any]) -> None:
+        """Find out which processes the engines are; those of other machines are left to Ray."""
+        questions = [engine.process_info.remote() for engine in engines.values()]
+        for index, info in zip(engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True):
+            self._remember(f"{self._name} {index}", info)
+            self._processes[index] = []
+            if info["machine"] == machine_id():
+                for pid in (info["pid"], *info["children"]):
+                    with suppress(psutil.NoSuchProcess):
+                        self._processes[index].append(psutil.Process(pid))
+
+
+class HangWatch:
+    """Asks engines whether they are there, while calls that may take long are pending."""
+
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        self._supervisor = supervisor
+        self._asked: dict[int, tuple[Any, Any, float]] = {}
+        self._changes = supervisor.changes
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait between two looks."""
+        return min(_ASK_AGAIN_S, self._supervisor.config.vllm.hang_timeout_s / 4)
+
+    def silent(self, busy: set[int]) -> dict[int, Any]:
+        """Ask the engines in ``busy``; position and handle of those that have not answered for too long.
+
+        A weight sync or a replacement has a deadline of its own: after it, the time of silence counts anew.
+        """
+        now = time.monotonic()
+        if self._supervisor.changes != self._changes:
+            self._changes = self._supervisor.changes
+            self._asked.clear()
+        silent = {}
+        for index in sorted(busy):
+            engine = self._supervisor.engines[index]
+            handle, question, since = self._asked.get(index, (None, None, 0.0))
+            if handle is not engine:
+                self._asked[index] = (engine, engine.ping.remote(), now)
+            elif ray.wait([question], timeout=0)[0]:
+                # an answer that is an error is seen in the pending calls too, with more to say
+                if now - since > self.pause_s:
+                    self._asked[index] = (engine, engine.ping.remote(), now)
+            elif now - since > self._supervisor.config.vllm.hang_timeout_s:
+                silent[index] = engine
+        return silent
+
+
+def _one_line(error: BaseException) -> str:
+    """What a person needs of an error to go on reading elsewhere."""
+    if isinstance(error, RayActorError):
+        return "its process died"
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    first, *others = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {' '.join([first, *others[:1]] if first.endswith(':') else [first])[:300]}"
+
+
+# ---- memory of shared GPUs ------------------------------------------------------------------------------------------
+
+
+class GpuSharing:
+    """Policy and engines on the same GPUs: puts one side to sleep before the other needs the memory.
+
+    At any time one side has the memory and the other sleeps, except for a weight sync, where the policy's parameters
+    and the engines' weights (not their KV caches) are there together. A side wakes up on demand: a policy rank reloads
+    what a call needs, generation and the sync wake the engines. docs/modes.md has the order of one step and the peaks.
+    A side whose ``ds.enable_sleep`` or ``vllm.enable_sleep`` is off is left alone.
+    """
+
+    def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor) -> None:
+        """
+        Args:
+            groups: ranks that train, with a method ``offload_states``, by name.
+            supervisor: of the rollout engines; one that does not fall asleep or wake up is replaced.
+        """
+        self._groups, self._supervisor, self._timeout_s = groups, supervisor, config.train.step_timeout_s
+        self._policy_sleeps, self._engines_sleep = config.ds.enable_sleep, config.vllm.enable_sleep
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """The engines have the GPUs; afterwards they sleep, whether they were used or not."""
+        if self._policy_sleeps:
+            method = "offload_states"
+            calls = {name: group.async_run_method(method) for name, group in self._groups.items()}
+            for name, refs in calls.items():
+                await_ranks(refs, name, method, self._timeout_s)
+        if self._engines_sleep:
+            self._supervisor.ask("wake_up")
+        yield
+        self.make_room_for_policy()
+
+    def wake_weights(self) -> None:
+        """The engines take back the memory of their weights, not that of their KV caches.
+
+        Raises:
+            EnginesAtFault: an engine died or hangs (a weight sync, of which this is part, is repeated without it).
+        """
+        if self._engines_sleep:
+            engines, timeout_s = self._supervisor.engines, self._supervisor.config.vllm.hang_timeout_s
+            doing = "waking up for new weights"
+            EngineCalls.start(engines, "wake_weights", [()] * len(engines), doing, timeout_s).finish()
+
+    def make_room_for_policy(self) -> None:
+        """The engines give up weights and KV caches; the weights come back as they were."""
+        if self._engines_sleep:
+            self._supervisor.ask("sleep")

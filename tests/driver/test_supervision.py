@@ -1,0 +1,413 @@
+"""Waits that end; engines that die, hang or fail, with actors in their place that do nothing else; who sleeps when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver import supervision
+from openrlhf_ext.driver.rollouts import GroupRequests
+from openrlhf_ext.driver.supervision import (
+    Deadline,
+    DeadlineExceeded,
+    EngineLost,
+    EngineSupervisor,
+    GpuSharing,
+    RanksTimeoutError,
+    call_ranks,
+    engines_at_fault,
+    is_engine_fault,
+)
+from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
+from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.response import GroupRequest, Sampling
+from openrlhf_ext.rollout.sync import EngineFailed, WeightStreamMismatch
+from openrlhf_ext.rollout.sync.base import EnginesAtFault
+from tests.cluster import start_local_ray
+from tests.driver.fake_engines import MisbehavingEngine, NotStarting, SleepyEngine, outcome
+from tests.driver.simulated import run_config
+from tests.patience import PATIENCE_S, SOONER_S
+
+SAMPLING = Sampling(1.0, 1.0, 4, 8)
+
+
+def limits(max_restarts: int, hang_timeout_s: float = PATIENCE_S, **ds_and_vllm: bool) -> RunConfig:
+    """How often and when engines are replaced, and who sleeps."""
+    vllm = {"max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s, "start_timeout_s": PATIENCE_S}
+    vllm["enable_sleep"], ds = ds_and_vllm.get("vllm", False), {"enable_sleep": ds_and_vllm.get("ds", False)}
+    return run_config(vllm=vllm, ds=ds, train={"step_timeout_s": PATIENCE_S})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_session() -> Iterator[None]:
+    start_local_ray()
+    yield
+    ray.shutdown()
+
+
+class FakePolicy:
+    """An actor group whose ranks note with which engines they were told to go on."""
+
+    def __init__(self, *faults: Exception) -> None:
+        self.told: list[tuple[int, list[int]]] = []
+        self.faults = list(faults)
+
+    def async_run_method(self, method: str, engines: list, fresh: list[int]) -> list:
+        assert method == "replace_engines"
+        self.told.append((len(engines), fresh))
+        return [outcome.remote(self.faults.pop(0) if self.faults else None)]
+
+
+def supervisor(
+    policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = PATIENCE_S,
+    deadline: Deadline | None = None,
+) -> EngineSupervisor:  # fmt: skip
+    lives = [0] * engines
+
+    def start(index: int) -> Any:
+        lives[index] += 1
+        return MisbehavingEngine.remote(index, lives[index] - 1)
+
+    fleet = EngineFleet(start, engines)
+    ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
+    return EngineSupervisor(fleet, policy, limits(max_restarts, hang_timeout_s), deadline=deadline)
+
+
+def answers(requests: GroupRequests, prompts: list[str]) -> list[tuple[str, str]]:
+    """All groups, in the order in which they came."""
+    for number, prompt in enumerate(prompts):
+        requests.ask(number, GroupRequest(prompt, "", 2, SAMPLING))
+    got = []
+    while len(requests):
+        for number, responses in requests.answers(1.0):
+            assert responses[0] == prompts[number]
+            got.append(tuple(responses))
+    assert set(requests.load) == {0}
+    return got
+
+
+def sequential(of: EngineSupervisor) -> GroupRequests:
+    """Requests of which an engine gets two at a time."""
+    return GroupRequests(of, max_requests=4)
+
+
+@pytest.mark.parametrize("trouble", ["die", "lose the engine"])
+def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str) -> None:
+    policy = FakePolicy()
+    recovering = supervisor(policy)
+    prompts = ["a", "b", trouble, "c", "d", "e"]  # engine 0 has a and the trouble
+    got = dict(answers(sequential(recovering), prompts))
+    assert sorted(got) == sorted(prompts)
+    assert got["b"] == "engine 1.0" and recovering.restarts == 1 and policy.told == [(2, [0])]
+    recovering._end(0), recovering._end(1)
+
+
+def test_an_engine_that_hangs_is_replaced_and_the_phase_gets_its_time_anew() -> None:
+    deadline = Deadline()
+    recovering = supervisor(FakePolicy(), hang_timeout_s=20.0, deadline=deadline)
+    with deadline.limit(PATIENCE_S, "waiting", "x"):
+        got = dict(answers(sequential(recovering), ["stop", "b", "c"]))
+        left = deadline.remaining
+    assert got["b"] == "engine 1.0" and set(got) == {"stop", "b", "c"} and recovering.restarts == 1
+    assert left > PATIENCE_S - 5, "the clock did not start anew after the replacement"
+
+
+def test_requests_beyond_what_an_engine_can_batch_wait_here_and_go_to_who_is_free() -> None:
+    recovering = supervisor(engines=2)
+    requests = GroupRequests(recovering, max_requests=5)
+    for number in range(7):
+        requests.ask(number, GroupRequest(f"{number}", "", 2, SAMPLING))
+        assert max(requests.load) <= 4, "two groups of two fit into five"
+    assert requests.load == (4, 4) and len(requests) == 7
+    assert len(requests.answers(PATIENCE_S)) >= 1 and max(requests.load) <= 4
+    while len(requests):
+        requests.answers(1.0)
+    requests.ask("large", GroupRequest("large", "", 9, SAMPLING))
+    assert sorted(requests.load) == [0, 9], "a group that is too large for the bound goes to an idle engine"
+    assert requests.answers(PATIENCE_S)[0][0] == "large"
+
+
+def test_an_error_of_the_users_code_is_not_cured_by_a_restart() -> None:
+    recovering = supervisor()
+    with pytest.raises(ValueError, match="reward_func failed"):
+        answers(sequential(recovering), ["a", "cannot grade"])
+    assert recovering.restarts == 0
+
+
+def test_samples_from_a_sync_that_was_void_are_drawn_again_after_the_next_one() -> None:
+    with pytest.raises(InvalidWeights):  # no sync since it was asked: the engine should not have been used
+        answers(sequential(supervisor(engines=1)), ["void"])
+    recovering = supervisor(engines=1)
+    requests = sequential(recovering)
+    requests.ask("a", GroupRequest("void", "", 2, SAMPLING))
+    assert recovering.repeat_until_sent(lambda: "sent") == "sent"
+    assert requests.answers(PATIENCE_S) == [] and requests.answers(PATIENCE_S) == [("a", ["void", "engine 0.0"])]
+    assert recovering.restarts == 0
+
+
+def test_restarts_end_and_the_last_fault_is_told() -> None:
+    with pytest.raises(EngineLost, match="all restarts are used up \\(--vllm.max_restarts 1\\)"):
+        answers(sequential(supervisor(max_restarts=1)), ["die always"])
+    with pytest.raises(ray.exceptions.RayActorError):
+        answers(sequential(supervisor(max_restarts=0, engines=1)), ["die"])
+
+
+def test_a_new_engine_that_fails_while_it_gets_its_weights_is_replaced_too() -> None:
+    policy = FakePolicy(EngineFailed("rollout engine 0 failed while receiving weights", [0]))
+    recovering = supervisor(policy, engines=1)
+    assert answers(sequential(recovering), ["die"]) == [("die", "engine 0.2")]
+    assert recovering.restarts == 2 and policy.told == [(1, [0]), (1, [0])]
+
+
+def test_a_new_engine_that_does_not_start_costs_another_restart() -> None:
+    policy = FakePolicy()
+    starts: dict[int, int] = {0: 0, 1: 0}
+
+    def start(index: int) -> Any:
+        starts[index] += 1
+        return NotStarting.remote() if (index, starts[index]) == (1, 2) else MisbehavingEngine.remote(index, 0)
+
+    recovering = EngineSupervisor(EngineFleet(start, 2), policy, limits(3))
+    recovering.replace(dict(enumerate(recovering.engines)), EngineDied("both are gone"))
+    assert starts == {0: 2, 1: 3}, "the engine that did start is kept"
+    assert recovering.restarts == 3 and policy.told == [(2, [0, 1])]
+    starts[1] = 1
+    with pytest.raises(EngineLost, match="--vllm.max_restarts 4(.|\n)*no memory is left"):
+        recovering.config = limits(4)
+        recovering.replace({1: recovering.engines[1]}, EngineDied("gone"))
+
+
+def test_questions_are_asked_again_of_the_engine_that_took_the_place() -> None:
+    recovering = supervisor(FakePolicy())
+    pids = [process["pid"] for process in recovering.ask("process_info")]
+    os.kill(pids[1], signal.SIGKILL)
+    again = [process["pid"] for process in recovering.ask("process_info")]
+    assert again[0] == pids[0] and again[1] != pids[1] and recovering.restarts == 1
+
+
+def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:
+    policy, tries = FakePolicy(), []
+
+    def sync() -> str:
+        tries.append(True)
+        if len(tries) == 1:
+            ray.get(outcome.remote(EngineFailed("rollout engine 1 failed", [1])))
+        return "sent"
+
+    recovering = supervisor(policy)
+    before = list(recovering.engines)
+    assert recovering.repeat_until_sent(sync) == "sent"
+    assert recovering.engines[0] is before[0] and recovering.engines[1] is not before[1]
+    assert policy.told == [(2, [])], "the repeated sync brings the weights"
+    with pytest.raises(WeightStreamMismatch):
+        recovering.repeat_until_sent(lambda: ray.get(outcome.remote(WeightStreamMismatch("missing: ['norm']"))))
+
+
+def test_a_second_call_that_saw_the_same_fault_replaces_nothing() -> None:
+    recovering = supervisor(FakePolicy(), engines=1)
+    old = recovering.engines[0]
+    recovering.replace({0: old}, EngineDied("gone"))
+    recovering.replace({0: old}, EngineDied("gone"))
+    assert recovering.restarts == 1
+
+
+def test_which_errors_are_an_engines_fault() -> None:
+    assert is_engine_fault(EngineDied("x")) and not is_engine_fault(InvalidWeights("x"))
+    assert engines_at_fault(EnginesAtFault("x", [1, 2])) == (1, 2)
+    assert engines_at_fault(ValueError("x")) == ()
+
+
+# ---- who sleeps when ----------------------------------------------------------------------------------------------
+
+
+class FakeGroup:
+    """Actor group that notes what its ranks are told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def async_run_method(self, method: str, **_: Any) -> list:
+        self.told.append(method)
+        return [outcome.remote(None)]
+
+
+def shared_gpus(
+    policy: FakeGroup, trouble: str = "", how: int = signal.SIGKILL, sleep: bool = True, max_restarts: int = 1,
+) -> tuple[GpuSharing, EngineSupervisor]:  # fmt: skip
+    """Two engines on the policy's GPUs, of which the second one fails as ``SleepyEngine`` says."""
+    lives = [0, 0]
+
+    def start(index: int) -> Any:
+        lives[index] += 1
+        return SleepyEngine.remote(lives[index] - 1, trouble if index else "", how)
+
+    fleet = EngineFleet(start, 2)
+    ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
+    hang_timeout_s = 5.0 if how == signal.SIGSTOP else PATIENCE_S
+    config = limits(max_restarts, hang_timeout_s, ds=sleep, vllm=sleep)
+    engines = EngineSupervisor(fleet, policy, config)
+    return GpuSharing(config, {"policy": policy}, engines), engines
+
+
+def told(engines: EngineSupervisor) -> list[list[str]]:
+    return engines.ask("what_it_was_told")
+
+
+def test_engines_have_the_gpus_while_they_generate_and_sleep_afterwards() -> None:
+    policy = FakeGroup()
+    sharing, engines = shared_gpus(policy)
+    with sharing.generation():
+        assert policy.told == ["offload_states"]
+        assert told(engines) == [["wake_up"]] * 2
+    assert told(engines) == [["wake_up", "sleep"]] * 2
+    sharing.wake_weights()
+    assert told(engines) == [["wake_up", "sleep", "wake_weights"]] * 2
+    assert policy.told == ["offload_states"]
+
+
+def test_who_does_not_sleep_is_left_alone() -> None:
+    policy = FakeGroup()
+    sharing, engines = shared_gpus(policy, sleep=False)
+    with sharing.generation():
+        sharing.wake_weights()
+    assert told(engines) == [[], []] and policy.told == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("trouble", ["wake_up", "sleep"])
+def test_an_engine_that_does_not_wake_up_or_fall_asleep_is_replaced_and_told_again(trouble: str, how: int) -> None:
+    policy = FakeGroup()
+    sharing, engines = shared_gpus(policy, trouble, how)
+    with sharing.generation():
+        pass
+    assert told(engines) == [["wake_up", "sleep"], ["wake_up", "sleep"] if trouble == "wake_up" else ["sleep"]]
+    assert engines.restarts == 1 and policy.told == ["offload_states", "replace_engines"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sync_is_repeated_without_an_engine_that_died_or_hung_while_it_slept(how: int) -> None:
+    policy = FakeGroup()
+    sharing, engines = shared_gpus(policy, "wake_weights", how)
+    engines.repeat_until_sent(lambda: (sharing.wake_weights(), policy.async_run_method("send_weights")))
+    assert told(engines) == [["wake_weights"] * 2, ["wake_weights"]]
+    assert engines.restarts == 1 and policy.told == ["replace_engines", "send_weights"]
+
+
+def test_without_restarts_the_fault_is_told() -> None:
+    sharing, engines = shared_gpus(FakeGroup(), "wake_weights", max_restarts=0)
+    with pytest.raises(EngineFailed, match="rollout engine 1 failed while waking up for new weights"):
+        engines.repeat_until_sent(sharing.wake_weights)
+    sharing, engines = shared_gpus(FakeGroup(), "sleep")
+    engines.restarts = 1
+    with pytest.raises(EngineLost), sharing.generation():
+        pass
+
+
+# ---- deadlines ----------------------------------------------------------------------------------------------------
+
+
+@ray.remote(num_cpus=0.1)
+def after(seconds: float, result: object) -> object:
+    time.sleep(seconds)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def test_results_come_in_order_and_others_are_looked_after_meanwhile() -> None:
+    deadline, looks = Deadline(), []
+    with deadline.limit(PATIENCE_S, "training", "train.x"):
+        refs = [after.remote(1.0, "slow"), after.remote(0.0, "fast")]
+        assert deadline.get(refs, meanwhile=lambda: looks.append(1)) == ["slow", "fast"]
+    assert len(looks) > 2
+
+
+def test_a_wait_ends_and_says_what_it_was_for() -> None:
+    deadline, started = Deadline(), time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.5 s while sleeping soundly; raise --train.x"):
+        with deadline.limit(0.5, "sleeping", "train.x"):
+            deadline.doing = "sleeping soundly"
+            deadline.get([after.remote(3600, None)])
+    assert time.monotonic() - started < SOONER_S
+
+
+def test_an_error_does_not_wait_for_the_others() -> None:
+    deadline = Deadline()
+    with deadline.limit(PATIENCE_S, "training", "train.x"), pytest.raises(ZeroDivisionError):
+        deadline.get([after.remote(3600, None), after.remote(0.0, ZeroDivisionError("x"))])
+
+
+def test_what_happens_meanwhile_may_fail_too() -> None:
+    def fail() -> None:
+        raise LookupError("the reward function failed")
+
+    deadline = Deadline()
+    with deadline.limit(PATIENCE_S, "training", "train.x"), pytest.raises(LookupError):
+        deadline.get([after.remote(3600, None)], meanwhile=fail)
+
+
+def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew() -> None:
+    deadline = Deadline()
+    with deadline.limit(1.0, "working", "train.x"):
+        time.sleep(0.5)
+        with deadline.suspended():
+            time.sleep(1.2)
+        assert 0.9 < deadline.remaining <= 1.0
+        time.sleep(1.1)
+        with pytest.raises(DeadlineExceeded):
+            _ = deadline.remaining
+    with deadline.suspended():
+        pass
+
+
+def test_a_wait_without_a_deadline_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="outside of a phase"):
+        Deadline().get([after.remote(0.0, None)])
+
+
+# ---- waiting for ranks
+
+
+class Calls:
+    """Stands in for Ray: references are numbers; those in ``late`` never get ready, those in ``bad`` raise."""
+
+    def __init__(self, late=(), bad=()) -> None:
+        self.late, self.bad = set(late), set(bad)
+
+    def wait(self, refs, num_returns, timeout):
+        ready = [ref for ref in refs if ref not in self.late][:1]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, refs):
+        if self.bad & set(refs):
+            raise CheckpointError("No space left on device")
+        return [f"answer {ref}" for ref in refs]
+
+
+def ask(monkeypatch, calls: Calls) -> list:
+    monkeypatch.setattr(supervision, "ray", calls)
+    group = SimpleNamespace(async_run_method=lambda method, **arguments: [0, 1, 2])
+    return call_ranks(group, "critic", "save_state", 7.0, name="critic")
+
+
+def test_every_rank_answers(monkeypatch):
+    assert ask(monkeypatch, Calls()) == ["answer 0", "answer 1", "answer 2"]
+
+
+def test_late_ranks_are_named(monkeypatch):
+    with pytest.raises(RanksTimeoutError, match=r"7 s for save_state on the critic ranks, \[1\] have not"):
+        ask(monkeypatch, Calls(late=[1]))
+
+
+def test_an_error_does_not_wait_for_the_other_ranks(monkeypatch):
+    with pytest.raises(CheckpointError, match="No space left"):
+        ask(monkeypatch, Calls(late=[1], bad=[2]))

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_ext.rewards.grading import (
+    RESERVED_LOG_KEYS,
+    InvalidAnswer,
+    RewardSettings,
+    finite_number,
+    open_grader,
+    parse_answer,
+)
+from openrlhf_ext.rewards.http_reward import HttpReward
+from openrlhf_ext.rewards.pool import RewardPool
+from tests.patience import PATIENCE_S
+
+WRAPPERS = [float, np.float64, np.array, torch.tensor, lambda x: [x], lambda x: torch.tensor([x]),
+            lambda x: torch.tensor([[x]]), lambda x: [torch.tensor(x)], lambda x: np.array([[x]])]  # fmt: skip
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, width=32), st.sampled_from(WRAPPERS))
+def test_every_form_of_a_number_means_the_same(value: float, wrap: object) -> None:
+    assert finite_number(wrap(value), "rewards") == value
+
+
+@given(st.sampled_from([math.nan, math.inf, -math.inf]), st.sampled_from(WRAPPERS))
+def test_no_form_hides_a_number_that_is_not_finite(value: float, wrap: object) -> None:
+    with pytest.raises(InvalidAnswer, match="finite"):
+        finite_number(wrap(value), "rewards")
+
+
+@pytest.mark.parametrize("value", [None, "1", [], [1, 2], {}, torch.ones(2), np.ones((0,)), 1j, object(), [[1.0]]])
+def test_what_is_not_one_number_is_refused(value: object) -> None:
+    with pytest.raises(InvalidAnswer, match="rewards = .*one real number"):
+        finite_number(value, "rewards")
+
+
+def test_bf16_and_bool_tensors_count_as_numbers() -> None:
+    answer = {"rewards": torch.tensor(0.5, dtype=torch.bfloat16), "scores": torch.tensor([True])}
+    assert (parse_answer(answer).reward, parse_answer(answer).score) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("key", sorted(RESERVED_LOG_KEYS))
+def test_keys_of_upstream_are_reserved(key: str) -> None:
+    with pytest.raises(InvalidAnswer, match=f"reserved keys .*{key}"):
+        parse_answer({"rewards": 1.0, "extra_logs": {key: 0.0}})
+
+
+# ---- what grades
+
+
+def test_a_python_file_gives_a_pool(tmp_path: Path) -> None:
+    assert isinstance(open_grader(RewardSettings(remote_url=str(tmp_path / "reward.py"))), RewardPool)
+
+
+def test_addresses_give_the_http_grader() -> None:
+    settings = RewardSettings(remote_url="http://a/x, https://b/y")
+    assert settings.addresses == ("http://a/x", "https://b/y")
+    assert isinstance(open_grader(settings), HttpReward)
+
+
+@pytest.mark.parametrize("url", ["reward.txt", "a.py,b.py", "http://a,b.py", "ftp://a"])
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="--reward.remote_url must be one Python file"):
+        open_grader(RewardSettings(remote_url=url))
+
+
+def test_settings_name_the_option_that_is_wrong() -> None:
+    with pytest.raises(ValueError, match="--reward.remote_url"):
+        RewardSettings(remote_url=" , ")
+    with pytest.raises(ValueError, match="--reward.failure_value"):
+        RewardSettings(remote_url="r.py", failure_value=math.nan)
+
+
+def test_importing_the_package_is_light() -> None:
+    program = (
+        "import sys, openrlhf_ext.rewards, openrlhf_ext.rewards.pool\n"
+        "print({'torch', 'numpy', 'aiohttp', 'openrlhf', 'ray'} & set(sys.modules))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    assert output.stdout.strip() == "set()"
