@@ -5,10 +5,10 @@
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
-This package imports torch and nothing else of the stack. To read it: a method's own file (`baselines`, `gtpo_entropy`,
-`grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`, `gae`) holds its
-formulas; `group_advantage`, `entropy_shares`, `class_pools`, `conflict_mask` and `length_penalty` what methods share;
-`base`, `token_level`, `sequence_level` and `losses` the frame around them.
+This package imports torch and pydantic, and nothing else of the stack. To read it: a method's own file (`baselines`,
+`gtpo_entropy`, `grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`,
+`gae`) holds its options and formulas; `group_advantage`, `entropy_shares`, `class_pools`, `conflict_mask` and
+`length_penalty` what methods share; `base`, `token_level`, `sequence_level` and `losses` the frame around them.
 """
 
 from openrlhf_ext.algorithms import (  # noqa: F401
@@ -25,7 +25,6 @@ from openrlhf_ext.algorithms import (  # noqa: F401
 from openrlhf_ext.algorithms.base import Algorithm, Inputs
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
-from openrlhf_ext.algorithms.option_parsing import OptionInfo, option
 from openrlhf_ext.algorithms.registry import (
     algorithm_names,
     describe_options,
@@ -36,12 +35,12 @@ from openrlhf_ext.algorithms.registry import (
 from openrlhf_ext.algorithms.sequence_level import SequenceAlgorithm
 from openrlhf_ext.algorithms.shaped import Loss, ShapedBatch
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
+from openrlhf_ext.options import option
 
 __all__ = [
     "Algorithm",
     "Inputs",
     "Loss",
-    "OptionInfo",
     "RolloutBatch",
     "SequenceAlgorithm",
     "ShapedBatch",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,17 +18,16 @@ from openrlhf_ext.algorithms import losses
 from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs
 from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
-from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.shaped import ShapedBatch
+from openrlhf_ext.options import Float, option
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class MixedPolicyOptions(DapoOptions):
-    zero_batch: bool = option("bool", False, "add the loss over groups without a success, guided by the other policy")
-    zero_weight: float = option("float", 1.0, "weight of that loss", check=not_negative, rule="at least 0")
+    zero_batch: bool = option(False, "add the loss over groups without a success, guided by the other policy")
+    zero_weight: Float = option(1.0, "weight of that loss", ge=0)
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from openrlhf_ext.algorithms.base import Algorithm
 from openrlhf_ext.algorithms.importance import parse_correction
 from openrlhf_ext.algorithms.kl import parse_kl
-from openrlhf_ext.algorithms.option_parsing import OptionInfo, nearest, option_infos, parse_options
+from openrlhf_ext.algorithms.option_blocks import Options, parse
+from openrlhf_ext.options import Option, describe, nearest
+
+logger = logging.getLogger(__name__)
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {}
 A = TypeVar("A", bound=type[Algorithm])
 
 
-def register_algorithm(name: str, options: type) -> Callable[[A], A]:
-    """Class decorator: make an algorithm known under `name`, configured by the dataclass `options`.
+def register_algorithm(name: str, options: type[Options]) -> Callable[[A], A]:
+    """Class decorator: make an algorithm known under `name`, configured by the fields of `options`.
 
     Raises:
         ValueError: the name is taken by another class.
@@ -42,14 +46,25 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """The class registered under `name`; ValueError with the nearest name otherwise."""
     if name not in _ALGORITHMS:
         hint = "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict" if name.lower() == "gtpo" else ""
-        hint = hint or nearest(name, _ALGORITHMS)
+        near = nearest(name, _ALGORITHMS)
+        hint = hint or (f"; did you mean {near!r}?" if near else "")
         raise ValueError(f"unknown algorithm {name!r}{hint}. Algorithms: {', '.join(algorithm_names())}")
     return _ALGORITHMS[name]
 
 
-def describe_options(name: str) -> list[OptionInfo]:
-    """The options of an algorithm with kind, default, choices and help, sorted by name."""
-    return option_infos(algorithm_class(name).Options)
+def describe_options(name: str) -> list[Option]:
+    """The options of an algorithm with type, default, choices and help, sorted by name."""
+    return sorted(describe(algorithm_class(name).Options).values(), key=lambda option: option.name)
+
+
+def option_keys(name: str) -> set[str]:
+    """Names of the options of an algorithm."""
+    return set(algorithm_class(name).Options.model_fields)
+
+
+def foreign_keys(name: str) -> set[str]:
+    """Names of the options that only other algorithms have."""
+    return {key for other in _ALGORITHMS for key in option_keys(other)} - option_keys(name)
 
 
 def with_published_values(name: str, options: Mapping[str, Any], *, max_length: int | None) -> dict[str, Any]:
@@ -61,14 +76,15 @@ def with_published_values(name: str, options: Mapping[str, Any], *, max_length: 
     Args:
         max_length: tokens; None: unknown, nothing is supplied for `l_norm`.
     """
-    infos = {info.name: info for info in describe_options(name)}
+    described = describe(algorithm_class(name).Options)
 
     def effective(key: str) -> Any:
-        return options.get(key, infos[key].default if key in infos else None)
+        return options.get(key, described[key].default if key in described else None)
 
     published: dict[str, Any] = {}
     if effective("version") == "v6":
-        published = {info.name: info.recommended for info in infos.values() if info.recommended is not None}
+        recommended = {key: option.info.recommended for key, option in described.items()}
+        published = {key: value for key, value in recommended.items() if value is not None}
     if effective("agg") == "seq-mean-token-sum-norm" and max_length is not None:
         published["l_norm"] = max_length
     return {**published, **options}
@@ -90,13 +106,14 @@ def get_algorithm(
             which is the k3 penalty in the loss.
         **options: keys of `describe_options(name)`. A null value takes the default, except where null has a meaning
             of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is ignored with a warning.
+
     Raises:
         ValueError: unknown name or key (with the nearest one), illegal or missing value; all violations at once.
     """
     cls = algorithm_class(name)
-    own = {info.name for info in option_infos(cls.Options)}
-    foreign = {info.name for other in _ALGORITHMS.values() for info in option_infos(other.Options)} - own
-    overrides = cls.Options.preset_overrides(options)
-    parsed = parse_options(cls.Options, options, owner=name, foreign=foreign, overrides=overrides)
+    foreign = foreign_keys(name)
+    for key in foreign & set(options):
+        logger.warning("%s does not read the option %r; it is ignored", name, key)
+    parsed = parse(cls.Options, {key: value for key, value in options.items() if key not in foreign}, name)
     penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
     return cls(parsed, correction=parse_correction(correction), kl=penalty)

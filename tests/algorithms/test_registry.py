@@ -14,17 +14,15 @@ from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
 from tests.algorithms.test_batch import simple_batch
 
 MODULE = '''
-from dataclasses import dataclass
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.option_blocks import (
-    ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
+    ClipOptions, Degenerate, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class SignOptions(PartitionOptions, TruncationOptions, ClipOptions, ScopeOptions):
-    strength: float = option("float", 1.0, "advantage of a success")
-    degenerate: str = degenerate("zero")
+    strength: float = option(1.0, "advantage of a success")
+    degenerate: Degenerate = degenerate("zero")
 
 
 @register_algorithm("reward_sign", SignOptions)
