@@ -6,7 +6,7 @@ One declaration is all that an option needs; `--help`, YAML, command line, error
         kv_cache_mib: int = added(64, "KV cache per engine when it runs on CPU, MiB", ge=1)
 
 The annotation is the type, keyword arguments are bounds. Rules between the fields of a class go into its `violations`,
-settings that do nothing beside the others into its `idle`. Imports pydantic and nothing heavier.
+settings that do nothing beside the others into its `cautions`. Imports pydantic and nothing heavier.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Section(BaseModel):
         """Broken rules between the options of this section, on values of the right types."""
         yield from ()
 
-    def idle(self) -> Iterator[str]:
-        """Warnings about options of this section that do nothing beside its others."""
+    def cautions(self) -> Iterator[str]:
+        """Warnings: options that do nothing beside the others of this section, and values that deserve a look."""
         yield from ()
 
 
@@ -200,6 +200,13 @@ Int = Annotated[int, BeforeValidator(_no_flag)]
 Pair = tuple[Float, Float]
 
 
+def not_default(section: Section, prefix: str, leaf: str, reason: str, remedy: str = "leave it out") -> Iterator[str]:
+    """The warning that ``leaf`` of the section named ``prefix`` does nothing, unless it is at its default."""
+    value = getattr(section, leaf)
+    if value != type(section).model_fields[leaf].default:
+        yield no_effect(f"{prefix}.{leaf}", value, reason, remedy)
+
+
 # ---- describing -----------------------------------------------------------------------------------------------------
 
 _BOUNDS = {annotated_types.Ge: ">=", annotated_types.Gt: ">", annotated_types.Le: "<=", annotated_types.Lt: "<"}
@@ -221,6 +228,7 @@ class Option:
         nullable: whether ``null`` is a value.
         choices: allowed values of an option with choices.
         info: support, path and secrecy.
+        required: there is no default.
     """
 
     name: str
@@ -232,6 +240,7 @@ class Option:
     nullable: bool
     choices: tuple[Any, ...]
     info: OptionInfo
+    required: bool
 
     @property
     def section(self) -> str:
@@ -259,7 +268,7 @@ def leaf_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 def describe(model: type[BaseModel]) -> dict[str, Option]:
     """Every option of a section, or of the options of a method, by name."""
-    return {name: _option(name, field) for name, field in leaf_fields(model)}
+    return {name: describe_field(name, field) for name, field in leaf_fields(model)}
 
 
 def nested_model(field: FieldInfo) -> type[BaseModel] | None:
@@ -284,7 +293,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def _option(name: str, field: FieldInfo) -> Option:
+def describe_field(name: str, field: FieldInfo) -> Option:
+    """One option, from its declaration."""
     info = info_of(field)
     annotation, nullable = _without_none(field.annotation)
     default = None if field.default is PydanticUndefined else field.default
@@ -298,6 +308,7 @@ def _option(name: str, field: FieldInfo) -> Option:
         nullable=nullable,
         choices=_choices(annotation),
         info=info,
+        required=field.is_required(),
     )
 
 
@@ -398,12 +409,14 @@ class Fault:
         name: dotted name below the model that was to be made.
         problem: what is wrong, to follow the name; all of it where there is no such option.
         value: what was given.
+        hint: what may have been meant.
         unknown: there is no such option.
     """
 
     name: str
     problem: str
     value: Any
+    hint: str = ""
     unknown: bool = False
 
 
@@ -434,12 +447,9 @@ def _fault(model: type[BaseModel], detail: Any) -> Fault:
         return Fault(
             name, f"unknown option {names[-1]!r}{near} Options: {', '.join(sorted(model.model_fields))}", value, True
         )
-    described = _option(name, field)
+    described = describe_field(name, field)
     if detail["type"] == "missing":
         return Fault(name, f" is required ({described.help})", None)
-    hint = nearest(str(value), map(str, described.choices))
-    return Fault(
-        name,
-        f": expected {described.expects}, got {value_text(value)}" + (f"; did you mean {hint}?" if hint else ""),
-        value,
-    )
+    near = nearest(str(value), map(str, described.choices))
+    hint = f"did you mean {near}?" if near else ""
+    return Fault(name, f": expected {described.expects}, got {value_text(value)}", value, hint)

@@ -237,8 +237,8 @@ class KLCovOptions(CovarianceOptions, KLOptions):
         """None: nothing is clipped, so the clip keys need not agree."""
         return iter(())
 
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
         for name in ("clip_low", "clip_high", "dual_clip"):
             if getattr(self, name) is not None:
                 yield no_effect(name, getattr(self, name), "kl_cov clips nothing")

@@ -62,8 +62,8 @@ class GrpoSOptions(PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptio
                 message = "beta1 = beta2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
                 yield Violation(("beta1", "beta2"), message)
 
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
         if self.beta != type(self).model_fields["beta"].default and self.version == "v6":
             yield no_effect("beta", self.beta, "version v6 does not read it", "use beta1 and beta2")
 

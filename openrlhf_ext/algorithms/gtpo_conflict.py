@@ -9,7 +9,6 @@ Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
@@ -37,8 +36,6 @@ from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 from openrlhf_ext.options import Float, Int, no_effect, option
-
-logger = logging.getLogger(__name__)
 
 LN2 = math.log(2.0)
 
@@ -113,8 +110,8 @@ class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
             return values
         return cls.OFFICIAL | {name: value for name, value in values.items() if value is not None}
 
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
         if self.clip_low is None and self.clip_high is not None:
             yield no_effect("clip_high", self.clip_high, "without clip_low nothing is clipped")
 

@@ -10,7 +10,6 @@ tokens of one block.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -43,8 +42,6 @@ from openrlhf_ext.algorithms.segments import Block
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 from openrlhf_ext.algorithms.token_level import TokenAlgorithm
 from openrlhf_ext.options import Float, Violation, no_effect, option
-
-logger = logging.getLogger(__name__)
 
 
 class GtpoEntropyOptions(
@@ -105,12 +102,17 @@ class GtpoEntropyOptions(
                 f"give an upper end of {upper:.6g}; raise alpha1 or lower kappa",
             )
 
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
         if self.v2_positive != "v1" and self.version != "v2":
             yield no_effect("v2_positive", self.v2_positive, f"version {self.version} does not read it")
         if self.alpha != type(self).model_fields["alpha"].default and self.version not in ("v1", "v2"):
             yield no_effect("alpha", self.alpha, f"version {self.version} does not read it", "use alpha1 and alpha2")
+        if self.version == "v2" and not self.sign_guard:
+            yield (
+                "version v2 gives some tokens of wrong completions a positive advantage: their mean is below 0, and "
+                "those of high entropy get about 0; version v6 or sign_guard = true cures it"
+            )
         if self.clipped_positive and abs(self.alpha1 + self.alpha2 - 1) > 1e-9:
             yield f"the paper requires alpha1 + alpha2 = 1 here, got {self.alpha1} + {self.alpha2}"
 
@@ -170,14 +172,6 @@ class GtpoEntropy(TokenAlgorithm):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
-
-    def __init__(self, options: GtpoEntropyOptions, **parts: Any) -> None:
-        super().__init__(options, **parts)
-        if options.version == "v2" and not options.sign_guard:
-            logger.warning(
-                "gtpo_entropy v2 gives some tokens of wrong completions a positive advantage (specification T-8); "
-                "version v6 or sign_guard = true cures it"
-            )
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         """Share -> reward -> pools -> advantage, for one run of completions after the other."""

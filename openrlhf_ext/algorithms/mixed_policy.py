@@ -8,7 +8,7 @@ Shape suffixes: B = completions, N = tokens of all completions.
 from __future__ import annotations
 
 import dataclasses
-import logging
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,12 +22,17 @@ from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.shaped import ShapedBatch
 from openrlhf_ext.options import Float, option
 
-logger = logging.getLogger(__name__)
-
 
 class MixedPolicyOptions(DapoOptions):
     zero_batch: bool = option(False, "add the loss over groups without a success, guided by the other policy")
     zero_weight: Float = option(1.0, "weight of that loss", ge=0)
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        yield (
+            "mixed_policy_dapo is an experimental reconstruction from the abstract of arXiv 2507.12931; it does not "
+            "reproduce the published method"
+        )
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
@@ -38,13 +43,6 @@ class MixedPolicyDapo(GroupRelative):
 
     loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
     tokenwise: ClassVar[bool] = True
-
-    def __init__(self, options: MixedPolicyOptions, **parts: Any) -> None:
-        super().__init__(options, **parts)
-        logger.warning(
-            "mixed_policy_dapo is an experimental reconstruction from the abstract of arXiv 2507.12931; "
-            "it does not reproduce the published method"
-        )
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
         guided = batch.from_guide is not None and bool(batch.from_guide.any())

@@ -60,18 +60,18 @@ class Options(Section):
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-def parse(model: type[O], values: Mapping[str, Any], owner: str) -> O:
-    """The options with these values, and every warning about them in the log.
+def parse(model: type[O], values: Mapping[str, Any], owner: str, *, warn: bool = True) -> O:
+    """The options with these values; with ``warn`` every warning about them is in the log.
 
     Raises:
         ValueError: every violation found, one line each after the name of the `owner`.
     """
     found = read(model, values)
     if isinstance(found, list):
-        raise _refusal(owner, [fault_text(fault) for fault in found])
+        raise _refusal(owner, [_fault_text(fault) for fault in found])
     if problems := [violation.message for violation in found.violations()]:
         raise _refusal(owner, problems)
-    for warning in found.idle():
+    for warning in found.cautions() if warn else ():
         logger.warning("%s: %s", owner, warning)
     return found
 
@@ -80,9 +80,9 @@ def _refusal(owner: str, problems: Iterable[str]) -> ValueError:
     return ValueError("\n".join(f"{owner}: {problem}" for problem in problems))
 
 
-def fault_text(fault: Fault, prefix: str = "") -> str:
-    """What is wrong with an option, which goes by its name unless there is no such option."""
-    return fault.problem if fault.unknown else f"{prefix}{fault.name}{fault.problem}"
+def _fault_text(fault: Fault) -> str:
+    problem = fault.problem if fault.unknown else f"{fault.name}{fault.problem}"
+    return f"{problem}; {fault.hint}" if fault.hint else problem
 
 
 class LengthPenalty(Options):
@@ -108,7 +108,7 @@ class LengthPenalty(Options):
                 ("l_cache", "l_max"), f"length_penalty requires l_cache <= l_max, got {self.l_cache} > {self.l_max}"
             )
 
-    def idle(self) -> Iterator[str]:
+    def cautions(self) -> Iterator[str]:
         read_by_kind = {"dapo": ("l_max", "l_cache", "factor"), "tan_v1": ("L1", "L2", "denominator")}
         for name, field in type(self).model_fields.items():
             if name not in ("kind", "on", *read_by_kind.get(self.kind, ())) and getattr(self, name) != field.default:
@@ -191,10 +191,10 @@ class PenaltyOptions(Options):
             for violation in () if penalty is None else penalty.violations():
                 yield Violation(tuple(f"{name}.{leaf}" for leaf in violation.options), violation.message)
 
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
         if self.length_penalty is not None:
-            yield from self.length_penalty.idle()
+            yield from self.length_penalty.cautions()
         if self.length_penalty is None or self.length_penalty.kind != "grop":
             for name in ("grop_gamma1", "grop_medium_else", "grop_hard_dapo"):
                 if getattr(self, name) != PenaltyOptions.model_fields[name].default:
@@ -274,8 +274,8 @@ class AggregationOptions(ScopeOptions):
                 "l_norm is required with agg seq-mean-token-sum-norm (published: the maximum completion length)",
             )
 
-    def idle(self) -> Iterator[str]:
-        yield from super().idle()
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
         if self.l_norm is not None and self.agg != "seq-mean-token-sum-norm":
             yield no_effect("l_norm", self.l_norm, f"agg is {self.agg}")
         if self.agg_scope != "batch" and self.agg != "token-mean":

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from openrlhf_ext.config.algorithm_options import algorithm_name
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.auxiliary import Companions
 from openrlhf_ext.driver.checkpointing import Checkpointer, CheckpointOptions, save_hf
@@ -232,7 +231,7 @@ def build_loop(config: Any, parts: Parts) -> TrainingLoop:
             Path(config.logger.figure_path),
             parts.steps,
             parts.prompts.skipped_overlong,
-            title=f"{algorithm_name(config)}, {Path(config.actor.model_name_or_path).name}",
+            title=f"{config.algorithm_name()}, {Path(config.actor.model_name_or_path).name}",
             resume_step=parts.resumed.step if parts.resumed is not None else 0,
         ),
         gauges=step_gauges(config, parts.policy),

@@ -191,8 +191,7 @@ def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
 
 def plain_options(config: Any) -> dict[str, str]:
     """Every option that is not a secret, as text by its name."""
-    from openrlhf_ext.config.access import value_of
-    from openrlhf_ext.config.options import option_table
+    from openrlhf_ext.config import option_table, value_of
 
     return {name: repr(value_of(config, name)) for name, option in option_table().items() if not option.info.secret}
 

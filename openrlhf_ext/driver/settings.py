@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
-from openrlhf_ext.config.entities.algo import CUSTOM
+from openrlhf_ext.config.sections.algo import CUSTOM
 from openrlhf_ext.driver.engines import RecoveryLimits
 from openrlhf_ext.driver.loop import LoopOptions
 from openrlhf_ext.driver.rollouts import RolloutOptions
@@ -48,7 +48,7 @@ def build_algorithm(config: Any, **measured: Any) -> Algorithm:
     with it.
     """
     name, options, correction = config.algorithm_options()
-    algorithm = get_algorithm(name, correction=correction, **options, **measured)
+    algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)  # load_config has warned
     if config.algo.advantage.estimator == CUSTOM:
         ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])
     return algorithm
