@@ -42,7 +42,8 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunC
     """
     line = read_command_line(argv)
     if line.help_filter is not None:
-        sys.stdout.write(format_help(line.help_filter))
+        own_file = next((str(s.value) for s in line.settings if s.name == "algo.module_path"), None)
+        sys.stdout.write(format_help(line.help_filter, own_file))
         raise SystemExit(0)
     settings: list[Setting] = []
     violations = list(line.violations)

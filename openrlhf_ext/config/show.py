@@ -15,7 +15,16 @@ from openrlhf_ext.config.openrlhf import DIFFERENCES
 from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.table import option_table
-from openrlhf_ext.options import Option, describe, describe_field, is_set, leaf_fields, nested_model, value_of
+from openrlhf_ext.options import (
+    Option,
+    describe,
+    describe_field,
+    is_set,
+    leaf_fields,
+    nested_model,
+    value_of,
+    value_text,
+)
 
 _WIDTH = 110
 _USAGE = """\
@@ -28,15 +37,19 @@ are listed at the end.
 """
 
 
-def format_help(pattern: str = "") -> str:
-    """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help."""
+def format_help(pattern: str = "", own_file: str | None = None) -> str:
+    """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help.
+
+    Args:
+        own_file: ``algo.module_path``, for the options of the estimator custom.
+    """
     chosen = _matching(pattern)
     if not chosen:
         return f"no option matches {pattern!r}; groups: {', '.join(_groups())}\n"
     supported = [option for option in chosen if option.unsupported is None]
     refused = [option for option in chosen if option.unsupported is not None]
-    if len(chosen) == 1 and chosen[0].arity == "open" and chosen[0].name != f"algo.{CUSTOM}":
-        supported = list(method_options(chosen[0].name.removeprefix("algo.")))
+    if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
+        supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
     blocks = [_USAGE]
     for group, options in groupby(supported, key=_group):
         blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
@@ -67,11 +80,13 @@ def format_markdown() -> str:
 _METHODS = "As `algo.<estimator>.<option>`; what they do is in [algorithms.md](algorithms.md)."
 
 
-def method_options(estimator: str) -> Iterator[Option]:
+def method_options(estimator: str, own_file: str | None = None) -> Iterator[Option]:
     """The options of an estimator under their full names, those inside of maps too."""
-    from openrlhf_ext.algorithms.registry import algorithm_class  # late: algorithms import torch
+    from openrlhf_ext.algorithms.own_file import algorithm_of_file  # late: algorithms import torch
+    from openrlhf_ext.algorithms.registry import algorithm_class
 
-    for name, field in leaf_fields(algorithm_class(estimator).Options):
+    registered = algorithm_of_file(own_file) if own_file and estimator == CUSTOM else estimator
+    for name, field in leaf_fields(algorithm_class(registered).Options):
         inner = nested_model(field)
         options = {name: describe_field(name, field)} | {
             f"{name}.{key}": option for key, option in (describe(inner) if inner else {}).items()
@@ -86,11 +101,14 @@ def _method_rows() -> Iterator[Sequence[str]]:
     for estimator in ESTIMATORS:
         for option in method_options(estimator):
             key = option.name.removeprefix(f"algo.{estimator}.")
-            default = "required" if option.required else _code(option.shown_default)
+            published = option.info.recommended
+            taken = "" if published is None else f"; a run takes {value_text(published)}"
+            default = "required" if option.required else _code(option.shown_default) + taken
             rows.setdefault((f"`{key}`", option.expects, default, option.help), []).append(estimator)
     for (key, expects, default, meaning), estimators in sorted(rows.items()):
-        owners = "all" if len(estimators) == len(ESTIMATORS) else ", ".join(estimators)
-        yield key, expects, default, owners, meaning
+        others = [estimator for estimator in ESTIMATORS if estimator not in estimators]
+        all_but = "all but " + ", ".join(others) if others else "all"
+        yield key, expects, default, all_but if len(others) < 4 else ", ".join(estimators), meaning
 
 
 def _matching(pattern: str) -> list[Option]:
