@@ -134,7 +134,7 @@ class OptionInfo:
 def option(
     default: Any,
     help_text: str,
-    *,
+    *earlier: Any,
     path: PathKind | None = None,
     secret: bool = False,
     default_text: str | None = None,
@@ -152,11 +152,12 @@ def option(
         default_text: how the default is shown where its value says too little.
         recommended, refuses_null: as in :class:`OptionInfo`.
         constraints: pydantic bounds (``ge``, ``gt``, ``le``, ``lt``, ``min_length``, ``max_length``).
+
+    Raises:
+        TypeError: the call has the form of an earlier release.
     """
-    if not isinstance(help_text, str):  # earlier releases had option(KIND, DEFAULT, HELP)
-        raise TypeError(
-            f"option(DEFAULT, HELP, ...) takes the type from the annotation of the field: got {help_text!r}"
-        )
+    if earlier:  # option(KIND, DEFAULT, HELP)
+        raise TypeError("option(DEFAULT, HELP, ...) has no KIND any more: the annotation of the field is the type")
     info = OptionInfo(None, path, secret, default_text, False, recommended, refuses_null)
     return _field(default, help_text, info, constraints)
 
@@ -442,11 +443,9 @@ def _fault(model: type[BaseModel], detail: Any) -> Fault:
         model = inner
     name, value = ".".join(names), detail["input"]
     if field is None:
-        hint = nearest(names[-1], model.model_fields)
-        near = f"; did you mean {hint!r}?" if hint else "."
-        return Fault(
-            name, f"unknown option {names[-1]!r}{near} Options: {', '.join(sorted(model.model_fields))}", value, True
-        )
+        near = nearest(names[-1], model.model_fields)
+        problem = f"unknown option {names[-1]!r}" + (f"; did you mean {near!r}?" if near else ".")
+        return Fault(name, f"{problem} Options: {', '.join(sorted(model.model_fields))}", value, unknown=True)
     described = describe_field(name, field)
     if detail["type"] == "missing":
         return Fault(name, f" is required ({described.help})", None)

@@ -1,9 +1,15 @@
-"""Algorithms by name. A user's own module registers one with `register_algorithm`; nothing here needs to change."""
+"""Algorithms by name. A user's own module or file registers one with `register_algorithm`; nothing here changes."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, TypeVar
 
 from openrlhf_ext.algorithms.base import Algorithm
@@ -23,7 +29,10 @@ def register_algorithm(name: str, options: type[Options]) -> Callable[[A], A]:
 
     Raises:
         ValueError: the name is taken by another class.
+        TypeError: the options are a dataclass, as in earlier releases.
     """
+    if is_dataclass(options):
+        raise TypeError(f"{options.__name__}: options are pydantic models, leave @dataclass out")
 
     def register(cls: A) -> A:
         known = _ALGORITHMS.get(name)
@@ -119,3 +128,34 @@ def get_algorithm(
     parsed = parse(cls.Options, {key: value for key, value in options.items() if key not in foreign}, name, warn=warn)
     penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
     return cls(parsed, correction=parse_correction(correction), kl=penalty)
+
+
+@cache
+def algorithm_of_file(path: str) -> str:
+    """Runs a Python file that registers one algorithm (`register_algorithm`); the name it has then.
+
+    Its module is in `sys.modules`, under a name that other processes cannot import: what sends the algorithm to them
+    sends the class by value.
+
+    Raises:
+        ValueError: the file cannot be run, or registers no algorithm or several.
+    """
+    before = set(algorithm_names())
+    name = f"openrlhf_ext_own_{Path(path).stem}"
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} must be a .py file")
+    sys.modules[name] = module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be imported: {_place(error, path)}{type(error).__name__}: {error}") from error
+    new = sorted(set(algorithm_names()) - before)
+    if len(new) != 1:
+        raise ValueError(f"{path} must register one algorithm with register_algorithm, got {', '.join(new) or 'none'}")
+    return new[0]
+
+
+def _place(error: BaseException, path: str) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"line {lines[-1]}: " if lines else ""

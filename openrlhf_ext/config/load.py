@@ -42,8 +42,8 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunC
     """
     line = read_command_line(argv)
     if line.help_filter is not None:
-        own_file = next((str(s.value) for s in line.settings if s.name == "algo.module_path"), None)
-        sys.stdout.write(format_help(line.help_filter, own_file))
+        own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
+        sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
         raise SystemExit(0)
     settings: list[Setting] = []
     violations = list(line.violations)

@@ -280,7 +280,7 @@ class RunConfig(Section):
         """
         if self.algo.advantage.estimator != CUSTOM:
             return self.algo.advantage.estimator
-        from openrlhf_ext.algorithms.own_file import algorithm_of_file  # late: algorithms import torch
+        from openrlhf_ext.algorithms.registry import algorithm_of_file  # late: algorithms import torch
 
         return algorithm_of_file(self.algo.module_path or "")
 

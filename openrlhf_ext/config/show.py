@@ -82,8 +82,7 @@ _METHODS = "As `algo.<estimator>.<option>`; what they do is in [algorithms.md](a
 
 def method_options(estimator: str, own_file: str | None = None) -> Iterator[Option]:
     """The options of an estimator under their full names, those inside of maps too."""
-    from openrlhf_ext.algorithms.own_file import algorithm_of_file  # late: algorithms import torch
-    from openrlhf_ext.algorithms.registry import algorithm_class
+    from openrlhf_ext.algorithms.registry import algorithm_class, algorithm_of_file  # late: algorithms import torch
 
     registered = algorithm_of_file(own_file) if own_file and estimator == CUSTOM else estimator
     for name, field in leaf_fields(algorithm_class(registered).Options):
