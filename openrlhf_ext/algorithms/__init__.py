@@ -28,7 +28,6 @@ from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
 from openrlhf_ext.algorithms.losses import SequenceAlgorithm, TokenAlgorithm
-from openrlhf_ext.algorithms.option_parsing import OptionInfo, option
 from openrlhf_ext.algorithms.registry import (
     algorithm_names,
     describe_options,
@@ -36,12 +35,12 @@ from openrlhf_ext.algorithms.registry import (
     register_algorithm,
     with_published_values,
 )
+from openrlhf_ext.options import option
 
 __all__ = [
     "Algorithm",
     "Inputs",
     "Loss",
-    "OptionInfo",
     "RolloutBatch",
     "SequenceAlgorithm",
     "ShapedBatch",

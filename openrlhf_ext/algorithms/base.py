@@ -29,7 +29,7 @@ from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, partition
 from openrlhf_ext.algorithms.importance import Correction, correction_weights
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
-from openrlhf_ext.algorithms.option_parsing import Options
+from openrlhf_ext.algorithms.option_blocks import Options
 from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unpacked
 
 LEAST_ENTROPY = -1e-4
@@ -48,7 +48,7 @@ class Algorithm:
 
     Class attributes:
         name: registry name.
-        Options: options dataclass.
+        Options: options class.
         needs: optional RolloutBatch tensors that `shape` requires.
         loss_inputs: names in `ShapedBatch.exposed` that `prepare` and the loss read (kept by `ShapedBatch.lean`); what
             only `loss_level` reads is not among them.
@@ -58,7 +58,7 @@ class Algorithm:
     """
 
     name: ClassVar[str] = ""
-    Options: ClassVar[type] = Options
+    Options: ClassVar[type[Options]] = Options
     needs: ClassVar[tuple[str, ...]] = ()
     loss_inputs: ClassVar[tuple[str, ...]] = ()
     needs_prepare: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class Algorithm:
     def with_kl_coef(self, coef: float) -> Algorithm:
         """This algorithm with another coefficient of its KL penalty, which it must have."""
         changed = copy.copy(self)
-        changed.kl = dataclasses.replace(self.penalty, coef=coef)
+        changed.kl = self.penalty.model_copy(update={"coef": coef})
         return changed
 
     @torch.no_grad()

@@ -9,15 +9,16 @@ Shape suffixes: B = completions, N = tokens of all completions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.losses import SequenceAlgorithm, TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
+    Aggregation,
     AggregationOptions,
     ClipOptions,
+    Degenerate,
     GroupOptions,
     KLOptions,
     agg,
@@ -25,8 +26,8 @@ from openrlhf_ext.algorithms.option_blocks import (
     clip_low,
     degenerate,
 )
-from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.options import Float, option
 
 
 class GroupRelative(TokenAlgorithm):
@@ -40,10 +41,9 @@ class GroupRelative(TokenAlgorithm):
         return {"advantages": token_N, **fields}
 
 
-@dataclass(frozen=True, kw_only=True)
 class GrpoOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
-    degenerate: str = degenerate("literal")
-    agg: str = agg("seq-mean-token-mean")
+    degenerate: Degenerate = degenerate("literal")
+    agg: Aggregation = agg("seq-mean-token-mean")
 
 
 @register_algorithm("grpo", GrpoOptions)
@@ -56,10 +56,9 @@ class Grpo(GroupRelative):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
 class DapoOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
-    degenerate: str = degenerate("drop")
-    clip_high: float | None = clip_high(0.28)
+    degenerate: Degenerate = degenerate("drop")
+    clip_high: Float | None = clip_high(0.28)
 
 
 @register_algorithm("dapo", DapoOptions)
@@ -73,11 +72,10 @@ class Dapo(GroupRelative):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
 class DrGrpoOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
-    degenerate: str = degenerate("literal")
-    normalize_std: bool = option("bool", False, "divide by the group's standard deviation")
-    agg: str = agg("seq-mean-token-sum-norm")
+    degenerate: Degenerate = degenerate("literal")
+    normalize_std: bool = option(False, "divide by the group's standard deviation")
+    agg: Aggregation = agg("seq-mean-token-sum-norm")
 
 
 @register_algorithm("dr_grpo", DrGrpoOptions)
@@ -90,11 +88,10 @@ class DrGrpo(GroupRelative):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
 class GspoOptions(GroupOptions, ClipOptions):
-    degenerate: str = degenerate("literal")
-    clip_low: float | None = clip_low(3e-4)
-    clip_high: float | None = clip_high(4e-4)
+    degenerate: Degenerate = degenerate("literal")
+    clip_low: Float | None = clip_low(3e-4)
+    clip_high: Float | None = clip_high(4e-4)
 
 
 @register_algorithm("gspo", GspoOptions)

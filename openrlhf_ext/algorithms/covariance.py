@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
@@ -22,6 +23,7 @@ from openrlhf_ext.algorithms.batch import check_values
 from openrlhf_ext.algorithms.losses import masked_log_ratio, promote
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
+    Degenerate,
     KLOptions,
     PartitionOptions,
     PenaltyOptions,
@@ -31,23 +33,23 @@ from openrlhf_ext.algorithms.option_blocks import (
     clip_low,
     degenerate,
 )
-from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, not_negative, option
 from openrlhf_ext.algorithms.quantiles import order_statistic
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import float64_sum
+from openrlhf_ext.options import Float, Int, Violation, Words, no_effect, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class CovarianceOptions(PartitionOptions, SequenceAdvantageOptions, PenaltyOptions, ClipOptions, ScopeOptions):
     """What both covariance methods read."""
 
-    mask_truncated: bool = option("bool", False, "not defined for covariance methods: true is rejected")
-    degenerate: str = degenerate("drop")
+    mask_truncated: bool = option(False, "not defined for covariance methods: true is rejected")
+    degenerate: Degenerate = degenerate("drop")
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         if self.mask_truncated:
-            yield "mask_truncated = true is not defined for covariance methods; leave it false"
+            message = "mask_truncated = true is not defined for covariance methods; leave it false"
+            yield Violation(("mask_truncated",), message)
 
 
 class CovarianceControl(GroupRelative):
@@ -152,28 +154,31 @@ class FlaggedTokens:
         return cls(index_n[order_n], number_n[order_n], place_n3[order_n], int(counts.sum()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClipCovOptions(CovarianceOptions):
-    cov_ratio: float = option("float", 2e-4, "share of tokens removed", check=in_closed_unit_interval, rule="in [0, 1]")
-    cov_lb: float = option("float", 1.0, "lower end of the candidate band, exclusive")
-    cov_ub: float = option("float", 5.0, "upper end of the candidate band, exclusive")
-    perm: tuple[int, ...] | None = option(
-        "ints",
-        None,
-        "selection order of the candidates; null: natural order",
-        check=lambda perm: len(set(perm)) == len(perm) and all(index >= 0 for index in perm),
-        rule="distinct indices, 0 or more",
-    )
-    kl_coef: float = option("float", 0.0, "not defined here: a non-zero value is rejected")
-    clip_low: float | None = clip_low(1.0)
-    clip_high: float | None = clip_high(1.0)
+def _distinct(indices: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(indices)) < len(indices) or min(indices, default=0) < 0:
+        raise ValueError("distinct indices, 0 or more")
+    return indices
 
-    def violations(self) -> Iterator[str]:
+
+Indices = Annotated[tuple[Int, ...], AfterValidator(_distinct), Words("list of distinct integers >= 0")]
+
+
+class ClipCovOptions(CovarianceOptions):
+    cov_ratio: Float = option(2e-4, "share of tokens removed", ge=0, le=1)
+    cov_lb: Float = option(1.0, "lower end of the candidate band, exclusive")
+    cov_ub: Float = option(5.0, "upper end of the candidate band, exclusive")
+    perm: Indices | None = option(None, "selection order of the candidates; null: natural order")
+    kl_coef: Float = option(0.0, "not defined here: a non-zero value is rejected")
+    clip_low: Float | None = clip_low(1.0)
+    clip_high: Float | None = clip_high(1.0)
+
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         if self.kl_coef != 0:
-            yield f"kl_coef = {self.kl_coef} is not defined for clip_cov; leave it 0"
+            yield Violation(("kl_coef",), f"kl_coef = {self.kl_coef} is not defined for clip_cov; leave it 0")
         if not self.cov_lb < self.cov_ub:
-            yield f"the band of candidates is empty: cov_lb = {self.cov_lb} must be below cov_ub = {self.cov_ub}"
+            message = f"the band of candidates is empty: cov_lb = {self.cov_lb} must be below cov_ub = {self.cov_ub}"
+            yield Violation(("cov_lb", "cov_ub"), message)
 
 
 @register_algorithm("clip_cov", ClipCovOptions)
@@ -220,25 +225,22 @@ class ClipCov(CovarianceControl):
         return kept_N if factor_N is None else factor_N * kept_N
 
 
-@dataclass(frozen=True, kw_only=True)
 class KLCovOptions(CovarianceOptions, KLOptions):
-    cov_ratio: float = option(
-        "float",
-        2e-3,
-        "share of tokens penalised (2e-3 for 7B, 2e-4 for 32B)",
-        check=in_closed_unit_interval,
-        rule="in [0, 1]",
-    )
-    ppo_kl_coef: float = option(
-        "float", 1.0, "coefficient of |new - old| on the chosen tokens", check=not_negative, rule="at least 0"
-    )
-    clip_low: float | None = option("float", None, "accepted, without effect", nullable=True)
-    clip_high: float | None = option("float", None, "accepted, without effect")
-    dual_clip: float | None = option("float", None, "accepted, without effect")
+    cov_ratio: Float = option(2e-3, "share of tokens penalized (2e-3 for 7B, 2e-4 for 32B)", ge=0, le=1)
+    ppo_kl_coef: Float = option(1.0, "coefficient of |new - old| on the chosen tokens", ge=0)
+    clip_low: Float | None = option(None, "accepted, without effect", ge=0)
+    clip_high: Float | None = option(None, "accepted, without effect", ge=0)
+    dual_clip: Float | None = option(None, "accepted, without effect", gt=1)
 
-    def interval_violations(self) -> Iterator[str]:
+    def interval_violations(self) -> Iterator[Violation]:
         """None: nothing is clipped, so the clip keys need not agree."""
         return iter(())
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            if getattr(self, name) is not None:
+                yield no_effect(name, getattr(self, name), "kl_cov clips nothing")
 
 
 @register_algorithm("kl_cov", KLCovOptions)

@@ -8,7 +8,6 @@ Shape suffixes: B = completions, N = tokens of all completions, n = tokens of on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,21 +17,21 @@ from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipOptions,
+    Degenerate,
     GroupOptions,
     KLOptions,
     clip_high,
     degenerate,
 )
-from openrlhf_ext.algorithms.option_parsing import option, positive
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.options import Float, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class EntropyAdvantageOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
-    ent_alpha: float = option("float", 0.4, "entropy weight (published: 0.4 with GRPO, 0.1 with PPO)")
-    ent_kappa: float = option("float", 2.0, "the bonus is at most |A| / kappa", check=positive, rule="positive")
-    degenerate: str = degenerate("zero")
-    clip_high: float | None = clip_high(0.28)
+    ent_alpha: Float = option(0.4, "entropy weight (published: 0.4 with GRPO, 0.1 with PPO)", ge=0)
+    ent_kappa: Float = option(2.0, "the bonus is at most |A| / kappa, so it never turns the sign", ge=1)
+    degenerate: Degenerate = degenerate("zero")
+    clip_high: Float | None = clip_high(0.28)
 
 
 @register_algorithm("entropy_advantage", EntropyAdvantageOptions)

@@ -10,7 +10,6 @@ of the longest of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +21,9 @@ from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
-from openrlhf_ext.algorithms.option_parsing import in_closed_unit_interval, option, positive
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
+from openrlhf_ext.options import Float, option
 
 _ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
 _ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
@@ -123,13 +122,12 @@ def _moments(values_N: Tensor, minus_N: Tensor | None = None) -> tuple[Tensor, T
     return sum((((block_n - mean) ** 2).sum() for block_n in blocks()), zero) / len(values_N), mean
 
 
-@dataclass(frozen=True, kw_only=True)
 class GaeOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
-    gamma: float = option("float", 1.0, "discount per token", check=in_closed_unit_interval, rule="in [0, 1]")
-    lambd: float = option("float", 1.0, "GAE lambda", check=in_closed_unit_interval, rule="in [0, 1]")
-    whiten: bool = option("bool", True, "standardise the advantages over all tokens of the rollout batch")
-    normalize_std: bool = option("bool", True, "divide by the std when whitening; false only subtracts the mean")
-    adv_eps: float = option("float", 1e-8, "added to the standard deviation", check=positive, rule="positive")
+    gamma: Float = option(1.0, "discount per token", ge=0, le=1)
+    lambd: Float = option(1.0, "GAE lambda", ge=0, le=1)
+    whiten: bool = option(True, "standardise the advantages over all tokens of the rollout batch")
+    normalize_std: bool = option(True, "divide by the std when whitening; false only subtracts the mean")
+    adv_eps: Float = option(1e-8, "added to the standard deviation", gt=0)
 
 
 @register_algorithm("gae", GaeOptions)

@@ -9,8 +9,7 @@ Shape suffixes: B = completions, N = tokens of all completions, n = tokens of on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.losses import SequenceAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
+    Ddof,
+    Degenerate,
     EntropyOptions,
     EpsOptions,
     PartitionOptions,
@@ -30,38 +31,39 @@ from openrlhf_ext.algorithms.option_blocks import (
     clip_high,
     degenerate,
 )
-from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Segments
+from openrlhf_ext.options import Float, Violation, no_effect, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class GrpoSOptions(PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptions, EntropyOptions, ClipOptions):
-    version: str = option("choice", "v6", "formula of the shaped reward", choices=("v1", "v2", "v6"))
-    beta: float = option("float", 0.1, "v1, v2: entropy weight")
-    beta1: float | None = option("float", None, "base weight; required for v6", recommended=1.0)
-    beta2: float | None = option("float", None, "entropy weight; required for v6", recommended=0.1)
-    h_hat: str = option(
-        "choice", "arithmetic", "mean of a completion's token entropies", choices=("arithmetic", "geometric")
-    )
-    w_hat: str = option(
-        "choice", "arithmetic", "sequence ratio: mean of token ratios", choices=("arithmetic", "geometric")
-    )
-    ddof_seq: int = option("choice", 1, "std over sequences: 1 sample, 0 population", choices=(0, 1))
-    degenerate: str = degenerate("drop")
-    clip_high: float | None = clip_high(0.28)
+    version: Literal["v1", "v2", "v6"] = option("v6", "formula of the shaped reward")
+    beta: Float = option(0.1, "v1, v2: entropy weight", ge=0)
+    beta1: Float | None = option(None, "base weight; required for v6", recommended=1.0, ge=0)
+    beta2: Float | None = option(None, "entropy weight; required for v6", recommended=0.1, ge=0)
+    h_hat: Literal["arithmetic", "geometric"] = option("arithmetic", "mean of a completion's token entropies")
+    w_hat: Literal["arithmetic", "geometric"] = option("arithmetic", "sequence ratio: mean of token ratios")
+    ddof_seq: Ddof = option(1, "std over sequences: 1 sample, 0 population")
+    degenerate: Degenerate = degenerate("drop")
+    clip_high: Float | None = clip_high(0.28)
 
     @property
     def two_tables(self) -> bool:
         """Failures have shaped rewards of their own."""
         return self.version in ("v2", "v6")
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         if self.version == "v6":
             yield from self.missing(("beta1", "beta2"), self.version)
             if self.beta1 == self.beta2 == 0:
-                yield "beta1 = beta2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
+                message = "beta1 = beta2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
+                yield Violation(("beta1", "beta2"), message)
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        if self.beta != type(self).model_fields["beta"].default and self.version == "v6":
+            yield no_effect("beta", self.beta, "version v6 does not read it", "use beta1 and beta2")
 
 
 @register_algorithm("grpo_s", GrpoSOptions)

@@ -9,13 +9,12 @@ Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
@@ -27,16 +26,15 @@ from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, usable_row
 from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
+    Ddof,
     EpsOptions,
     TruncationOptions,
     clip_high,
     clip_low,
 )
-from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Segments
-
-logger = logging.getLogger(__name__)
+from openrlhf_ext.options import Float, Int, no_effect, option
 
 LN2 = math.log(2.0)
 
@@ -68,39 +66,31 @@ def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
     return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
-    preset: str = option(
-        "choice", "paper", "defaults of the paper or of its released code", choices=("paper", "official")
+    preset: Literal["paper", "official"] = option("paper", "defaults of the paper or of its released code")
+    gamma: Float = option(0.1, "entropy regularizer", ge=0)
+    entropy_threshold: Float = option(LN2, "filter level of a completion's mean entropy, nats", ge=0)
+    h_ini: Float | None = option(
+        None, "initial entropy, nats; null: filter always on; a number: on only below ln 2", ge=0
     )
-    gamma: float = option("float", 0.1, "entropy regulariser", check=not_negative, rule="at least 0")
-    entropy_threshold: float = option("float", LN2, "filter level of a completion's mean entropy, in nats")
-    h_ini: float | None = option("float", None, "initial entropy; null: filter always on; a number: on only below ln 2")
-    filter: str = option("choice", "all", "who the entropy filter removes", choices=("all", "only_neg", "off"))
-    use_conflict: bool = option("bool", True, "false: lambda is 1 everywhere")
-    w_pos: float = option(
-        "float", 2.0, "lambda of conflict tokens of positive completions", check=not_negative, rule="at least 0"
+    initial_entropy_prompts: Int = option(
+        100, "prompts over which a run that is not given h_ini measures it; 0 = it does not", ge=0
     )
-    anchor: str = option(
-        "choice", "start", "conflict spans begin at the first/last token, or anywhere", choices=("start", "first")
-    )
-    overlap: str = option(
-        "choice", "or", "tokens in both spans: one weight, or the product of both", choices=("or", "product")
-    )
-    zero_adv: str = option(
-        "choice", "literal", "A = 0 completions get -gamma <H>, or nothing", choices=("literal", "skip")
-    )
-    conflict_divisor: str = option(
-        "choice", "none", "divide a completion by its longer conflict run", choices=("none", "max_run")
-    )
-    group_reduce: str = option("choice", "mean", "mean over completions and prompts, or sum", choices=("mean", "sum"))
-    normalize_std: bool = option("bool", True, "divide by the group's standard deviation")
-    ddof_seq: int = option("choice", 1, "std over sequences: 1 sample, 0 population", choices=(0, 1))
-    sign_tol: float = option("float", 1e-8, "|A| at or below this is 0", check=not_negative, rule="at least 0")
-    clip_low: float | None = clip_low(None)
-    clip_high: float | None = clip_high(None)
+    filter: Literal["all", "only_neg", "off"] = option("all", "who the entropy filter removes")
+    use_conflict: bool = option(True, "false: lambda is 1 everywhere")
+    w_pos: Float = option(2.0, "lambda of conflict tokens of positive completions", ge=0)
+    anchor: Literal["start", "first"] = option("start", "conflict spans begin at the first/last token, or anywhere")
+    overlap: Literal["or", "product"] = option("or", "tokens in both spans: one weight, or the product of both")
+    zero_adv: Literal["literal", "skip"] = option("literal", "A = 0 completions get -gamma <H>, or nothing")
+    conflict_divisor: Literal["none", "max_run"] = option("none", "divide a completion by its longer conflict run")
+    group_reduce: Literal["mean", "sum"] = option("mean", "mean over completions and prompts, or sum")
+    normalize_std: bool = option(True, "divide by the group's standard deviation")
+    ddof_seq: Ddof = option(1, "std over sequences: 1 sample, 0 population")
+    sign_tol: Float = option(1e-8, "|A| at or below this is 0", ge=0)
+    clip_low: Float | None = clip_low(None)
+    clip_high: Float | None = clip_high(None)
 
-    OFFICIAL = {
+    OFFICIAL: ClassVar[dict[str, Any]] = {
         "normalize_std": False,
         "entropy_threshold": 0.7,
         "h_ini": None,
@@ -111,15 +101,18 @@ class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
         "w_pos": 2.0,
     }
 
-    def interval_violations(self) -> Iterator[str]:
-        yield from super().interval_violations()
-        if self.clip_low is None and self.clip_high is not None:
-            logger.warning("clip_high = %s has no effect: without clip_low nothing is clipped", self.clip_high)
-
+    @model_validator(mode="before")
     @classmethod
-    def preset_overrides(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults replaced by the preset named in `values`."""
-        return dict(cls.OFFICIAL) if values.get("preset") == "official" else {}
+    def _of_the_preset(cls, values: Any) -> Any:
+        """The preset replaces defaults; what is given, other than null, wins over it."""
+        if not isinstance(values, Mapping) or values.get("preset") != "official":
+            return values
+        return cls.OFFICIAL | {name: value for name, value in values.items() if value is not None}
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        if self.clip_low is None and self.clip_high is not None:
+            yield no_effect("clip_high", self.clip_high, "without clip_low nothing is clipped")
 
 
 @register_algorithm("gtpo_conflict", GtpoConflictOptions)

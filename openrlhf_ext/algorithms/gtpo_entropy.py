@@ -10,10 +10,9 @@ tokens of one block.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
+    Ddof,
+    Degenerate,
     EntropyOptions,
     EpsOptions,
     KLOptions,
@@ -36,14 +37,11 @@ from openrlhf_ext.algorithms.option_blocks import (
     clip_high,
     degenerate,
 )
-from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Block
+from openrlhf_ext.options import Float, Violation, no_effect, option
 
-logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
 class GtpoEntropyOptions(
     PartitionOptions,
     TruncationOptions,
@@ -54,31 +52,22 @@ class GtpoEntropyOptions(
     KLOptions,
     ScopeOptions,
 ):
-    version: str = option("choice", "v6", "formula of the shaped reward", choices=("v1", "v1u", "v2", "v6"))
-    alpha: float = option("float", 0.1, "v1, v2: entropy weight")
-    alpha1: float | None = option(
-        "float", None, "base weight; required for v6, v1u and v2_positive v1u", recommended=1.0
+    version: Literal["v1", "v1u", "v2", "v6"] = option("v6", "formula of the shaped reward")
+    alpha: Float = option(0.1, "v1, v2: entropy weight", ge=0)
+    alpha1: Float | None = option(None, "base weight; required for v6, v1u and v2_positive v1u", recommended=1.0, ge=0)
+    alpha2: Float | None = option(
+        None, "entropy weight; required for v6, v1u and v2_positive v1u", recommended=0.1, ge=0
     )
-    alpha2: float | None = option(
-        "float", None, "entropy weight; required for v6, v1u and v2_positive v1u", recommended=0.1
+    kappa: Float | None = option(None, "v1u: upper clip alpha1 (1 + 1/kappa); required there", gt=1)
+    v2_positive: Literal["v1", "v1u"] = option("v1", "v2: formula for successful completions")
+    entropy_axis: Literal["column", "row", "matrix"] = option(
+        "column", "entropies compared at equal positions, inside a completion, or all together"
     )
-    kappa: float | None = option(
-        "float", None, "v1u: upper clip alpha1 (1 + 1/kappa); required there", check=lambda k: k > 1, rule="above 1"
-    )
-    v2_positive: str = option("choice", "v1", "v2: formula for successful completions", choices=("v1", "v1u"))
-    entropy_axis: str = option(
-        "choice",
-        "column",
-        "entropies compared at equal positions, inside a completion, or all together",
-        choices=("column", "row", "matrix"),
-    )
-    inverse_floor: float = option(
-        "float", 0.0, "lower bound of the entropy before it is inverted", check=not_negative, rule="at least 0"
-    )
-    ddof_tok: int = option("choice", 0, "std of token pools: 0 population, 1 sample", choices=(0, 1))
-    sign_guard: bool = option("bool", False, "clamp advantages to >= 0 on successes and <= 0 on failures; in no paper")
-    degenerate: str = degenerate("drop")
-    clip_high: float | None = clip_high(0.28)
+    inverse_floor: Float = option(0.0, "lower bound of the entropy before it is inverted, nats", ge=0)
+    ddof_tok: Ddof = option(0, "std of token pools: 0 population, 1 sample")
+    sign_guard: bool = option(False, "clamp advantages to >= 0 on successes and <= 0 on failures; in no paper")
+    degenerate: Degenerate = degenerate("drop")
+    clip_high: Float | None = clip_high(0.28)
 
     @property
     def clipped_positive(self) -> bool:
@@ -90,10 +79,8 @@ class GtpoEntropyOptions(
         """Failures have shaped rewards of their own."""
         return self.version in ("v2", "v6")
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
-        if self.v2_positive != "v1" and self.version != "v2":
-            yield f"v2_positive = {self.v2_positive!r} is read only with version v2, got version {self.version!r}"
         if self.version == "v6" or self.clipped_positive:
             needed = ("alpha1", "alpha2", "kappa") if self.clipped_positive else ("alpha1", "alpha2")
             missing = list(self.missing(needed, self.version))
@@ -101,17 +88,31 @@ class GtpoEntropyOptions(
             if self.clipped_positive and not missing:
                 yield from self._clip_violations()
         if self.version == "v6" and self.alpha1 == self.alpha2 == 0:
-            yield "alpha1 = alpha2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
+            message = "alpha1 = alpha2 = 0 makes all shaped rewards 0; raise one of them (published: 1.0, 0.1)"
+            yield Violation(("alpha1", "alpha2"), message)
 
-    def _clip_violations(self) -> Iterator[str]:
+    def _clip_violations(self) -> Iterator[Violation]:
         upper = self.alpha1 * (1 + 1 / self.kappa)
         if upper < 1:
-            yield (
+            yield Violation(
+                ("alpha1", "kappa"),
                 f"the clip interval [1, alpha1 (1 + 1/kappa)] is empty: alpha1 = {self.alpha1}, kappa = {self.kappa} "
-                f"give an upper end of {upper:.6g}; raise alpha1 or lower kappa"
+                f"give an upper end of {upper:.6g}; raise alpha1 or lower kappa",
             )
-        if abs(self.alpha1 + self.alpha2 - 1) > 1e-9:
-            logger.warning("the paper requires alpha1 + alpha2 = 1 here, got %s + %s", self.alpha1, self.alpha2)
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        if self.v2_positive != "v1" and self.version != "v2":
+            yield no_effect("v2_positive", self.v2_positive, f"version {self.version} does not read it")
+        if self.alpha != type(self).model_fields["alpha"].default and self.version not in ("v1", "v2"):
+            yield no_effect("alpha", self.alpha, f"version {self.version} does not read it", "use alpha1 and alpha2")
+        if self.version == "v2" and not self.sign_guard:
+            yield (
+                "version v2 gives some tokens of wrong completions a positive advantage: their mean is below 0, and "
+                "those of high entropy get about 0; version v6 or sign_guard = true cures it"
+            )
+        if self.clipped_positive and abs(self.alpha1 + self.alpha2 - 1) > 1e-9:
+            yield f"the paper requires alpha1 + alpha2 = 1 here, got {self.alpha1} + {self.alpha2}"
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,6 @@ class GtpoEntropy(TokenAlgorithm):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
-
-    def __init__(self, options: GtpoEntropyOptions, **parts: Any) -> None:
-        super().__init__(options, **parts)
-        if options.version == "v2" and not options.sign_guard:
-            logger.warning(
-                "gtpo_entropy v2 gives some tokens of wrong completions a positive advantage (docs/algorithms.md, "
-                "T-8); version v6 or sign_guard = true cures it"
-            )
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         """Share -> reward -> pools -> advantage, for one cohort after the other."""

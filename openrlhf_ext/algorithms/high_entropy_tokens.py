@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,25 +19,23 @@ from openrlhf_ext.algorithms.baselines import GroupRelative
 from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
+    Degenerate,
     GroupOptions,
     KLOptions,
     ScopeOptions,
     clip_high,
     degenerate,
 )
-from openrlhf_ext.algorithms.option_parsing import option
 from openrlhf_ext.algorithms.quantiles import upper_threshold
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.options import Float, option
 
 
-@dataclass(frozen=True, kw_only=True)
 class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOptions):
-    top_rho: float = option("float", 0.2, "share of tokens kept", check=lambda r: 0 < r <= 1, rule="in (0, 1]")
-    mask_denominator: str = option(
-        "choice", "selected", "denominators count the selected tokens, or all", choices=("selected", "all")
-    )
-    degenerate: str = degenerate("drop")
-    clip_high: float | None = clip_high(0.28)
+    top_rho: Float = option(0.2, "share of tokens kept", gt=0, le=1)
+    mask_denominator: Literal["selected", "all"] = option("selected", "denominators count the selected tokens, or all")
+    degenerate: Degenerate = degenerate("drop")
+    clip_high: Float | None = clip_high(0.28)
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)

@@ -10,19 +10,26 @@ Shape suffixes: B = completions, N = tokens of all completions, b and n = those 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor
 
-from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
+from openrlhf_ext.algorithms.option_blocks import Bounds, Options, parse
 from openrlhf_ext.algorithms.segments import Block, Segments
+from openrlhf_ext.options import Violation, option
 
 PROBABILITY_MARGIN = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
+def _with_low(threshold: Any) -> Any:
+    """(low, high); one number is the upper end."""
+    if isinstance(threshold, int | float):
+        return (0.0, threshold)
+    return (0.0, *threshold) if isinstance(threshold, list | tuple) and len(threshold) == 1 else threshold
+
+
 class Correction(Options):
     """Parsed `correction=` mapping.
 
@@ -30,32 +37,26 @@ class Correction(Options):
     [low, high] and weighs the others by w; `clip` replaces w by w clamped to [low, high].
     """
 
-    level: str = option("choice", "token", "unit of the statistic", choices=("off", "token", "seq"))
-    mode: str = option("choice", "mask", "drop units outside the band, or clamp their weight", choices=("mask", "clip"))
-    gating: str = option(
-        "choice",
-        "ratio",
-        "statistic: w, or the sampled token's binary KL or total variation",
-        choices=("ratio", "binary_kl", "tv"),
+    level: Literal["off", "token", "seq"] = option("token", "unit of the statistic")
+    mode: Literal["mask", "clip"] = option("mask", "drop units outside the band, or clamp their weight")
+    gating: Literal["ratio", "binary_kl", "tv"] = option(
+        "ratio", "statistic: w, or the sampled token's binary KL or total variation"
     )
-    threshold: tuple[float, float] = option(
-        "pair",
-        (0.5, 5.0),
-        "band [low, high]; one number is the upper end",
-        check=lambda t: 0 <= t[0] <= t[1],
-        rule="[low, high] with 0 <= low <= high",
+    threshold: Annotated[Bounds, BeforeValidator(_with_low)] = option(
+        (0.5, 5.0), "band LOW HIGH of the statistic; one number is the upper end"
     )
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         if self.mode == "clip" and (self.level == "seq" or self.gating != "ratio"):
-            yield (
-                "correction mode 'clip' requires level 'token' and gating 'ratio' (only the per-token ratio is a "
-                f"weight that can be clamped), got level {self.level!r}, gating {self.gating!r}"
+            yield Violation(
+                ("mode", "level", "gating"),
+                "mode clip requires level token and gating ratio (only the per-token ratio is a weight that can be "
+                f"clamped), got {self.level} and {self.gating}; use mode mask",
             )
         if self.gating != "ratio" and self.level != "off" and self.threshold[0] > 0:
-            yield (
-                f"correction gating {self.gating!r} has an upper bound only: give one number as threshold, "
-                f"got {list(self.threshold)}"
+            yield Violation(
+                ("gating", "threshold"),
+                f"gating {self.gating} takes an upper bound only: got {list(self.threshold)}; give one threshold",
             )
 
 
@@ -63,13 +64,7 @@ def parse_correction(values: Mapping[str, Any] | None) -> Correction | None:
     """The `correction=` mapping (keys level, mode, gating, threshold); None when absent or `level: off`."""
     if values is None:
         return None
-    values = dict(values)
-    threshold = values.get("threshold")
-    if isinstance(threshold, int | float):
-        values["threshold"] = (0.0, threshold)
-    elif isinstance(threshold, list | tuple) and len(threshold) == 1:
-        values["threshold"] = (0.0, threshold[0])
-    correction = parse_options(Correction, values, owner="correction")
+    correction = parse(Correction, values, owner="correction")
     return None if correction.level == "off" else correction
 
 

@@ -8,15 +8,15 @@ Shape suffixes: N = tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
-from openrlhf_ext.algorithms.option_parsing import Options, option, parse_options
+from openrlhf_ext.algorithms.option_blocks import Options, parse
+from openrlhf_ext.options import Float, Violation, option
 
 
 def kl_k1(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -39,23 +39,25 @@ _MAX_WEIGHT = 10.0
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
-@dataclass(frozen=True, kw_only=True)
 class KLPenalty(Options):
     """Parsed `kl=` mapping."""
 
-    coef: float = option("float", None, "coefficient", check=lambda c: c >= 0, rule="at least 0")
-    estimator: str = option("choice", "k3", "estimator of the KL", choices=tuple(KL_ESTIMATORS))
-    place: str = option(
-        "choice",
-        "loss",
-        "subtracted from each token's objective, or its sum from the reward",
-        choices=("loss", "reward"),
+    coef: Float = option(..., "coefficient", ge=0)
+    estimator: Literal["k1", "k2", "k3"] = option("k3", "estimator of the KL")
+    place: Literal["loss", "reward"] = option(
+        "loss", "subtracted from each token's objective, or its sum from the reward"
     )
     unbiased_gradient: bool = option(
-        "bool",
         False,
         "in the loss: keep the estimator's value, but give it the gradient of the KL itself, weighted by new / old",
     )
+
+    def violations(self) -> Iterator[Violation]:
+        if self.unbiased_gradient and self.place == "reward":
+            yield Violation(
+                ("unbiased_gradient", "place"),
+                "unbiased_gradient needs place loss: a penalty in the reward has no gradient of its own",
+            )
 
     def in_loss(self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor) -> Tensor:
         """(N,) penalty per token without its coefficient, 0 outside the mask; token by token.
@@ -83,11 +85,7 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
         return KLPenalty(coef=kl_coef) if kl_coef > 0 else None
     if kl_coef > 0:
         raise ValueError(f"{owner}: kl_coef = {kl_coef} and kl = {dict(values)} both set a penalty; give one of them")
-    penalty = parse_options(KLPenalty, values, owner="kl")
-    if penalty.coef is None:
-        raise ValueError("kl: coef is required")
-    if penalty.unbiased_gradient and penalty.place == "reward":
-        raise ValueError("kl: unbiased_gradient needs place loss: a penalty in the reward has no gradient of its own")
+    penalty = parse(KLPenalty, values, owner="kl")
     return penalty if penalty.coef > 0 else None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.groups import Groups, Partition
-from openrlhf_ext.algorithms.option_blocks import LengthPenalty, PenaltyOptions, parse_length_penalty
+from openrlhf_ext.algorithms.option_blocks import LengthPenalty, PenaltyOptions
 
 TOLERANCE = 1e-12
 
@@ -65,7 +65,7 @@ def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     if options.grop_medium_else == "incorrect":
         hit_B = hit_B | (part.failure_B & (n_B <= m_B))
     penalty_B = torch.where(medium_B & hit_B, _ramp(lengths_B, _knee(lengths_B, everyone_B, groups)), penalty_B)
-    hard = options.hard_penalty()
+    hard = options.grop_hard_dapo
     if hard is not None:
         penalty_B = torch.where(hard_B, dapo_overlong(groups.lengths_B, hard.l_max, hard.l_cache), penalty_B)
     return penalty_B
@@ -73,8 +73,8 @@ def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
 
 def length_penalty(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     """(B,) float64 R(i) of the configured penalty, zeros without one."""
-    penalty = parse_length_penalty(options.length_penalty)
-    if penalty is None:
+    penalty = options.length_penalty
+    if penalty is None or penalty.kind == "none":
         return torch.zeros(len(groups.index_B), dtype=torch.float64, device=groups.index_B.device)
     values_B = _formula(penalty, groups, part, options)
     if penalty.on == "correct":

@@ -8,8 +8,7 @@ Shape suffixes: B = completions, N = tokens of all completions.
 from __future__ import annotations
 
 import dataclasses
-import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,16 +18,20 @@ from openrlhf_ext.algorithms import losses
 from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, ShapedBatch
 from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
-from openrlhf_ext.algorithms.option_parsing import not_negative, option
 from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.options import Float, option
 
-logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
 class MixedPolicyOptions(DapoOptions):
-    zero_batch: bool = option("bool", False, "add the loss over groups without a success, guided by the other policy")
-    zero_weight: float = option("float", 1.0, "weight of that loss", check=not_negative, rule="at least 0")
+    zero_batch: bool = option(False, "add the loss over groups without a success, guided by the other policy")
+    zero_weight: Float = option(1.0, "weight of that loss", ge=0)
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        yield (
+            "mixed_policy_dapo is an experimental reconstruction from the abstract of arXiv 2507.12931; it does not "
+            "reproduce the published method"
+        )
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
@@ -39,13 +42,6 @@ class MixedPolicyDapo(GroupRelative):
 
     loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
     tokenwise: ClassVar[bool] = True
-
-    def __init__(self, options: MixedPolicyOptions, **parts: Any) -> None:
-        super().__init__(options, **parts)
-        logger.warning(
-            "mixed_policy_dapo is an experimental reconstruction from the abstract of arXiv 2507.12931; "
-            "it does not reproduce the published method"
-        )
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
         guided = batch.from_guide is not None and bool(batch.from_guide.any())

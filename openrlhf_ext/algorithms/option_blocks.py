@@ -1,272 +1,314 @@
-"""Blocks of options that algorithms share (specification 4.1, blocks A-E), and the `length_penalty` mapping.
+"""Options of methods: their base, the blocks that methods share, and the `length_penalty` mapping.
 
-An algorithm's options class lists the blocks it reads, overrides the defaults that are its own and adds its own keys.
-`degenerate`, `clip_low`, `clip_high` and `agg` make one of these keys with another default.
+A method's options class lists the blocks it reads, overrides the defaults that are its own and adds its own options,
+each declared once by `option` (`openrlhf_ext.options`): annotation, default, meaning, bounds.
+`degenerate`, `clip_low`, `clip_high` and `agg` make one of these options with another default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from openrlhf_ext.algorithms.option_parsing import (
-    REQUIRED,
-    Options,
-    in_unit_interval,
-    not_negative,
+from pydantic import AfterValidator, BeforeValidator, model_validator
+
+from openrlhf_ext.options import (
+    Fault,
+    Float,
+    Int,
+    Pair,
+    Section,
+    Violation,
+    Words,
+    describe,
+    info_of,
+    no_effect,
     option,
-    parse_options,
-    positive,
+    read,
 )
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
+
+class Options(Section):
+    """Base of all options of methods. A null takes the default unless null is a value of the option."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_take_the_default(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if value is not None or cls._keeps_null(name)}
+
+    @classmethod
+    def _keeps_null(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is None or field.default is None or info_of(field).refuses_null or describe(cls)[name].nullable
+
+    def missing(self, names: Iterable[str], version: str) -> Iterator[Violation]:
+        """A violation for each of these options that is null although `version` needs it."""
+        described = describe(type(self))
+        for name in names:
+            if getattr(self, name) is None:
+                published = described[name].info.recommended
+                hint = described[name].expects.removesuffix(" or null")
+                hint = hint if published is None else f"published for v6: {published}"
+                yield Violation((name,), f"{name} is required with version {version} ({hint})")
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+def parse(model: type[O], values: Mapping[str, Any], owner: str, *, warn: bool = True) -> O:
+    """The options with these values; with ``warn`` every warning about them is in the log.
+
+    Raises:
+        ValueError: every violation found, one line each after the name of the `owner`.
+    """
+    found = read(model, values)
+    if isinstance(found, list):
+        raise _refusal(owner, [_fault_text(fault) for fault in found])
+    if problems := [violation.message for violation in found.violations()]:
+        raise _refusal(owner, problems)
+    for warning in found.cautions() if warn else ():
+        logger.warning("%s: %s", owner, warning)
+    return found
+
+
+def _refusal(owner: str, problems: Iterable[str]) -> ValueError:
+    return ValueError("\n".join(f"{owner}: {problem}" for problem in problems))
+
+
+def _fault_text(fault: Fault) -> str:
+    problem = fault.problem if fault.unknown else f"{fault.name}{fault.problem}"
+    return f"{problem}; {fault.hint}" if fault.hint else problem
+
+
 class LengthPenalty(Options):
-    """The `length_penalty` mapping, parsed (specification 2.6). Lengths are in tokens."""
+    """The `length_penalty` mapping. Lengths are in tokens."""
 
-    kind: str = option("choice", REQUIRED, "formula of the penalty", choices=("none", "dapo", "tan_v1", "grop"))
-    on: str = option("choice", "all", "completions it may act on", choices=("all", "correct", "incorrect"))
-    l_max: int | None = option("int", None, "dapo: maximum length", check=positive, rule="positive")
-    l_cache: int | None = option("int", None, "dapo: length of the soft interval", check=positive, rule="positive")
-    factor: float = option("float", 1.0, "dapo: scale of the penalty")
-    L1: int | None = option("int", None, "tan_v1: shorter length", check=positive, rule="positive")
-    L2: int | None = option("int", None, "tan_v1: longer length", check=positive, rule="positive")
-    denominator: str = option("choice", "L2", "tan_v1: slope denominator", choices=("L2", "L1"))
+    kind: Literal["none", "dapo", "tan_v1", "grop"] = option(..., "formula of the penalty")
+    on: Literal["all", "correct", "incorrect"] = option("all", "completions it may act on")
+    l_max: Int | None = option(None, "dapo: maximum length, tokens", gt=0)
+    l_cache: Int | None = option(None, "dapo: length of the soft interval, tokens", gt=0)
+    factor: Float = option(1.0, "dapo: scale of the penalty", ge=0)
+    L1: Int | None = option(None, "tan_v1: shorter length, tokens", gt=0)
+    L2: Int | None = option(None, "tan_v1: longer length, tokens", gt=0)
+    denominator: Literal["L2", "L1"] = option("L2", "tan_v1: slope denominator")
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         needed = {"dapo": ("l_max", "l_cache"), "tan_v1": ("L1", "L2")}.get(self.kind, ())
-        missing = [name for name in needed if getattr(self, name) is None]
-        optional = {"dapo": ("factor",), "tan_v1": ("denominator",)}.get(self.kind, ())
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        unread = sorted(set(given) - {"kind", "on", *needed, *optional})
-        if unread and self.kind != "none":
-            yield f"length_penalty kind {self.kind!r} does not read {', '.join(unread)}"
-        if missing:
-            yield f"length_penalty kind {self.kind!r} requires {', '.join(missing)}"
-        elif self.kind == "tan_v1" and not self.L2 > self.L1:
-            yield f"length_penalty requires L2 > L1, got L1 = {self.L1}, L2 = {self.L2}"
-        elif self.kind == "dapo" and self.l_cache > self.l_max:
-            yield f"length_penalty requires l_cache <= l_max, got {self.l_cache} > {self.l_max}"
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            yield Violation(tuple(missing), f"length_penalty kind {self.kind!r} requires {', '.join(missing)}")
+        if self.kind == "tan_v1" and self.L1 and self.L2 and self.L2 <= self.L1:
+            yield Violation(("L1", "L2"), f"length_penalty requires L2 > L1, got L1 = {self.L1}, L2 = {self.L2}")
+        if self.kind == "dapo" and self.l_max and self.l_cache and self.l_cache > self.l_max:
+            yield Violation(
+                ("l_cache", "l_max"), f"length_penalty requires l_cache <= l_max, got {self.l_cache} > {self.l_max}"
+            )
+
+    def cautions(self) -> Iterator[str]:
+        read_by_kind = {"dapo": ("l_max", "l_cache", "factor"), "tan_v1": ("L1", "L2", "denominator")}
+        for name, field in type(self).model_fields.items():
+            if name not in ("kind", "on", *read_by_kind.get(self.kind, ())) and getattr(self, name) != field.default:
+                yield no_effect(f"length_penalty.{name}", getattr(self, name), f"kind {self.kind} does not read it")
 
 
-def parse_length_penalty(value: Mapping[str, Any] | None) -> LengthPenalty | None:
-    """The mapping as a `LengthPenalty`; None for no penalty (null or `kind: none`)."""
-    if value is None:
-        return None
-    penalty = parse_options(LengthPenalty, value, owner="length_penalty")
-    return None if penalty.kind == "none" else penalty
+class HardPenalty(Options):
+    """The `grop_hard_dapo` mapping: a `dapo` penalty of factor 1 on hard prompts."""
+
+    l_max: Int = option(..., "maximum length, tokens", gt=0)
+    l_cache: Int = option(..., "length of the soft interval, tokens", gt=0)
+
+    def violations(self) -> Iterator[Violation]:
+        if self.l_cache > self.l_max:
+            yield Violation(
+                ("l_cache", "l_max"), f"grop_hard_dapo requires l_cache <= l_max, got {self.l_cache} > {self.l_max}"
+            )
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartitionOptions(Options):
-    """Block A without `mask_truncated` and `degenerate`, which some algorithms do not read."""
+    """Success classes and groups without a signal; not `mask_truncated` and `degenerate`, which some do not read."""
 
-    success_threshold: float = option("float", 0.5, "a completion is successful iff its reward is above this")
-    degenerate_by: str = option(
-        "choice", "class", "degenerate means one class only, or all rewards equal", choices=("class", "reward")
-    )
+    success_threshold: Float = option(0.5, "a completion is successful iff its reward is above this")
+    degenerate_by: Literal["class", "reward"] = option("class", "degenerate means one class only, or all rewards equal")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TruncationOptions(Options):
-    """`mask_truncated` of block A."""
+    """Overlong filtering."""
 
-    mask_truncated: bool = option("bool", False, "completions cut at the length limit leave the loss")
-
-
-def degenerate(default: str) -> Any:
-    """The `degenerate` option with an algorithm's own default; null is not accepted."""
-    return option(
-        "choice",
-        default,
-        "groups without a signal: leave the batch, stay with zero advantage, or no special case",
-        choices=("drop", "zero", "literal"),
-        refuses_null=True,
-    )
+    mask_truncated: bool = option(False, "completions cut at the length limit leave the loss")
 
 
-@dataclass(frozen=True, kw_only=True)
+Degenerate = Literal["drop", "zero", "literal"]
+
+
+def degenerate(default: Degenerate) -> Any:
+    """The `degenerate` option with a method's own default; null is not accepted."""
+    help_text = "groups without a signal: leave the batch, stay with zero advantage, or no special case"
+    return option(default, help_text, refuses_null=True)
+
+
+def _number_of_text(value: Any) -> Any:
+    """A command line hands over text, also for numbers; True is no 1."""
+    if isinstance(value, bool):
+        raise ValueError("true is no 1")
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+Ddof = Annotated[Literal[0, 1], BeforeValidator(_number_of_text)]
+
+
 class EpsOptions(Options):
-    """`adv_eps` of block B."""
+    """The epsilon of standard deviations."""
 
-    adv_eps: float = option(
-        "float", 1e-6, "added to every standard deviation that divides", check=not_negative, rule="at least 0"
-    )
+    adv_eps: Float = option(1e-6, "added to every standard deviation that divides", ge=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SequenceAdvantageOptions(EpsOptions):
-    """Block B: the group-relative advantage."""
+    """The group-relative advantage."""
 
-    ddof_seq: int = option("choice", 1, "std over sequences: 1 sample, 0 population", choices=(0, 1))
-    normalize_std: bool = option("bool", True, "divide by the group's standard deviation")
-    baseline: str = option(
-        "choice", "seq", "mean over completions, or weighted by their lengths", choices=("seq", "token")
-    )
+    ddof_seq: Ddof = option(1, "std over sequences: 1 sample, 0 population")
+    normalize_std: bool = option(True, "divide by the group's standard deviation")
+    baseline: Literal["seq", "token"] = option("seq", "mean over completions, or weighted by their lengths")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PenaltyOptions(Options):
-    """Block C: the length penalty."""
+    """The length penalty."""
 
-    length_penalty: Mapping[str, Any] | None = option(
-        "mapping", None, "null, or a mapping with kind none, dapo, tan_v1 or grop"
+    length_penalty: LengthPenalty | None = option(None, "penalty on long completions, added to the reward; null = none")
+    grop_gamma1: Float = option(0.75, "grop: share of correct completions of an easy prompt", gt=0, lt=1)
+    grop_medium_else: Literal["none", "incorrect"] = option(
+        "none", "grop: who is penalised on a medium prompt with n <= m"
     )
-    grop_gamma1: float = option(
-        "float", 0.75, "grop: share of correct completions of an easy prompt", check=in_unit_interval, rule="in (0, 1)"
-    )
-    grop_medium_else: str = option(
-        "choice", "none", "grop: who is penalised on a medium prompt with n <= m", choices=("none", "incorrect")
-    )
-    grop_hard_dapo: Mapping[str, Any] | None = option(
-        "mapping", None, "grop: null, or {l_max, l_cache} of a penalty on hard prompts"
-    )
+    grop_hard_dapo: HardPenalty | None = option(None, "grop: penalty on hard prompts; null = none")
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
-        try:
-            parse_length_penalty(self.length_penalty)
-            self.hard_penalty()
-        except ValueError as error:
-            yield str(error)
+        for name in ("length_penalty", "grop_hard_dapo"):
+            penalty = getattr(self, name)
+            for violation in () if penalty is None else penalty.violations():
+                yield Violation(tuple(f"{name}.{leaf}" for leaf in violation.options), violation.message)
 
-    def hard_penalty(self) -> LengthPenalty | None:
-        """`grop_hard_dapo` as a DAPO penalty of factor 1, or None."""
-        if self.grop_hard_dapo is None:
-            return None
-        extra = sorted(set(self.grop_hard_dapo) - {"l_max", "l_cache"})
-        if extra:
-            raise ValueError(f"grop_hard_dapo takes l_max and l_cache only, got {', '.join(extra)}")
-        return parse_options(LengthPenalty, {"kind": "dapo", **self.grop_hard_dapo}, owner="grop_hard_dapo")
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        if self.length_penalty is not None:
+            yield from self.length_penalty.cautions()
+        if self.length_penalty is None or self.length_penalty.kind != "grop":
+            for name in ("grop_gamma1", "grop_medium_else", "grop_hard_dapo"):
+                if getattr(self, name) != PenaltyOptions.model_fields[name].default:
+                    yield no_effect(name, getattr(self, name), "length_penalty.kind is not grop")
 
 
 def clip_low(default: float | None) -> Any:
-    """The `clip_low` option with an algorithm's own default."""
-    return option(
-        "float",
-        default,
-        "lower clip: ratio >= 1 - clip_low; null: no clipping at all",
-        nullable=True,
-        check=not_negative,
-        rule="at least 0",
-    )
+    """The `clip_low` option with a method's own default."""
+    return option(default, "lower clip: ratio >= 1 - clip_low; null: no clipping at all", ge=0)
 
 
 def clip_high(default: float | None) -> Any:
-    """The `clip_high` option with an algorithm's own default."""
-    return option(
-        "float", default, "upper clip: ratio <= 1 + clip_high", nullable=True, check=not_negative, rule="at least 0"
-    )
+    """The `clip_high` option with a method's own default."""
+    return option(default, "upper clip: ratio <= 1 + clip_high", ge=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClipIntervalOptions(Options):
-    """Block D, the clip interval."""
+    """The clip interval."""
 
-    clip_low: float | None = clip_low(0.2)
-    clip_high: float | None = clip_high(0.2)
+    clip_low: Float | None = clip_low(0.2)
+    clip_high: Float | None = clip_high(0.2)
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         yield from self.interval_violations()
 
-    def interval_violations(self) -> Iterator[str]:
+    def interval_violations(self) -> Iterator[Violation]:
         """Both ends, or none."""
         if self.clip_low is not None and self.clip_high is None:
-            yield f"clip_low = {self.clip_low} needs clip_high; set both, or clip_low to null for no clipping"
+            yield Violation(
+                ("clip_low", "clip_high"),
+                f"clip_low = {self.clip_low} needs clip_high; set both, or clip_low to null for no clipping",
+            )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClipOptions(ClipIntervalOptions):
-    """Block D, the surrogate."""
+    """The clipped surrogate."""
 
-    dual_clip: float | None = option(
-        "float",
-        None,
-        "lower bound k * A of the surrogate where A < 0; null: off",
-        check=lambda k: k > 1,
-        rule="above 1",
-    )
+    dual_clip: Float | None = option(None, "lower bound k * A of the surrogate where A < 0; null: off", gt=1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class KLOptions(Options):
-    """Block D, the KL to a reference."""
+    """The KL to a reference."""
 
-    kl_coef: float = option(
-        "float", 0.0, "k3 penalty to the reference policy, per token", check=not_negative, rule="at least 0"
-    )
+    kl_coef: Float = option(0.0, "k3 penalty to the reference policy, per token", ge=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScopeOptions(Options):
-    """Block D, the scope of `token-mean`."""
+    """The scope of `token-mean`."""
 
-    agg_scope: str = option(
-        "choice",
-        "batch",
-        "token-mean over the whole batch, or per prompt and then over prompts",
-        choices=("batch", "group"),
+    agg_scope: Literal["batch", "group"] = option(
+        "batch", "token-mean over the whole batch, or per prompt and then over prompts"
     )
 
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-def agg(default: str) -> Any:
-    """The `agg` option with an algorithm's own default."""
-    return option("choice", default, "how token objectives are averaged", choices=AGGREGATIONS)
+def agg(default: Aggregation) -> Any:
+    """The `agg` option with a method's own default."""
+    return option(default, "how token objectives are averaged")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AggregationOptions(ScopeOptions):
-    """Block D, the aggregation."""
+    """The aggregation."""
 
-    agg: str = agg("token-mean")
-    l_norm: float | None = option(
-        "float",
-        None,
-        "constant length normaliser of seq-mean-token-sum-norm: the maximum completion length",
-        check=positive,
-        rule="positive",
+    agg: Aggregation = agg("token-mean")
+    l_norm: Float | None = option(
+        None, "constant length normalizer of seq-mean-token-sum-norm: the maximum completion length, tokens", gt=0
     )
 
-    def violations(self) -> Iterator[str]:
+    def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         if self.agg == "seq-mean-token-sum-norm" and self.l_norm is None:
-            yield "l_norm is required with agg seq-mean-token-sum-norm (published: the maximum completion length)"
+            yield Violation(
+                ("l_norm",),
+                "l_norm is required with agg seq-mean-token-sum-norm (published: the maximum completion length)",
+            )
+
+    def cautions(self) -> Iterator[str]:
+        yield from super().cautions()
+        if self.l_norm is not None and self.agg != "seq-mean-token-sum-norm":
+            yield no_effect("l_norm", self.l_norm, f"agg is {self.agg}")
+        if self.agg_scope != "batch" and self.agg != "token-mean":
+            yield no_effect("agg_scope", self.agg_scope, f"agg is {self.agg}")
 
 
-@dataclass(frozen=True, kw_only=True)
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError("0 <= LOW <= HIGH")
+    return bounds
+
+
+Bounds = Annotated[Pair, AfterValidator(_ordered), Words("2 numbers LOW HIGH with 0 <= LOW <= HIGH")]
+
+
 class EntropyOptions(Options):
-    """Block E: entropy shaping."""
+    """Entropy shaping."""
 
-    base_reward: str = option(
-        "choice",
-        "binary",
-        "reward inside shaped rewards: 1 for success, or the reward itself",
-        choices=("binary", "raw"),
+    base_reward: Literal["binary", "raw"] = option(
+        "binary", "reward inside shaped rewards: 1 for success, or the reward itself"
     )
-    entropy_eps: float = option("float", 1e-6, "numerical constant", check=not_negative, rule="at least 0")
-    eps_mode: str = option(
-        "choice", "shift", "eps added to the entropy first, or to the denominators", choices=("shift", "denominator")
+    entropy_eps: Float = option(1e-6, "numerical constant", ge=0)
+    eps_mode: Literal["shift", "denominator"] = option(
+        "shift", "eps added to the entropy first, or to the denominators"
     )
-    entropy_clamp: tuple[float, float] | None = option(
-        "pair", None, "clamp the entropy to [lo, hi] before eps", check=lambda p: p[0] <= p[1], rule="ordered, lo <= hi"
+    entropy_clamp: Bounds | None = option(None, "clamp the entropy (nats) to [LOW, HIGH] before eps")
+    entropy_scope: Literal["group", "batch"] = option(
+        "group", "entropies are compared inside a group or over the batch"
     )
-    entropy_scope: str = option(
-        "choice", "group", "entropies are compared inside a group or over the batch", choices=("group", "batch")
-    )
-    normaliser: str = option(
-        "choice", "sum", "shares: divided by the mean, or by the geometric mean", choices=("sum", "geomean")
-    )
-    norm_scope: str = option("choice", "group", "pool of mean and std", choices=("group", "batch"))
-    adv_pool: str = option(
-        "choice", "all", "pools contain the other class's zeros, or the own class only", choices=("all", "own")
-    )
+    normaliser: Literal["sum", "geomean"] = option("sum", "shares: divided by the mean, or by the geometric mean")
+    norm_scope: Literal["group", "batch"] = option("group", "pool of mean and std")
+    adv_pool: Literal["all", "own"] = option("all", "pools contain the other class's zeros, or the own class only")
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupOptions(PartitionOptions, TruncationOptions, SequenceAdvantageOptions, PenaltyOptions):
-    """Blocks A (without `degenerate`), B and C: what the group-relative advantage reads."""
+    """What the group-relative advantage reads."""

@@ -1,25 +1,38 @@
-"""Algorithms by name. A user's own module registers one with `register_algorithm`; nothing here needs to change."""
+"""Algorithms by name. A user's own module or file registers one with `register_algorithm`; nothing here changes."""
 
 from __future__ import annotations
 
+import logging
+import sys
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, TypeVar
 
 from openrlhf_ext.algorithms.base import Algorithm
 from openrlhf_ext.algorithms.importance import parse_correction
 from openrlhf_ext.algorithms.kl import parse_kl
-from openrlhf_ext.algorithms.option_parsing import OptionInfo, nearest, option_infos, parse_options
+from openrlhf_ext.algorithms.option_blocks import Options, parse
+from openrlhf_ext.options import Option, describe, nearest
+
+logger = logging.getLogger(__name__)
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {}
 A = TypeVar("A", bound=type[Algorithm])
 
 
-def register_algorithm(name: str, options: type) -> Callable[[A], A]:
-    """Class decorator: make an algorithm known under `name`, configured by the dataclass `options`.
+def register_algorithm(name: str, options: type[Options]) -> Callable[[A], A]:
+    """Class decorator: make an algorithm known under `name`, configured by the fields of `options`.
 
     Raises:
         ValueError: the name is taken by another class.
+        TypeError: the options are a dataclass, as in earlier releases.
     """
+    if is_dataclass(options):
+        raise TypeError(f"{options.__name__}: options are pydantic models, leave @dataclass out")
 
     def register(cls: A) -> A:
         known = _ALGORITHMS.get(name)
@@ -42,14 +55,25 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """The class registered under `name`; ValueError with the nearest name otherwise."""
     if name not in _ALGORITHMS:
         hint = "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict" if name.lower() == "gtpo" else ""
-        hint = hint or nearest(name, _ALGORITHMS)
+        near = nearest(name, _ALGORITHMS)
+        hint = hint or (f"; did you mean {near!r}?" if near else "")
         raise ValueError(f"unknown algorithm {name!r}{hint}. Algorithms: {', '.join(algorithm_names())}")
     return _ALGORITHMS[name]
 
 
-def describe_options(name: str) -> list[OptionInfo]:
-    """The options of an algorithm with kind, default, choices and help, sorted by name."""
-    return option_infos(algorithm_class(name).Options)
+def describe_options(name: str) -> list[Option]:
+    """The options of an algorithm with type, default, choices and help, sorted by name."""
+    return sorted(describe(algorithm_class(name).Options).values(), key=lambda option: option.name)
+
+
+def option_keys(name: str) -> set[str]:
+    """Names of the options of an algorithm."""
+    return set(algorithm_class(name).Options.model_fields)
+
+
+def foreign_keys(name: str) -> set[str]:
+    """Names of the options that only other algorithms have."""
+    return {key for other in _ALGORITHMS for key in option_keys(other)} - option_keys(name)
 
 
 def with_published_values(name: str, options: Mapping[str, Any], *, max_length: int | None) -> dict[str, Any]:
@@ -61,14 +85,15 @@ def with_published_values(name: str, options: Mapping[str, Any], *, max_length: 
     Args:
         max_length: tokens; None: unknown, nothing is supplied for `l_norm`.
     """
-    infos = {info.name: info for info in describe_options(name)}
+    described = describe(algorithm_class(name).Options)
 
     def effective(key: str) -> Any:
-        return options.get(key, infos[key].default if key in infos else None)
+        return options.get(key, described[key].default if key in described else None)
 
     published: dict[str, Any] = {}
     if effective("version") == "v6":
-        published = {info.name: info.recommended for info in infos.values() if info.recommended is not None}
+        recommended = {key: option.info.recommended for key, option in described.items()}
+        published = {key: value for key, value in recommended.items() if value is not None}
     if effective("agg") == "seq-mean-token-sum-norm" and max_length is not None:
         published["l_norm"] = max_length
     return {**published, **options}
@@ -79,6 +104,7 @@ def get_algorithm(
     *,
     correction: Mapping[str, Any] | None = None,
     kl: Mapping[str, Any] | None = None,
+    warn: bool = True,
     **options: Any,
 ) -> Algorithm:
     """Build an algorithm.
@@ -88,15 +114,48 @@ def get_algorithm(
         correction: train/rollout importance correction (`level`, `mode`, `gating`, `threshold`), None for none.
         kl: KL to the reference policy (`coef`, `estimator` k1|k2|k3, `place` loss|reward); instead of `kl_coef`,
             which is the k3 penalty in the loss.
+        warn: log what has no effect or deserves a look; False where somebody has said it already.
         **options: keys of `describe_options(name)`. A null value takes the default, except where null has a meaning
             of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is ignored with a warning.
+
     Raises:
         ValueError: unknown name or key (with the nearest one), illegal or missing value; all violations at once.
     """
     cls = algorithm_class(name)
-    own = {info.name for info in option_infos(cls.Options)}
-    foreign = {info.name for other in _ALGORITHMS.values() for info in option_infos(other.Options)} - own
-    overrides = cls.Options.preset_overrides(options)
-    parsed = parse_options(cls.Options, options, owner=name, foreign=foreign, overrides=overrides)
+    foreign = foreign_keys(name)
+    for key in sorted(foreign & set(options)) if warn else ():
+        logger.warning("%s does not read the option %r; it is ignored", name, key)
+    parsed = parse(cls.Options, {key: value for key, value in options.items() if key not in foreign}, name, warn=warn)
     penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
     return cls(parsed, correction=parse_correction(correction), kl=penalty)
+
+
+@cache
+def algorithm_of_file(path: str) -> str:
+    """Runs a Python file that registers one algorithm (`register_algorithm`); the name it has then.
+
+    Its module is in `sys.modules`, under a name that other processes cannot import: what sends the algorithm to them
+    sends the class by value.
+
+    Raises:
+        ValueError: the file cannot be run, or registers no algorithm or several.
+    """
+    before = set(algorithm_names())
+    name = f"openrlhf_ext_own_{Path(path).stem}"
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} must be a .py file")
+    sys.modules[name] = module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be imported: {_place(error, path)}{type(error).__name__}: {error}") from error
+    new = sorted(set(algorithm_names()) - before)
+    if len(new) != 1:
+        raise ValueError(f"{path} must register one algorithm with register_algorithm, got {', '.join(new) or 'none'}")
+    return new[0]
+
+
+def _place(error: BaseException, path: str) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"line {lines[-1]}: " if lines else ""

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.inputs import tokenizer_fault
+from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 
 _ALLOWED_ERRORS = 3.0

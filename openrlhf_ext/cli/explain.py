@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         rollouts = read_rollouts(Path(arguments.rollouts))
-        from openrlhf_ext.algorithms.own_file import algorithm_of_file  # these import torch
+        from openrlhf_ext.algorithms.registry import algorithm_of_file  # these import torch
         from openrlhf_ext.tools.explain.quantities import explain
 
         if arguments.module_path:

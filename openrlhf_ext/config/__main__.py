@@ -2,6 +2,6 @@
 
 import sys
 
-from openrlhf_ext.config.help import format_markdown
+from openrlhf_ext.config.show import format_markdown
 
 sys.stdout.write(format_markdown())

@@ -1,36 +1,77 @@
-"""Rules about the files that a run reads: they are there and hold what they should."""
+"""Rules about files: what a run reads is there and holds what it should, what it writes can be written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from openrlhf_ext.config.errors import Violation
-from openrlhf_ext.config.inputs import (
+from openrlhf_ext.config.files import (
+    DATA_SUFFIXES,
+    DatasetRef,
     InputError,
     count_records,
+    dataset_refs,
     faulty_records,
     first_record,
+    is_http_url,
+    is_hub_name,
+    is_url,
+    parameter_count,
     require_definition,
     tokenizer_fault,
 )
-from openrlhf_ext.config.paths import DATA_SUFFIXES, DatasetRef, dataset_refs, is_http_url, is_hub_name, is_url
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sections import Data
+from openrlhf_ext.options import Violation, value_of
 
 _FAULTS_SHOWN = 5
+# what a run writes, and whether it is a folder
+_OUTPUTS = {
+    "ckpt.path": True,
+    "ckpt.output_dir": True,
+    "logger.tensorboard_dir": True,
+    "logger.metrics_path": False,
+    "logger.figure_path": False,
+}
+_SOURCES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
+# bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones
+_WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+_RESUMABLE_BYTES = {"fp32": 4 + 8, "bf16": 2 + 4 + 8}
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-@dataclass(frozen=True)
-class RecordKeys:
-    """What is read of a record: the prompt, the label if any; with ``chat`` the prompt may be a list of messages."""
+def file_violations(config: RunConfig) -> Iterator[Violation]:
+    """All of them, but those about the models (``rules.model_violations``)."""
+    yield from _reward_violations(config.reward.remote_url, config.train.agent_func_path)
+    yield from _prompt_violations(config)
+    yield from _output_violations(config)
+    yield from _space_violations(config)
 
-    input_key: str
-    label_key: str | None
-    chat: bool
+
+# ---- what is read ------------------------------------------------------------------------------------------------
 
 
-def dataset_violations(*, option: str, value: str, keys: RecordKeys) -> Iterator[Violation]:
+def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
+    data = config.data
+    if data.prompt_dataset is None:
+        yield Violation(
+            ("data.prompt_dataset",),
+            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
+        )
+    else:
+        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data)
+        yield from _prompt_count_violations(data.prompt_dataset, data.max_samples, config.rollout.batch_size)
+        yield from _split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
+    if config.eval.dataset is not None:
+        yield from _dataset_violations("eval.dataset", config.eval.dataset, data)
+        yield from _split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.dataset)
+
+
+def _dataset_violations(option: str, value: str, data: Data) -> Iterator[Violation]:
     """Each dataset exists, and its first record has the keys and the prompt form that will be read."""
     for dataset in dataset_refs(value):
         if is_hub_name(dataset.path):
@@ -46,10 +87,10 @@ def dataset_violations(*, option: str, value: str, keys: RecordKeys) -> Iterator
                 f"{option} must be one of {', '.join(DATA_SUFFIXES)}, a folder or a hub name: got {dataset.path}",
             )
         else:
-            yield from _record_violations(option, dataset, keys)
+            yield from _record_violations(option, dataset, data)
 
 
-def split_violations(*, option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
+def _split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
     """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
     for dataset in dataset_refs(value):
         if split != "train" and dataset.suffix in DATA_SUFFIXES and Path(dataset.path).is_file():
@@ -60,30 +101,7 @@ def split_violations(*, option: str, split: str, dataset_option: str, value: str
             )
 
 
-def template_violations(*, template: str | None, chat: bool) -> Iterator[Violation]:
-    """The template puts the prompt somewhere, and nothing else does instead."""
-    option, marker = "data.input_template", "<the prompt>"
-    if template is None:
-        return
-    if chat:
-        yield Violation(
-            (option, "data.apply_chat_template"),
-            f"{option} has no effect with data.apply_chat_template, which forms the whole prompt: got {template!r}; "
-            "leave one of them out",
-        )
-    try:
-        place = marker in template.format(marker)
-    except (LookupError, ValueError, AttributeError, TypeError):
-        place = False
-    if not place:
-        yield Violation(
-            (option,),
-            f"{option} must contain {{}}, where the prompt goes, and no other field (write {{{{ and }}}} for braces): "
-            f"got {template!r}",
-        )
-
-
-def prompt_count_violations(*, datasets: str, max_samples: int, prompts: int) -> Iterator[Violation]:
+def _prompt_count_violations(datasets: str, max_samples: int, prompts: int) -> Iterator[Violation]:
     """There are prompts for one batch of rollouts; seen for .jsonl files only."""
     counts = [count_records(ref.path, prompts) for ref in dataset_refs(datasets)]
     known = [count for count in counts if count is not None]
@@ -95,7 +113,7 @@ def prompt_count_violations(*, datasets: str, max_samples: int, prompts: int) ->
         )
 
 
-def reward_violations(*, remote_url: str | None, agent_path: str | None) -> Iterator[Violation]:
+def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterator[Violation]:
     """There is exactly one source of rewards, and it is there."""
     both = ("reward.remote_url", "train.agent_func_path")
     if remote_url is None and agent_path is None:
@@ -116,7 +134,7 @@ def reward_violations(*, remote_url: str | None, agent_path: str | None) -> Iter
         yield from _remote_url_violations(remote_url)
 
 
-def _record_violations(option: str, dataset: DatasetRef, keys: RecordKeys) -> Iterator[Violation]:
+def _record_violations(option: str, dataset: DatasetRef, data: Data) -> Iterator[Violation]:
     try:
         record = first_record(dataset.path)
     except InputError as error:
@@ -124,22 +142,22 @@ def _record_violations(option: str, dataset: DatasetRef, keys: RecordKeys) -> It
         return
     if record is None:
         return
-    for key_option, key in (("data.input_key", keys.input_key), ("data.label_key", keys.label_key)):
+    for key_option, key in (("data.input_key", data.input_key), ("data.label_key", data.label_key)):
         if key is not None and key not in record:
             yield Violation(
                 (option, key_option),
                 f"{key_option} must be a key of the records of {option}: got {key!r}, the first record of "
                 f"{dataset.path} has {', '.join(record) or 'no keys'}",
             )
-    prompt = record.get(keys.input_key) or ""
-    if not isinstance(prompt, str) and not keys.chat:
+    prompt = record.get(data.input_key) or ""
+    if not isinstance(prompt, str) and not data.apply_chat_template:
         yield Violation(
             (option, "data.input_key", "data.apply_chat_template"),
-            f"data.input_key must name a text unless data.apply_chat_template is on: {keys.input_key!r} in "
+            f"data.input_key must name a text unless data.apply_chat_template is on: {data.input_key!r} in "
             f"{dataset.path} is a {type(prompt).__name__}; switch data.apply_chat_template on for lists of messages",
         )
-    if keys.input_key in record:
-        yield from _fault_violations(option, dataset.path, keys.input_key)
+    if data.input_key in record:
+        yield from _fault_violations(option, dataset.path, data.input_key)
 
 
 def _fault_violations(option: str, path: str, input_key: str) -> Iterator[Violation]:
@@ -153,23 +171,10 @@ def _fault_violations(option: str, path: str, input_key: str) -> Iterator[Violat
         )
 
 
-def tokenizer_violations(*, option: str, folder: str, chat: bool) -> Iterator[Violation]:
+def tokenizer_violations(option: str, folder: str, *, chat: bool) -> Iterator[Violation]:
     """The model folder has a tokenizer, and a chat template where prompts go through one."""
     if (fault := tokenizer_fault(folder, chat=chat)) is not None:
         yield Violation((option,), f"{option}: {folder} {fault}")
-
-
-def own_algorithm_violations(*, path: str | None) -> Iterator[Violation]:
-    """The estimator custom has its file, which the controller then imports."""
-    option = "algo.module_path"
-    if path is None:
-        yield Violation(
-            (option, "algo.advantage.estimator"),
-            f"{option} is required with algo.advantage.estimator custom: a .py file that registers an algorithm "
-            "(docs/algorithms.md, Your own algorithm)",
-        )
-    elif not (path.endswith(".py") and Path(path).is_file()):
-        yield Violation((option,), f"{option} must be a .py file that is there: got {path}")
 
 
 def _definition_violations(option: str, path: str, name: str) -> Iterator[Violation]:
@@ -195,3 +200,145 @@ def _remote_url_violations(remote_url: str) -> Iterator[Violation]:
         )
     for path in files:
         yield from _definition_violations(option, path, "reward_func")
+
+
+# ---- what is written ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a run writes: the files of a folder, or one file."""
+
+    option: str
+    path: str
+    is_folder: bool
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is written into, links resolved."""
+        return Path(self.path).resolve() if self.is_folder else Path(self.path).resolve().parent
+
+
+def _output_violations(config: RunConfig) -> Iterator[Violation]:
+    outputs = [
+        Output(option, path, is_folder)
+        for option, is_folder in _OUTPUTS.items()
+        if (path := value_of(config, option)) is not None
+    ]
+    for output in outputs:
+        yield from _writable_violations(output)
+    if config.has_critic and config.critic.save_value_network:
+        outputs.append(Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True))
+    models = _local((option, value_of(config, option)) for option in config.model_options)
+    yield from _model_overlap_violations(outputs, models, config.ckpt.path)
+    sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(value_of(config, option) or "")]
+    yield from _source_overlap_violations(outputs, _local(sources))
+    yield from _same_file_violations([output for output in outputs if not output.is_folder])
+
+
+def _local(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
+    """Those of these (option, path) that are local files and folders."""
+    return [(option, path) for option, path in named if path and not is_url(path) and not is_hub_name(path)]
+
+
+def _writable_violations(output: Output) -> Iterator[Violation]:
+    """The path can be written: the nearest folder that exists is one, and is writable."""
+    place = Path(output.path) if output.is_folder else Path(output.path).parent
+    existing = _existing(place)
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "is not writable" if existing.is_dir() else "is a file"
+        yield Violation(
+            (output.option,), f"{output.option} must be writable: got {output.path}, but {existing} {reason}"
+        )
+
+
+def _model_overlap_violations(
+    outputs: Sequence[Output], models: Sequence[tuple[str, str]], checkpoints: str
+) -> Iterator[Violation]:
+    """A final checkpoint replaces the weights in its folder; ``global_step*`` below ``ckpt.path`` are deleted."""
+    kept = Path(checkpoints).resolve()
+    for option, path in models:
+        model = Path(path).resolve()
+        yield from _overlap([o for o in outputs if o.folder == model], option, path, "the folder of the model that is")
+        if kept in model.parents and model.relative_to(kept).parts[0].startswith("global_step"):
+            yield Violation(
+                ("ckpt.path", option),
+                f"{option} must not be a checkpoint in ckpt.path, where checkpoints are moved and deleted: got {path} "
+                f"and {checkpoints}; choose another ckpt.path or copy the model",
+            )
+
+
+def _source_overlap_violations(outputs: Sequence[Output], sources: Sequence[tuple[str, str]]) -> Iterator[Violation]:
+    """Data and code are not overwritten; every file of a folder of data is read as data."""
+    for option, path in sources:
+        source = Path(path).resolve()
+        if source.is_dir():
+            hits = [output for output in outputs if source in (output.folder, *output.folder.parents)]
+            yield from _overlap(hits, option, path, "the folder of data that is")
+        else:
+            hits = [output for output in outputs if Path(output.path).resolve() == source]
+            yield from _overlap(hits, option, path, "the file that is")
+
+
+def _same_file_violations(files: Sequence[Output]) -> Iterator[Violation]:
+    for output in files:
+        if Path(output.path).is_dir():
+            yield Violation((output.option,), f"{output.option} must be a file, {output.path} is a folder")
+    if len({Path(output.path).resolve() for output in files}) < len(files):
+        yield Violation(
+            tuple(output.option for output in files),
+            f"{' and '.join(output.option for output in files)} must be different files: got {files[0].path}",
+        )
+
+
+def _overlap(outputs: Sequence[Output], option: str, path: str, what: str) -> Iterator[Violation]:
+    """One violation for everything that would be written into the same input."""
+    if outputs:
+        names = [output.option for output in outputs]
+        yield Violation(
+            (*names, option),
+            f"{', '.join(names)} would write into {what} read by {option}: {path}; choose another place",
+        )
+
+
+def _space_violations(config: RunConfig) -> Iterator[Violation]:
+    """There is room for a checkpoint; further ones replace older ones."""
+    if not config.ckpt.saves:
+        return
+    size = checkpoint_bytes(config)
+    place = _existing(Path(config.ckpt.path))
+    if size is None or not place.is_dir():
+        return
+    free = shutil.disk_usage(place).free
+    if size > free:
+        yield Violation(
+            ("ckpt.path", "ckpt.save_steps"),
+            f"a checkpoint takes about {_readable(size)}, the disk of ckpt.path {config.ckpt.path} has "
+            f"{_readable(free)} free; use another ckpt.path or make room (ckpt.max_num + 1 of them are there at a "
+            "time)",
+        )
+
+
+def checkpoint_bytes(config: RunConfig) -> int | None:
+    """Bytes of one checkpoint, about; None where the model's files are not here to be counted."""
+    count = parameter_count(config.actor.model_name_or_path)
+    if count is None:
+        return None
+    kind = config.megatron.param_dtype
+    forms = (0 if config.ckpt.disable_ds else _RESUMABLE_BYTES[kind]) + (
+        _WEIGHT_BYTES[kind] if config.ckpt.save_hf else 0
+    )
+    critic = 0
+    if config.has_critic and not config.ckpt.disable_ds:
+        critic_count = parameter_count(config.critic.model_name_or_path or config.actor.model_name_or_path)
+        critic = (critic_count or count) * _RESUMABLE_BYTES[kind]
+    return count * forms + critic
+
+
+def _existing(folder: Path) -> Path:
+    return next((f for f in (folder, *folder.parents) if f.exists()), Path("/"))
+
+
+def _readable(size: int) -> str:
+    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), _UNITS[-1])
+    return f"{size / unit:.1f} {name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,17 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from openrlhf_ext.config.access import is_set, leaf_fields, nest, value_of
-from openrlhf_ext.config.checks import Findings, check_config
-from openrlhf_ext.config.entities.algo import UPSTREAM_ESTIMATORS
-from openrlhf_ext.config.errors import ConfigError, Violation
-from openrlhf_ext.config.help import format_help
-from openrlhf_ext.config.options import Option, find_option, option_table, value_text
-from openrlhf_ext.config.paths import resolve_path
-from openrlhf_ext.config.schema import RunConfig
+from openrlhf_ext.config.files import resolve_path
+from openrlhf_ext.config.rules import Findings, check_config
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sections.algo import UPSTREAM_ESTIMATORS
+from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.sources import Setting, flattened, read_command_line, read_yaml, unknown_option
+from openrlhf_ext.config.table import find_option, option_table
+from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
 
 Rules = Callable[[RunConfig], Findings]
 
@@ -32,8 +28,8 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunC
     resolved against the current directory. Nothing heavier than pydantic and PyYAML is imported.
 
     Args:
-        argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--entity.name value ...``,
-            ``--help [entity]`` (prints and exits with status 0).
+        argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--section.name value ...``,
+            ``--help [section]`` (prints and exits with status 0).
         more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
             may break other rules.
 
@@ -46,7 +42,8 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunC
     """
     line = read_command_line(argv)
     if line.help_filter is not None:
-        sys.stdout.write(format_help(line.help_filter))
+        own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
+        sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
         raise SystemExit(0)
     settings: list[Setting] = []
     violations = list(line.violations)
@@ -101,13 +98,13 @@ def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequ
         draft.values["megatron.recompute"] = "full"
         config = _typed(draft)
     draft.violations += _unsupported(config, draft.origins)
+    config._sources = draft.origins
     findings = [check(config) for check in rules]
     tainted = draft.tainted
     draft.violations += [v for found in findings for v in found.violations if tainted.isdisjoint(v.options)]
     if draft.violations:
         raise ConfigError(draft.violations)
     config._warnings = tuple(warning for found in findings for warning in found.warnings)
-    config._sources = draft.origins
     return config
 
 
@@ -157,31 +154,20 @@ def _derive(values: dict[str, Any]) -> None:
 
 def _typed(draft: _Draft) -> RunConfig:
     """The model of the settings that have the right types; the others are reported and left at their defaults."""
-    try:
-        return RunConfig.model_validate(nest(draft.values))
-    except ValidationError as error:
-        for name, value in {_option_name(detail["loc"]): detail["input"] for detail in error.errors()}.items():
-            given = draft.values.get(name, value)
-            draft.reject(_type_violation(name, given, draft.origins.get(name, "default")), name)
+    found = read(RunConfig, nest(draft.values))
+    if isinstance(found, RunConfig):
+        return found
+    for fault in found:
+        draft.reject(_type_violation(fault, draft.origins.get(fault.name, "default")), fault.name)
     return RunConfig.model_validate(nest(draft.values))
 
 
-def _option_name(location: Iterable[str | int]) -> str:
-    """The option an error of pydantic is about; its location goes on into tuples and unions."""
-    names = []
-    for part in location:
-        names.append(str(part))
-        if ".".join(names) in option_table():
-            break
-    return ".".join(names)
-
-
-def _type_violation(name: str, value: Any, origin: str) -> Violation:
-    option = option_table()[name]
-    message = f"{name}: expected {option.expects}, got {value_text(value)} ({origin})"
-    if hint := _value_hint(option, value):
+def _type_violation(fault: Fault, origin: str) -> Violation:
+    option, value = option_table()[fault.name], fault.value
+    message = f"{fault.name}: expected {option.expects}, got {value_text(value)} ({origin})"
+    if hint := _value_hint(option, value) or fault.hint:
         message += f"; {hint}"
-    return Violation((name,), message)
+    return Violation((fault.name,), message)
 
 
 def _value_hint(option: Option, value: Any) -> str:
@@ -189,12 +175,10 @@ def _value_hint(option: Option, value: Any) -> str:
         return UPSTREAM_ESTIMATORS[str(value)]
     if option.arity == "pair" and isinstance(value, str) and len(value.split()) == 2:
         return f"write it as a list: [{', '.join(value.split())}]"
-    close = difflib.get_close_matches(str(value), option.choices, n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    return ""
 
 
 def _unsupported(config: RunConfig, origins: Mapping[str, str]) -> Iterable[Violation]:
-    for name, _ in leaf_fields(RunConfig):
-        option = option_table()[name]
+    for name, option in option_table().items():
         if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
             yield Violation((name,), option.unsupported.message(name, value_text(value), origins.get(name, "default")))

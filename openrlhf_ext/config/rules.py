@@ -1,229 +1,166 @@
-"""Rules between options as pure functions: plain numbers in, violations out; nothing is read and nothing is raised."""
+"""Rules between options: each once, a small function of the configuration; a section's own rules stand in its file.
+
+What cannot be decided here: whether the run has GPUs and how many the cluster holds, which is seen when Ray places the
+actors; and what needs torch to know (the options of an estimator, the tensors of a model), which
+``openrlhf_ext.driver.preflight`` adds to the same report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
 
-from openrlhf_ext.config.algorithm_options import correction_threshold
-from openrlhf_ext.config.errors import Violation
-from openrlhf_ext.config.inputs import ModelFacts
+from openrlhf_ext.config.file_rules import file_violations
+from openrlhf_ext.config.files import dataset_refs, is_hub_name
+from openrlhf_ext.config.model_rules import model_facts, model_violations
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sections import Megatron
+from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED, Estimator
+from openrlhf_ext.options import Section, Violation, is_set, leaf_fields, no_effect, value_of
+
+# Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
+RESERVED_KEYS = {
+    "kl": "algo.kl.*",
+    "correction": "algo.advantage.is_correction_*",
+    "name": "algo.advantage.estimator",
+}
+_ACTOR, _GUIDE = "actor.model_name_or_path", "guide.model_name_or_path"
+_MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
 
 
-def layout_violations(
-    *, num_nodes: int, gpus_per_node: int, tp: int, pp: int, cp: int, vp: int, sequence_parallel: bool
-) -> Iterator[Violation]:
+@dataclass(frozen=True)
+class Findings:
+    """What a configuration breaks, and what it should be warned about."""
+
+    violations: tuple[Violation, ...]
+    warnings: tuple[str, ...]
+
+
+def check_config(config: RunConfig) -> Findings:
+    """Every rule, on a configuration whose types are right. Reads small parts of the files it names."""
+    sections = list(_sections(config))
+    violations = [
+        *model_violations(config),
+        *(violation for rule in RULES for violation in rule(config)),
+        *(violation for section in sections for violation in section.violations()),
+        *file_violations(config),
+    ]
+    warnings = [
+        *(warning for rule in WARNINGS for warning in rule(config)),
+        *(warning for section in sections for warning in section.cautions()),
+    ]
+    return Findings(tuple(violations), tuple(warnings))
+
+
+def _sections(section: Section) -> Iterator[Section]:
+    """The sections of a configuration, those inside others too."""
+    for _, value in section:
+        if isinstance(value, Section):
+            yield value
+            yield from _sections(value)
+
+
+# ---- ranks and layouts -------------------------------------------------------------------------------------------
+
+
+def policy_layout(config: RunConfig) -> Iterator[Violation]:
     """The ranks can be divided into copies of the policy."""
-    world, copy = num_nodes * gpus_per_node, tp * pp * cp
-    if world % copy:
+    yield from _layout_violations("actor", "megatron", config.world_size, config.megatron)
+
+
+def critic_layout(config: RunConfig) -> Iterator[Violation]:
+    """The critic's ranks can be divided into copies of it."""
+    if config.has_critic:
+        yield from _layout_violations("critic", "critic.megatron", config.critic_ranks, config.critic_layout)
+
+
+def _layout_violations(ranks: str, prefix: str, world: int, layout: Megatron) -> Iterator[Violation]:
+    """``prefix`` names the options of the layout, ``ranks`` the section that says how many ranks there are."""
+    tp, pp, cp = (f"{prefix}.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
+    inherited = "" if prefix == "megatron" else " (unset: that of megatron.*)"
+    if world % layout.copy_ranks:
+        degrees = f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} * {layout.context_parallel_size}"
+        yield Violation(
+            (f"{ranks}.num_nodes", f"{ranks}.num_gpus_per_node", tp, pp, cp),
+            f"{ranks}.num_nodes * {ranks}.num_gpus_per_node must be a multiple of {tp} * {pp} * {cp}{inherited}: got "
+            f"{world} ranks, {degrees} = {layout.copy_ranks}; use {_multiples(world, layout.copy_ranks)} ranks or "
+            "another layout",
+        )
+    if layout.virtual_pipeline_size > 1 and layout.pipeline_parallel_size == 1:
+        option = f"{prefix}.virtual_pipeline_size"
+        yield Violation(
+            (option, pp),
+            f"{option} needs {pp} > 1{inherited}: got {layout.virtual_pipeline_size} and 1; set it to 1",
+        )
+    if layout.sequence_parallel_enable and layout.tensor_parallel_size == 1:
+        option = f"{prefix}.sequence_parallel_enable"
+        yield Violation((option, tp), f"{option} needs {tp} > 1{inherited}: got 1; switch it off")
+
+
+def nodes(config: RunConfig) -> Iterator[Violation]:
+    """Tensor-parallel groups, which communicate in every layer, fit into a node."""
+    tp, per_node = config.megatron.tensor_parallel_size, config.actor.num_gpus_per_node
+    if tp > per_node and config.actor.num_nodes > 1:
+        yield Violation(
+            ("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
+            f"megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, every layer would wait for the "
+            f"network: got {tp} and {per_node}; use megatron.pipeline_parallel_size between nodes",
+        )
+
+
+def recomputation(config: RunConfig) -> Iterator[Violation]:
+    """OpenRLHF's name and ours for recomputation agree."""
+    if config.actor.gradient_checkpointing_enable and config.megatron.recompute == "none":
+        yield Violation(
+            ("actor.gradient_checkpointing_enable", "megatron.recompute"),
+            "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them",
+        )
+
+
+def colocation(config: RunConfig) -> Iterator[Violation]:
+    """Every shared GPU holds one policy rank and one worker of an engine; only sharers sleep."""
+    engines, engine_tp = config.vllm.num_engines, config.vllm.tensor_parallel_size
+    if not config.train.colocate_all:
+        for option in ("ds.enable_sleep", "vllm.enable_sleep"):
+            if value_of(config, option):
+                yield Violation(
+                    (option, "train.colocate_all"),
+                    f"{option} frees GPU memory for those who share the GPU, and without train.colocate_all nobody "
+                    f"does; add --train.colocate_all or leave {option} out",
+                )
+        return
+    if config.world_size != engines * engine_tp:
         yield Violation(
             (
+                "train.colocate_all",
                 "actor.num_nodes",
                 "actor.num_gpus_per_node",
-                "megatron.tensor_parallel_size",
-                "megatron.pipeline_parallel_size",
-                "megatron.context_parallel_size",
+                "vllm.num_engines",
+                "vllm.tensor_parallel_size",
             ),
-            f"actor.num_nodes * actor.num_gpus_per_node must be a multiple of megatron.tensor_parallel_size * "
-            f"megatron.pipeline_parallel_size * megatron.context_parallel_size: {num_nodes} * {gpus_per_node} = "
-            f"{world}, {tp} * {pp} * {cp} = {copy}; use {_multiples(world, copy)} ranks or another layout",
+            f"train.colocate_all puts one policy rank and one engine worker on every GPU: actor.num_nodes * "
+            f"actor.num_gpus_per_node must equal vllm.num_engines * vllm.tensor_parallel_size, got {config.world_size} "
+            f"and {engines} * {engine_tp} = {engines * engine_tp}; change vllm.num_engines or the number of ranks",
         )
-    if vp > 1 and pp == 1:
+    if config.critic_ranks > config.world_size:
         yield Violation(
-            ("megatron.virtual_pipeline_size", "megatron.pipeline_parallel_size"),
-            f"megatron.virtual_pipeline_size needs megatron.pipeline_parallel_size > 1: got {vp} and 1; set it to 1",
-        )
-    if sequence_parallel and tp == 1:
-        yield Violation(
-            ("megatron.sequence_parallel_enable", "megatron.tensor_parallel_size"),
-            "megatron.sequence_parallel_enable needs megatron.tensor_parallel_size > 1: got 1; switch it off",
+            ("critic.num_gpus_per_node", "critic.num_nodes", "train.colocate_all"),
+            f"critic.num_nodes * critic.num_gpus_per_node must not exceed the policy's ranks with train.colocate_all, "
+            f"whose GPUs the critic shares: got {config.critic_ranks} and {config.world_size}",
         )
 
 
-def model_violations(
-    *, model: ModelFacts, tp: int, pp: int, engine_tp: int, max_len: int, vp: int = 1,
-    path: str = "actor.model_name_or_path",
-) -> Iterator[Violation]:  # fmt: skip
-    """The model can be cut as the layout says, and takes sequences of the given length.
-
-    Args:
-        path: option of the model.
-    """
-    tp_option = "megatron.tensor_parallel_size"
-    for count, what in (
-        (model.num_heads, "attention heads"),
-        (model.ffn_hidden_size, "MLP width"),
-    ):
-        if count % tp:
-            yield Violation(
-                (path, tp_option),
-                f"{tp_option} must divide the model's {what}: got {tp}, the model of {path} has {count}; use "
-                f"{_divisors(count)}",
-            )
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
-        yield Violation(
-            (path, tp_option),
-            f"{tp_option} must divide the model's key-value heads (query groups) or be a multiple of them: got {tp}, "
-            f"the model of {path} has {model.num_kv_heads}; use {_divisors(model.num_kv_heads)}",
-        )
-    if vp > 1 and model.num_layers % pp == 0 and model.num_layers % (pp * vp):
-        yield Violation(
-            (path, "megatron.pipeline_parallel_size", "megatron.virtual_pipeline_size"),
-            f"megatron.pipeline_parallel_size * megatron.virtual_pipeline_size must divide the model's layers: got "
-            f"{pp} * {vp}, the model of {path} has {model.num_layers}; use a megatron.virtual_pipeline_size of "
-            f"{_divisors(model.num_layers // pp)}",
-        )
-    if model.num_layers % pp:
-        yield Violation(
-            (path, "megatron.pipeline_parallel_size"),
-            f"megatron.pipeline_parallel_size must divide the model's layers: got {pp}, the model of {path} has "
-            f"{model.num_layers}; use {_divisors(model.num_layers)}",
-        )
-    if model.num_heads % engine_tp:
-        yield Violation(
-            (path, "vllm.tensor_parallel_size"),
-            f"vllm.tensor_parallel_size must divide the model's attention heads: got {engine_tp}, the model of {path} "
-            f"has {model.num_heads}; use {_divisors(model.num_heads)}",
-        )
-    kv_heads = model.num_kv_heads
-    if kv_heads % engine_tp and engine_tp % kv_heads:
-        yield Violation(
-            (path, "vllm.tensor_parallel_size"),
-            f"vllm.tensor_parallel_size must divide the model's key-value heads or be a multiple of them: got "
-            f"{engine_tp}, the model of {path} has {kv_heads}; use {_divisors(kv_heads)}",
-        )
-    if model.max_positions is not None and max_len > model.max_positions:
-        yield Violation(
-            (path, "data.max_len"),
-            f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
-            f"tokens; lower data.max_len",
-        )
-
-
-def batch_violations(
-    *,
-    prompts: int,
-    samples_per_prompt: int,
-    generate_prompts: int | None,
-    train_samples: int,
-) -> Iterator[Violation]:
-    """A batch of rollouts is a whole number of optimizer steps, each of whole groups.
-
-    Nothing has to be divisible by the data-parallel ranks or the micro-batches: sequences are dealt by their cost.
-    """
-    samples = prompts * samples_per_prompt
-    total = f"rollout.batch_size * rollout.n_samples_per_prompt ({prompts} * {samples_per_prompt} = {samples})"
-    if train_samples % samples_per_prompt:
-        yield Violation(
-            ("train.batch_size", "rollout.n_samples_per_prompt"),
-            f"train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, groups are never split: "
-            f"got {train_samples} and {samples_per_prompt}; use {_multiples(train_samples, samples_per_prompt)}",
-        )
-    if samples % train_samples:
-        yield Violation(
-            ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
-            f"train.batch_size (samples) must divide {total}: got {train_samples}; lower train.batch_size or make "
-            f"rollout.batch_size larger",
-        )
-    if generate_prompts not in (None, prompts):
-        yield Violation(
-            ("rollout.vllm_generate_batch_size", "rollout.batch_size"),
-            f"rollout.vllm_generate_batch_size must equal rollout.batch_size: got {generate_prompts} and {prompts}; "
-            f"leave it out",
-        )
-
-
-def head_violations(*, head: str, kernels: str) -> Iterator[Violation]:
-    """Kernels are chosen only for a head that has some."""
-    if head == "naive" and kernels != "auto":
-        yield Violation(
-            ("megatron.head_kernels", "megatron.head"),
-            f"megatron.head_kernels has no effect with megatron.head naive, which is plain torch: got {kernels}; "
-            f"leave it out, or set megatron.head to fused or two_pass",
-        )
-
-
-def recompute_violations(
-    *, granularity: str, modules: tuple[str, ...], method: str, num_layers: int
-) -> Iterator[Violation]:
-    """Details of recomputation are given only where they have an effect."""
-    for wanted, options, given, default in (
-        ("selective", ("megatron.recompute_modules",), (modules,), (("core_attn",),)),
-        ("full", ("megatron.recompute_method", "megatron.recompute_num_layers"), (method, num_layers), ("uniform", 1)),
-    ):
-        if granularity != wanted and given != default:
-            yield Violation(
-                (*options, "megatron.recompute"),
-                f"{' and '.join(options)} have no effect without megatron.recompute {wanted}: got "
-                f"{', '.join(map(str, given))} and {granularity}; set that, or leave them out",
-            )
-    if granularity == "selective" and not modules:
-        yield Violation(
-            ("megatron.recompute_modules", "megatron.recompute"),
-            "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, or "
-            "set megatron.recompute none",
-        )
-
-
-def recompute_layer_violations(
-    *, path: str, granularity: str, method: str, num_layers: int, chunk_layers: int
-) -> Iterator[Violation]:
-    """A model chunk consists of whole groups of recomputed layers.
-
-    Args:
-        path: option of the model; ``chunk_layers``: layers of each of its chunks.
-    """
-    option = "megatron.recompute_num_layers"
-    if granularity == "full" and method == "uniform" and chunk_layers % num_layers:
-        yield Violation(
-            (path, option),
-            f"{option} must divide the layers of a model chunk with megatron.recompute_method uniform: got "
-            f"{num_layers}, a chunk of the model of {path} has {chunk_layers}; use {_divisors(chunk_layers)}",
-        )
-
-
-def packing_violations(
-    *, enabled: bool, train_tokens: int | None, rollout_tokens: int | None, cp: int, max_len: int
-) -> Iterator[Violation]:
-    """A token budget of micro-batches is asked for, and the longest sequence fits into it.
-
-    ``train_tokens`` and ``rollout_tokens`` are None where they are not set.
-    """
-    for option, tokens in (("train.max_tokens_per_gpu", train_tokens), ("rollout.max_tokens_per_gpu", rollout_tokens)):
-        if tokens is None:
-            continue
-        if not enabled:
-            yield Violation(
-                (option, "train.dynamic_batch_enable"),
-                f"{option} has no effect without train.dynamic_batch_enable: got {tokens}; switch that on",
-            )
-        elif tokens * cp < max_len:
-            yield Violation(
-                (option, "data.max_len", "megatron.context_parallel_size"),
-                f"{option} * megatron.context_parallel_size must be at least data.max_len, a micro-batch holds whole "
-                f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more",
-            )
-
-
-def engine_batch_violations(*, sequences: int | None, tokens: int | None) -> Iterator[Violation]:
-    """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
-    if sequences is not None and tokens is not None and tokens < sequences:
-        yield Violation(
-            ("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),
-            f"vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got {tokens} and {sequences}; set one of "
-            f"them only",
-        )
-
-
-def sync_violations(*, backend: str, colocate_all: bool) -> Iterator[Violation]:
+def transport(config: RunConfig) -> Iterator[Violation]:
     """The transport of the weights fits where the engines are."""
     options = ("vllm.sync_backend", "train.colocate_all")
-    if backend == "nccl" and colocate_all:
+    if config.vllm.sync_backend == "nccl" and config.train.colocate_all:
         yield Violation(
             options,
             "vllm.sync_backend nccl needs engines with GPUs of their own, NCCL takes one rank per GPU: got nccl and "
             "train.colocate_all; use auto or cuda_ipc",
         )
-    if backend == "cuda_ipc" and not colocate_all:
+    if config.vllm.sync_backend == "cuda_ipc" and not config.train.colocate_all:
         yield Violation(
             options,
             "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc without train.colocate_all; "
@@ -231,107 +168,243 @@ def sync_violations(*, backend: str, colocate_all: bool) -> Iterator[Violation]:
         )
 
 
-def group_violations(*, estimator: str, samples_per_prompt: int) -> Iterator[Violation]:
-    """Every estimator here compares the responses to one prompt with each other."""
-    if samples_per_prompt < 2:
+def reference(config: RunConfig) -> Iterator[Violation]:
+    """A reference policy is either a copy in the policy's host memory or a group of ranks of its own."""
+    options = ("ref.num_nodes", "ref.num_gpus_per_node")
+    if not config.has_reference or not any(is_set(config, option) for option in options):
+        return
+    own = config.ref.num_nodes * config.ref.num_gpus_per_node
+    if config.train.colocate_actor_ref or config.train.colocate_all:
+        if own != config.world_size:
+            yield Violation(
+                (*options, "train.colocate_actor_ref", "train.colocate_all"),
+                f"a reference policy colocated with the policy has its ranks: ref.num_nodes * ref.num_gpus_per_node = "
+                f"{own}, actor.num_nodes * actor.num_gpus_per_node = {config.world_size}; make them equal or leave "
+                f"ref.num_nodes and ref.num_gpus_per_node out",
+            )
+        return
+    yield from _whole_copies("ref", own, config)
+    if config.ref.offload:
+        yield Violation(
+            ("ref.offload", *options),
+            f"ref.offload keeps the reference in the policy's host memory, ref.num_nodes * ref.num_gpus_per_node = "
+            f"{own} gives it ranks of its own: leave one of them out, or set train.colocate_actor_ref",
+        )
+
+
+def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Violation]:
+    """The own ranks of a frozen model hold whole copies of it, laid out as the policy."""
+    if ranks % config.model_parallel_size:
+        yield Violation(
+            (f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
+            f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks of one copy of the "
+            f"policy, as which the model is laid out: got {ranks} and {config.model_parallel_size}; use another "
+            "number, or leave both out for a copy in the policy's host memory",
+        )
+
+
+def guide(config: RunConfig) -> Iterator[Violation]:
+    """The loss over groups without a success is guided by somebody; policy and guide both sample, on own GPUs."""
+    if config.algo.advantage.estimator == GUIDED and config.own_options.get("zero_batch") and not config.has_guide:
+        yield Violation(
+            ("algo.mixed_policy_dapo", _GUIDE),
+            f"algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true and no {_GUIDE}; set "
+            f"{_GUIDE}, or switch zero_batch off",
+        )
+    if not config.has_guide:
+        return
+    group = config.rollout.n_samples_per_prompt
+    if config.guide_samples >= group:
+        yield Violation(
+            ("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
+            f"guide.samples_per_prompt must be below rollout.n_samples_per_prompt, the policy samples the other "
+            f"completions of a group: got {config.guide_samples} and {group}; lower the one or raise the other",
+        )
+    if config.train.colocate_all:
+        yield Violation(
+            (_GUIDE, "train.colocate_all"),
+            f"{_GUIDE} and train.colocate_all exclude each other, the guide's engines do not share the policy's GPUs: "
+            "leave one of them out",
+        )
+    yield from _whole_copies("guide", config.guide_ranks, config)
+
+
+# ---- batches and lengths -----------------------------------------------------------------------------------------
+
+
+def batches(config: RunConfig) -> Iterator[Violation]:
+    """A batch of rollouts is a whole number of optimizer steps, each of whole groups.
+
+    Nothing has to be divisible by the data-parallel ranks or the micro-batches: sequences are dealt by their cost.
+    """
+    prompts, group, train = config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.batch_size
+    if train % group:
+        yield Violation(
+            ("train.batch_size", "rollout.n_samples_per_prompt"),
+            f"train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, groups are never split: "
+            f"got {train} and {group}; use {_multiples(train, group)}",
+        )
+    if config.samples_per_rollout % train:
+        yield Violation(
+            ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+            f"train.batch_size (samples) must divide rollout.batch_size * rollout.n_samples_per_prompt ({prompts} * "
+            f"{group} = {config.samples_per_rollout}): got {train}; lower train.batch_size or make rollout.batch_size "
+            "larger",
+        )
+    if config.rollout.vllm_generate_batch_size not in (None, prompts):
+        yield Violation(
+            ("rollout.vllm_generate_batch_size", "rollout.batch_size"),
+            f"rollout.vllm_generate_batch_size must equal rollout.batch_size: got "
+            f"{config.rollout.vllm_generate_batch_size} and {prompts}; leave it out",
+        )
+    requests = config.vllm.max_requests
+    if requests is not None and requests < group:
+        yield Violation(
+            ("vllm.max_requests", "rollout.n_samples_per_prompt"),
+            f"vllm.max_requests must be at least rollout.n_samples_per_prompt, a group is asked for as a whole: got "
+            f"{requests} and {group}; raise it or leave it out",
+        )
+
+
+def groups(config: RunConfig) -> Iterator[Violation]:
+    """Every estimator here but GAE compares the responses to one prompt with each other."""
+    estimator, group = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
+    if group < 2 and not config.has_critic and estimator != CUSTOM:
         yield Violation(
             ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
             f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "
-            f"the responses to one prompt: got {samples_per_prompt}; 8 is a usual value",
+            f"the responses to one prompt: got {group}; 8 is a usual value",
         )
 
 
-def length_violations(
-    *,
-    max_new_tokens: int | None,
-    max_len: int,
-    overlong_buffer: float | None,
-    overlong_factor: float,
-    probe_length: int | None,
-) -> Iterator[Violation]:
+def token_budgets(config: RunConfig) -> Iterator[Violation]:
+    """The longest sequence fits into a micro-batch."""
+    max_len, cp = config.data.max_len, config.megatron.context_parallel_size
+    for option in (
+        ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu") if config.train.dynamic_batch_enable else ()
+    ):
+        tokens = value_of(config, option)
+        if tokens is not None and tokens * cp < max_len:
+            yield Violation(
+                (option, "data.max_len", "megatron.context_parallel_size"),
+                f"{option} * megatron.context_parallel_size must be at least data.max_len, a micro-batch holds whole "
+                f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more",
+            )
+
+
+def lengths(config: RunConfig) -> Iterator[Violation]:
     """Responses fit into sequences, and the overlong buffer into responses."""
-    if max_new_tokens is not None and max_new_tokens >= max_len:
+    response, max_len = config.rollout.max_new_tokens, config.data.max_len
+    if response is not None and response >= max_len:
         yield Violation(
             ("rollout.max_new_tokens", "data.max_len"),
-            f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {max_new_tokens} and "
-            f"{max_len} tokens; lower the one or raise the other",
+            f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {response} and {max_len} "
+            f"tokens; lower the one or raise the other",
         )
-    if probe_length is not None and probe_length >= max_len:
+    probe = config.weight_sync.probe_length
+    if probe is not None and probe >= max_len:
         yield Violation(
             ("weight_sync.probe_length", "data.max_len"),
-            f"weight_sync.probe_length must be below data.max_len: got {probe_length} and {max_len} tokens",
+            f"weight_sync.probe_length must be below data.max_len: got {probe} and {max_len} tokens",
         )
-    if overlong_buffer is None:
-        if overlong_factor != 1:
-            yield Violation(
-                ("reward.overlong_penalty_factor", "reward.overlong_buffer_len"),
-                f"reward.overlong_penalty_factor has no effect without reward.overlong_buffer_len: got "
-                f"{overlong_factor:g}; set the buffer too",
-            )
-        return
-    if overlong_buffer != int(overlong_buffer):
-        yield Violation(
-            ("reward.overlong_buffer_len",),
-            f"reward.overlong_buffer_len must be a whole number of tokens: got {overlong_buffer:g}",
-        )
-    if max_new_tokens is None or overlong_buffer > max_new_tokens:
+    buffer = config.reward.overlong_buffer_len
+    if buffer is not None and (response is None or buffer > response):
         yield Violation(
             ("reward.overlong_buffer_len", "rollout.max_new_tokens"),
-            f"reward.overlong_buffer_len must not exceed rollout.max_new_tokens: got {overlong_buffer:g} and "
-            f"{'null' if max_new_tokens is None else max_new_tokens} tokens",
+            f"reward.overlong_buffer_len must not exceed rollout.max_new_tokens: got {buffer:g} and "
+            f"{'null' if response is None else response} tokens",
         )
 
 
-def correction_violations(*, level: str, mode: str, gating: str, threshold: tuple[float, ...]) -> Iterator[Violation]:
-    """The importance correction is one that exists (OpenRLHF's PolicyLoss has the same rules)."""
-    prefix = "algo.advantage.is_correction_"
-    low, high = correction_threshold(threshold)
-    if low >= high or low < 0:
+def evaluations(config: RunConfig) -> Iterator[Violation]:
+    """The best checkpoint can be told."""
+    best = config.ckpt.best_metric_key
+    if best and (config.eval.steps == -1 or config.eval.dataset is None):
         yield Violation(
-            (f"{prefix}threshold",),
-            f"{prefix}threshold must be LOW HIGH with 0 <= LOW < HIGH, or HIGH > 0 alone: got {list(threshold)}",
+            ("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
+            f"ckpt.best_metric_key {best} needs evaluations during training: set eval.dataset and eval.steps",
         )
-    if level == "off":
+
+
+# ---- streaming ---------------------------------------------------------------------------------------------------
+
+
+def streaming(config: RunConfig) -> Iterator[Violation]:
+    """What may lag can be corrected or is dropped; engines that sample beside training have GPUs of their own."""
+    if config.max_staleness == 0:
         return
-    if mode == "clip" and (level != "token" or gating != "ratio"):
+    if config.train.colocate_all:
+        option = "train.async_enable" if config.train.max_staleness is None else "train.max_staleness"
         yield Violation(
-            (f"{prefix}mode", f"{prefix}level", f"{prefix}gating"),
-            f"{prefix}mode clip needs {prefix}level token and {prefix}gating ratio: got {level} and {gating}; use "
-            f"{prefix}mode mask",
+            (option, "train.colocate_all"),
+            f"{option} and train.colocate_all exclude each other: engines that sample while the policy trains need "
+            "GPUs of their own; leave one of them out",
         )
-    if gating != "ratio" and low > 0:
+    # without partial rollouts nothing is in flight at a sync, so no group can be late
+    if config.partial_rollouts and config.train.late_groups == "train" and config.correction_level == "off":
         yield Violation(
-            (f"{prefix}gating", f"{prefix}threshold"),
-            f"{prefix}gating {gating} takes an upper bound only: got {list(threshold)}; give one {prefix}threshold",
-        )
-
-
-def filtering_violations(*, enabled: bool, low: float, high: float) -> Iterator[Violation]:
-    """The range of mean scores that are kept is not empty."""
-    if enabled and low >= high:
-        yield Violation(
-            ("algo.dynamic_filtering_range",),
-            f"algo.dynamic_filtering_range must be LOW HIGH with LOW < HIGH: got {low:g} {high:g}",
+            ("train.late_groups", "algo.advantage.is_correction_level"),
+            "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "
+            "groups may lag by any number of weight versions; set --train.late_groups drop, or a correction",
         )
 
 
-def mixture_violations(*, datasets: str, shares: str | None) -> Iterator[Violation]:
-    """One share for each dataset, adding up to 1."""
-    if shares is None:
-        return
-    option = "data.prompt_probs"
-    count = len(datasets.split(","))
-    try:
-        numbers = [float(share) for share in shares.split(",")]
-    except ValueError:
-        yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
-        return
-    if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:  # false for nan
+# ---- the algorithm -----------------------------------------------------------------------------------------------
+
+
+def reserved_keys(config: RunConfig) -> Iterator[Violation]:
+    """The maps of the estimators hold their options only, not the other arguments of ``get_algorithm``."""
+    for name in get_args(Estimator):
+        for key in RESERVED_KEYS.keys() & config.algo.of(name).keys():
+            yield Violation(
+                (f"algo.{name}.{key}",),
+                f"algo.{name}.{key} is not an option of an estimator; use {RESERVED_KEYS[key]}",
+            )
+
+
+def adaptive_kl(config: RunConfig) -> Iterator[Violation]:
+    """The controller cannot turn the sign of the coefficient."""
+    kl = config.algo.kl
+    if kl.target is not None and config.samples_per_rollout * _MAX_CHANGE >= kl.horizon:
         yield Violation(
-            (option, "data.prompt_dataset"),
-            f"{option} must hold one share for each dataset of data.prompt_dataset and add up to 1: got {shares} for "
-            f"{count} dataset{'s' if count > 1 else ''}",
+            ("algo.kl.horizon", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+            f"algo.kl.horizon must be above {_MAX_CHANGE:g} * the samples of a batch of rollouts, or one batch could "
+            f"turn the sign of the coefficient: got {kl.horizon} samples and {config.samples_per_rollout}; raise it "
+            "(10000 is usual)",
         )
+
+
+def two_names(config: RunConfig) -> Iterator[Violation]:
+    """No option of the estimator is set to two values by two names."""
+    estimator, own, actor = config.algo.advantage.estimator, config.own_options, config.actor
+    if config.algo.kl.init_coef > 0 and own.get("kl_coef"):
+        yield Violation(
+            ("algo.kl.init_coef", f"algo.{estimator}.kl_coef"),
+            f"algo.kl.init_coef and algo.{estimator}.kl_coef both set a KL penalty: got {config.algo.kl.init_coef:g} "
+            f"and {own['kl_coef']}; keep one of them",
+        )
+    for flag in config.flag_options():
+        if flag.key in own and own[flag.key] != flag.value:
+            other = f"algo.{estimator}.{flag.key}"
+            yield Violation(
+                (flag.flag, other),
+                f"{flag.flag} and {other} set the same thing to two values: {flag.value!r} and {own[flag.key]!r}; keep "
+                f"one of them",
+            )
+    pair = actor.eps_clip_low_high
+    if is_set(config, "actor.eps_clip") and pair is not None and pair != (actor.eps_clip, actor.eps_clip):
+        yield Violation(
+            ("actor.eps_clip", "actor.eps_clip_low_high"),
+            f"actor.eps_clip and actor.eps_clip_low_high disagree: {actor.eps_clip:g} and {pair[0]:g} {pair[1]:g}; "
+            f"keep one of them",
+        )
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
+    policy_layout, critic_layout, nodes, recomputation, colocation, transport, reference, guide,
+    batches, groups, token_budgets, lengths, evaluations, streaming,
+    reserved_keys, adaptive_kl, two_names,
+)  # fmt: skip
 
 
 def _multiples(value: int, factor: int) -> str:
@@ -340,7 +413,119 @@ def _multiples(value: int, factor: int) -> str:
     return " or ".join(str(choice) for choice in (below, below + factor) if choice > 0)
 
 
-def _divisors(number: int, limit: int = 8) -> str:
-    """The smallest divisors, as a remedy."""
-    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    return ", ".join(map(str, found[:limit]))
+# ---- warnings ----------------------------------------------------------------------------------------------------
+
+
+def hub_names(config: RunConfig) -> Iterator[str]:
+    """What is not here is not looked at."""
+    path = config.actor.model_name_or_path
+    if path is not None and is_hub_name(path):
+        yield (
+            f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it is "
+            "downloaded"
+        )
+    model, _ = model_facts(_ACTOR, path)
+    if model is not None and not model.has_weights:
+        yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
+    for option in ("data.prompt_dataset", "eval.dataset"):
+        for ref in dataset_refs(value_of(config, option) or ""):
+            if ref.path and is_hub_name(ref.path):
+                yield f"{option} {ref.path} is taken for a hub name: its keys are not checked before it is downloaded"
+
+
+def memory_and_timing(config: RunConfig) -> Iterator[str]:
+    """What is risky."""
+    if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
+        yield (
+            "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
+            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy"
+        )
+    if config.max_staleness > 0 and config.train.full_determinism_enable:
+        yield (
+            "train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and which "
+            "token meets new weights first, depends on timing, so two runs differ"
+        )
+    if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
+        yield (
+            f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
+            f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
+            "the policy's ranks give up first"
+        )
+    if config.vllm.max_restarts and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
+        yield (
+            f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
+            f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not replaced, because the batch "
+            "is given up first"
+        )
+
+
+def restarts(config: RunConfig) -> Iterator[str]:
+    """Restarts have checkpoints to begin from."""
+    ckpt, restarts = config.ckpt, config.train.max_restarts
+    if restarts and (not ckpt.saves or ckpt.disable_ds):
+        yield f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the first step"
+    if not ckpt.load_enable and not restarts:
+        reason = "neither ckpt.load_enable nor train.max_restarts is set"
+        yield from _idle(config, "ckpt.fallback_enable", reason)
+
+
+def unused_modes(config: RunConfig) -> Iterator[str]:
+    """Details of modes that are off."""
+    if config.max_staleness == 0:
+        yield from _idle(config, "train.late_groups", "train.max_staleness is 0: no group is late")
+    if config.correction_level == "off":
+        for leaf in ("mode", "gating", "threshold"):
+            name = f"algo.advantage.is_correction_{leaf}"
+            yield from _idle(config, name, "algo.advantage.is_correction_level is off")
+    if not config.algo.dynamic_filtering_enable:
+        yield from _idle(config, "rollout.max_filter_batches", "algo.dynamic_filtering_enable is off")
+    for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
+        if is_set(config, name) and value_of(config, name) is not None and not config.train.dynamic_batch_enable:
+            reason = "train.dynamic_batch_enable is off"
+            yield no_effect(name, value_of(config, name), reason, "switch that on, or leave it out")
+    if config.train.dynamic_batch_enable:
+        reason = "train.dynamic_batch_enable fills micro-batches up to a token budget"
+        yield from _idle(config, "rollout.micro_batch_size", reason)
+
+
+def unused_models(config: RunConfig) -> Iterator[str]:
+    """Options of models that the run does not have."""
+    estimator = config.algo.advantage.estimator
+    if not config.has_critic:
+        names = [name for name in _below("critic") if is_set(config, name)]
+        for name in ("algo.advantage.gamma", "algo.advantage.lambd", *names):
+            yield from _idle(config, name, f"algo.advantage.estimator is {estimator}, which has no critic")
+    if not config.has_reference:
+        for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
+            yield from _idle(config, name, "no reference model is built without a KL penalty", "set algo.kl.init_coef")
+    if not config.has_guide:
+        alone = f"algo.advantage.estimator is {estimator}, which has no guide"
+        reason = f"{_GUIDE} is not set" if estimator == GUIDED else alone
+        for name in _below("guide"):
+            yield from _idle(config, name, reason)
+
+
+def schedules(config: RunConfig) -> Iterator[str]:
+    """Details of a learning rate that has none."""
+    for side in ("actor", "critic") if config.has_critic else ("actor",):
+        schedule = value_of(config, f"{side}.lr_scheduler")
+        if schedule == "constant":
+            yield from _idle(config, f"{side}.lr_warmup_ratio", f"{side}.lr_scheduler constant has no warm-up")
+        if schedule != "cosine_with_min_lr":
+            yield from _idle(config, f"{side}.min_lr_ratio", f"{side}.lr_scheduler is {schedule}")
+
+
+WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    hub_names, memory_and_timing, restarts, unused_modes, unused_models, schedules,
+)  # fmt: skip
+
+
+def _below(section: str) -> list[str]:
+    """Names of the options of one section."""
+    return [name for name, _ in leaf_fields(RunConfig) if name.startswith(f"{section}.")]
+
+
+def _idle(config: RunConfig, name: str, reason: str, remedy: str = "leave it out") -> Iterator[str]:
+    value: Any = value_of(config, name)
+    if value != value_of(RunConfig(), name):
+        yield no_effect(name, value, reason, remedy)

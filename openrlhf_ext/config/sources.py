@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from openrlhf_ext.config.errors import Violation
-from openrlhf_ext.config.options import UsageError, find_option, is_section, nearest_option, option_table
-from openrlhf_ext.config.renamed import present_name
+from openrlhf_ext.config.openrlhf import present_name
+from openrlhf_ext.config.table import UsageError, find_option, from_words, is_section, nearest_option, option_table
+from openrlhf_ext.options import Violation
 
 COMMAND_LINE = "command line"
 
@@ -33,7 +33,7 @@ class CommandLine:
     Attributes:
         config_files: paths after ``--config``, in order.
         settings: overrides in order.
-        help_filter: None when no help was asked for, else the entity (or part of a name) to show, "" for all.
+        help_filter: None when no help was asked for, else the section (or part of a name) to show, "" for all.
         violations: words that make no sense.
     """
 
@@ -175,7 +175,7 @@ def _add_setting(line: CommandLine, name: str, words: list[str]) -> None:
         line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
         return
     try:
-        value = _free_value(words) if option.arity == "open" else option.from_words(words)
+        value = _free_value(words) if option.arity == "open" else from_words(option, words)
     except UsageError as error:
         line.violations.append(Violation((name,), f"{error} ({COMMAND_LINE})"))
         return

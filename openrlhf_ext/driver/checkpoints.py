@@ -25,9 +25,7 @@ import safetensors.numpy
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.plain import write_plain
-from openrlhf_ext.config import RunConfig, format_config
-from openrlhf_ext.config.access import value_of
-from openrlhf_ext.config.options import option_table
+from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.rollout.response import Response

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.algorithm_options import algorithm_name
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.checkpoints import Checkpointer, write_hf
 from openrlhf_ext.driver.cluster import RaySession
@@ -218,7 +217,7 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
             Path(required(config.logger.figure_path, "logger.figure_path")),
             parts.steps,
             parts.prompts.skipped_overlong,
-            title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
+            title=f"{config.algorithm_name()}, {Path(policy_path(config)).name}",
             resume_step=parts.resumed.step if parts.resumed is not None else 0,
         ),
         gauges=step_gauges(config, parts.policy, shape),

@@ -7,26 +7,27 @@ import os
 from collections.abc import Iterable, Iterator
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
-from openrlhf_ext.config.algorithm_options import RESERVED_KEYS, algorithm_name, flag_options
-from openrlhf_ext.config.checks import model_violations
-from openrlhf_ext.config.entities.algo import CUSTOM
-from openrlhf_ext.config.file_rules import own_algorithm_violations
-from openrlhf_ext.config.inputs import InputError, read_model_facts
+from openrlhf_ext.config.files import InputError, read_model_facts
+from openrlhf_ext.config.model_rules import model_violations
+from openrlhf_ext.config.rules import RESERVED_KEYS
+from openrlhf_ext.config.sections.algo import CUSTOM
+from openrlhf_ext.options import Fault, no_effect, read, value_of
 
 
 def findings(config: RunConfig) -> Findings:
     """For ``load_config(more_rules=...)``: the estimator's own options, and whether the models' files can be loaded."""
     if unusable := own_algorithm_problems(config):
         return Findings((*unusable, *checkpoint_violations(config)), ())
+    options = option_findings(config)
     violations = [
-        *foreign_violations(config),
-        *option_violations(config),
-        *kl_place_violations(config),
+        *options.violations,
+        *correction_violations(config),
+        *kl_violations(config),
         *update_violations(config),
         *checkpoint_violations(config),
         *guide_violations(config),
     ]
-    return Findings(tuple(violations), tuple(idle_flag_warnings(config)))
+    return Findings(tuple(violations), (*unread_warnings(config), *options.warnings))
 
 
 def check_downloaded(config: RunConfig) -> None:
@@ -61,65 +62,99 @@ def check_reward(config: RunConfig) -> None:
 
 def own_algorithm_problems(config: RunConfig) -> list[Violation]:
     """Why there is no algorithm to check: the file of the estimator custom is not there, or registers none."""
+    option, path = "algo.module_path", config.algo.module_path
     if config.algo.advantage.estimator != CUSTOM:
         return []
-    if absent := [*own_algorithm_violations(path=config.algo.module_path)]:
-        return absent
+    if path is None:
+        message = (
+            f"{option} is required with algo.advantage.estimator custom: a .py file that registers an algorithm "
+            "(docs/algorithms.md, Your own algorithm)"
+        )
+        return [Violation((option, "algo.advantage.estimator"), message)]
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        return [Violation((option,), f"{option} must be a .py file that is there: got {path}")]
     try:
-        algorithm_name(config)
+        config.algorithm_name()
     except ValueError as error:
-        return [Violation(("algo.module_path",), f"algo.module_path: {error}")]
+        return [Violation((option,), f"{option}: {error}")]
     return []
 
 
-def foreign_violations(config: RunConfig) -> Iterator[Violation]:
-    """The estimator's map holds no options that only others read."""
-    from openrlhf_ext.algorithms import algorithm_names
-
-    name = config.algo.advantage.estimator
-    foreign = _foreign_keys(algorithm_name(config))
-    for key, value in getattr(config.algo, name).items():
-        if key not in foreign or value is None:
-            continue
-        owners = ", ".join(other for other in algorithm_names() if key in _keys(other))
-        yield Violation(
-            (f"algo.{name}.{key}",),
-            f"algo.{name}.{key} is an option of {owners}, which algo.advantage.estimator {name} does not read: got "
-            f"{value}; leave it out",
-        )
-
-
-def option_violations(config: RunConfig) -> Iterator[Violation]:
+def option_findings(config: RunConfig) -> Findings:
     """The estimator takes its options, apart from those that other rules are about."""
-    from openrlhf_ext.algorithms import get_algorithm
-
-    estimator = config.algo.advantage.estimator
-    name, options, _ = config.algorithm_options()
-    checked = {*RESERVED_KEYS, *_foreign_keys(name)}
-    if config.reward.overlong_buffer_len is not None and "length_penalty" not in getattr(config.algo, estimator):
-        checked.add("length_penalty")  # made of options with rules of their own
-    try:
-        get_algorithm(name, **{key: value for key, value in options.items() if key not in checked})
-    except ValueError as error:
-        for line in str(error).splitlines():
-            yield Violation((f"algo.{estimator}",), f"algo.{estimator}: {line.removeprefix(f'{name}: ')}")
-
-
-def kl_place_violations(config: RunConfig) -> Iterator[Violation]:
-    """The KL penalty of ``algo.kl.*`` acts where the estimator defines one."""
     from openrlhf_ext.algorithms.registry import algorithm_class
 
-    name, kl = config.algo.advantage.estimator, config.algo.kl
-    legal = algorithm_class(algorithm_name(config)).kl_places
-    if kl.init_coef == 0 or ("loss" if kl.use_loss else "reward") in legal:
+    name, options, _ = config.algorithm_options()
+    own = config.own_options
+    made_of_flags = {"length_penalty"} if "length_penalty" not in own else set()  # those have rules of their own
+    given = {key: value for key, value in options.items() if key not in RESERVED_KEYS.keys() | made_of_flags}
+    found = read(algorithm_class(name).Options, given)
+    section = f"algo.{config.algo.advantage.estimator}"
+    if isinstance(found, list):
+        return Findings(tuple(_fault_violation(section, fault, config) for fault in found), ())
+    violations = [
+        Violation(tuple(f"{section}.{key}" for key in violation.options), f"{section}: {violation.message}")
+        for violation in found.violations()
+    ]
+    return Findings(tuple(violations), tuple(f"{section}: {caution}" for caution in found.cautions()))
+
+
+def _fault_violation(section: str, fault: Fault, config: RunConfig) -> Violation:
+    """A value that an option of the estimator does not take, with the place where it was given."""
+    name = f"{section}.{fault.name}"
+    parent = name.rpartition(".")[0]
+    origin = f" ({config.sources[name]})" if name in config.sources else ""
+    text = f"{parent}: {fault.problem}{origin}" if fault.unknown else f"{name}{fault.problem}{origin}"
+    return Violation((name,), f"{text}; {fault.hint}" if fault.hint else text)
+
+
+def correction_violations(config: RunConfig) -> Iterator[Violation]:
+    """The importance correction is one that exists."""
+    from openrlhf_ext.algorithms.importance import Correction
+
+    advantage, prefix = config.algo.advantage, "algo.advantage.is_correction_"
+    found = read(
+        Correction,
+        {
+            "level": config.correction_level,
+            "mode": advantage.is_correction_mode,
+            "gating": advantage.is_correction_gating,
+            "threshold": config.correction_threshold,
+        },
+    )
+    if isinstance(found, list):
+        for fault in found:
+            yield Violation((prefix + fault.name,), f"{prefix}{fault.name}{fault.problem}; a single value is HIGH")
+    else:
+        for violation in found.violations():
+            yield Violation(tuple(prefix + leaf for leaf in violation.options), prefix + violation.message)
+
+
+def kl_violations(config: RunConfig) -> Iterator[Violation]:
+    """The KL penalty of ``algo.kl.*`` is one that exists and acts where the estimator defines one."""
+    from openrlhf_ext.algorithms.kl import KLPenalty
+    from openrlhf_ext.algorithms.registry import algorithm_class
+
+    estimator, kl = config.algo.advantage.estimator, config.algo.kl
+    name, options, _ = config.algorithm_options()
+    if "kl" not in options:
+        return
+    penalty = KLPenalty(**options["kl"])
+    for violation in penalty.violations():
+        yield Violation(
+            ("algo.kl.unbiased_gradient", "algo.kl.use_loss"),
+            f"algo.kl.{violation.message}; add algo.kl.use_loss or leave it out",
+        )
+    legal = algorithm_class(name).kl_places
+    if penalty.place in legal:
         return
     remedy = "set algo.kl.init_coef 0"
     if legal:
         remedy = f"{'add' if 'loss' in legal else 'leave out'} algo.kl.use_loss, or {remedy}"
     yield Violation(
         ("algo.kl.init_coef", "algo.kl.use_loss", "algo.advantage.estimator"),
-        f"algo.advantage.estimator {name} takes a KL penalty {'only in the ' + legal[0] if legal else 'nowhere'}: got "
-        f"algo.kl.init_coef {kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
+        f"algo.advantage.estimator {estimator} takes a KL penalty {'only in the ' + legal[0] if legal else 'nowhere'}: "
+        f"got algo.kl.init_coef {kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
     )
 
 
@@ -127,38 +162,32 @@ def update_violations(config: RunConfig) -> Iterator[Violation]:
     """An estimator that looks at the policy about to be updated gets one update per batch of rollouts."""
     from openrlhf_ext.algorithms.registry import algorithm_class
 
-    name, train = config.algo.advantage.estimator, config.train
+    estimator, train = config.algo.advantage.estimator, config.train
     one_update = config.samples_per_rollout == train.batch_size and train.max_epochs == 1
-    if algorithm_class(algorithm_name(config)).needs_prepare and not one_update:
+    if algorithm_class(config.algorithm_name()).needs_prepare and not one_update:
         yield Violation(
             ("algo.advantage.estimator", "train.batch_size", "train.max_epochs"),
-            f"algo.advantage.estimator {name} chooses tokens by statistics of the policy that is about to be updated, "
-            "which the controller has for one update per batch of rollouts only: train.batch_size must be "
+            f"algo.advantage.estimator {estimator} chooses tokens by statistics of the policy that is about to be "
+            "updated, which the controller has for one update per batch of rollouts only: train.batch_size must be "
             f"rollout.batch_size * rollout.n_samples_per_prompt = {config.samples_per_rollout} and train.max_epochs 1, "
             f"got {train.batch_size} and {train.max_epochs}",
         )
 
 
-def idle_flag_warnings(config: RunConfig) -> Iterator[str]:
-    """OpenRLHF's flags that set an option which the estimator does not have."""
-    name = config.algo.advantage.estimator
-    foreign = _foreign_keys(algorithm_name(config))
-    for flag in flag_options(config):
+def unread_warnings(config: RunConfig) -> Iterator[str]:
+    """Options that only other estimators read: in the estimator's map, or set by OpenRLHF's flags."""
+    from openrlhf_ext.algorithms.registry import algorithm_names, foreign_keys, option_keys
+
+    estimator = config.algo.advantage.estimator
+    foreign = foreign_keys(config.algorithm_name())
+    reason = f"algo.advantage.estimator {estimator} does not read"
+    for key, value in config.own_options.items():
+        if key in foreign and value is not None:
+            owners = ", ".join(other for other in algorithm_names() if key in option_keys(other))
+            yield no_effect(f"algo.{estimator}.{key}", value, f"{reason} it: it is an option of {owners}")
+    for flag in config.flag_options():
         if flag.key in foreign:
-            yield f"{flag.flag} has no effect: algo.advantage.estimator {name} does not read {flag.key}"
-
-
-def _foreign_keys(name: str) -> set[str]:
-    """Options of the other estimators that this one does not have."""
-    from openrlhf_ext.algorithms import algorithm_names
-
-    return {key for other in algorithm_names() for key in _keys(other)} - _keys(name)
-
-
-def _keys(name: str) -> set[str]:
-    from openrlhf_ext.algorithms import describe_options
-
-    return {info.name for info in describe_options(name)}
+            yield no_effect(flag.flag, flag.value, f"{reason} {flag.key}")
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
@@ -166,12 +195,9 @@ def _keys(name: str) -> set[str]:
 
 def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
     """Policy, critic and guide are models that are built, and their files hold their tensors."""
-    models = {"actor.model_name_or_path": (config.actor.model_name_or_path, None)}
-    if config.has_critic:
-        models["critic.model_name_or_path"] = (config.critic.model_name_or_path, config.ds.value_head_prefix)
-    if config.has_guide:
-        models["guide.model_name_or_path"] = (config.guide.model_name_or_path, None)
-    for option, (folder, value_head) in models.items():
+    for option in config.model_options:
+        folder = value_of(config, option)
+        value_head = config.ds.value_head_prefix if option.startswith("critic.") else None
         if folder is None or not os.path.isdir(folder):
             continue
         try:

@@ -14,14 +14,14 @@ import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.entities.algo import CUSTOM
+from openrlhf_ext.config.sections.algo import CUSTOM
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
 from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
 
 if TYPE_CHECKING:
-    from openrlhf_ext.config.entities.policy import Megatron
+    from openrlhf_ext.config.sections.policy import Megatron
 
 _T = TypeVar("_T")
 
@@ -64,7 +64,7 @@ def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
     with it.
     """
     name, options, correction = config.algorithm_options()
-    algorithm = get_algorithm(name, correction=correction, **options, **measured)
+    algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)  # load_config has warned
     if config.algo.advantage.estimator == CUSTOM:
         ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])
     return algorithm

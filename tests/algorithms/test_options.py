@@ -19,7 +19,7 @@ REQUIRED = {
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
 def test_keys_and_defaults_are_those_of_the_specification(name: str) -> None:
     described = {info.name: info.default for info in describe_options(name)}
-    # The token-mean methods of the reference carry `agg` only where it is an option.
+    described.pop("initial_entropy_prompts", None)  # read by the driver, which measures h_ini
     assert described == DEFAULTS[name]
 
 
@@ -27,11 +27,11 @@ def test_every_option_is_described() -> None:
     for name in algorithm_names():
         for info in describe_options(name):
             assert info.help
-            assert info.kind != "choice" or info.default in info.choices
+            assert not info.choices or info.default in info.choices
 
 
 def test_recommended_values_are_described() -> None:
-    recommended = {info.name: info.recommended for info in describe_options("gtpo_entropy") if info.recommended}
+    recommended = {o.name: o.info.recommended for o in describe_options("gtpo_entropy") if o.info.recommended}
     assert recommended == {"alpha1": 1.0, "alpha2": 0.1}
 
 
@@ -40,60 +40,93 @@ def test_recommended_values_are_described() -> None:
     [
         ("grpo", {"clip_hgh": 0.3}, "unknown option 'clip_hgh'; did you mean 'clip_high'"),
         ("gtpo_entropy", {"entropy_axes": "row"}, "did you mean 'entropy_axis'"),
-        ("grpo", {"agg": "token_mean"}, "agg must be one of .* got 'token_mean'; did you mean 'token-mean'"),
-        ("grpo", {"clip_low": "x"}, "clip_low must be a finite number, got 'x'"),
-        ("grpo", {"clip_low": True}, "clip_low must be a finite number, got True"),
-        ("grpo", {"mask_truncated": "maybe"}, "mask_truncated must be true or false"),
-        ("grpo", {"ddof_seq": 2}, "ddof_seq must be one of 0, 1, got 2"),
-        ("grpo", {"degenerate": None}, "degenerate must be one of .* null is not accepted"),
+        ("grpo", {"agg": "token_mean"}, "agg: expected one of .* got token_mean; did you mean token-mean"),
+        ("grpo", {"clip_low": "x"}, "clip_low: expected number >= 0 or null, got x"),
+        ("grpo", {"clip_low": True}, "clip_low: expected number >= 0 or null, got true"),
+        ("grpo", {"mask_truncated": "maybe"}, "mask_truncated: expected true or false, got maybe"),
+        ("grpo", {"ddof_seq": 2}, "ddof_seq: expected one of 0, 1, got 2"),
+        ("grpo", {"degenerate": None}, "degenerate: expected one of drop, zero, literal, got null"),
         ("grpo", {"clip_high": None}, "clip_low = 0.2 needs clip_high"),
-        ("grpo", {"dual_clip": 1.0}, "dual_clip must be above 1"),
-        ("grpo", {"adv_eps": -1}, "adv_eps must be at least 0"),
+        ("grpo", {"dual_clip": 1.0}, "dual_clip: expected number > 1 or null, got 1"),
+        ("grpo", {"adv_eps": -1}, "adv_eps: expected number >= 0, got -1"),
         ("grpo", {"agg": "seq-mean-token-sum-norm"}, "l_norm is required with agg seq-mean-token-sum-norm"),
         ("dr_grpo", {}, "l_norm is required"),
         ("gtpo_entropy", {}, "alpha1 is required with version v6 .published for v6: 1.0"),
         ("gtpo_entropy", {"alpha1": 1.0}, "alpha2 is required with version v6 .published for v6: 0.1"),
         ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1}, "kappa is required with version v1u"),
         ("gtpo_entropy", {"version": "v1u", "alpha1": 0.5, "alpha2": 0.5, "kappa": 4.0}, "clip interval .* is empty"),
-        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 1.0}, "kappa must be above 1"),
-        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "v2_positive": "v1u"}, "read only with version v2"),
-        ("gtpo_entropy", {"version": "v3"}, "version must be one of 'v1', 'v1u', 'v2', 'v6'"),
-        ("gtpo_entropy", {"version": "v1", "entropy_clamp": [0.3, 0.2]}, "entropy_clamp must be ordered"),
+        (
+            "gtpo_entropy",
+            {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 1.0},
+            "kappa: expected number > 1 or null, got 1",
+        ),
+        ("gtpo_entropy", {"version": "v3"}, "version: expected one of v1, v1u, v2, v6, got v3"),
+        (
+            "gtpo_entropy",
+            {"version": "v1", "entropy_clamp": [0.3, 0.2]},
+            "entropy_clamp: expected 2 numbers LOW HIGH with",
+        ),
         ("grpo_s", {}, "beta1 is required with version v6 .published for v6: 1.0"),
-        ("grpo_s", {"version": "v1u"}, "version must be one of 'v1', 'v2', 'v6'"),
+        ("grpo_s", {"version": "v1u"}, "version: expected one of v1, v2, v6, got v1u"),
         ("gtpo_conflict", {"clip_low": 0.2}, "clip_low = 0.2 needs clip_high"),
-        ("gtpo_conflict", {"preset": "papr"}, "preset must be one of 'paper', 'official', got 'papr'; did you mean"),
+        ("gtpo_conflict", {"preset": "papr"}, "preset: expected one of paper, official, got papr; did you mean paper"),
         ("clip_cov", {"mask_truncated": True}, "mask_truncated = true is not defined"),
         ("kl_cov", {"mask_truncated": True}, "mask_truncated = true is not defined"),
         ("clip_cov", {"kl_coef": 0.1}, "kl_coef = 0.1 is not defined for clip_cov"),
         ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5}}, "kind 'dapo' requires l_cache"),
         ("grpo", {"length_penalty": {"kind": "tan_v1", "L1": 5, "L2": 5}}, "requires L2 > L1"),
-        ("grpo", {"length_penalty": {}}, "kind is required"),
+        ("grpo", {"length_penalty": {}}, "length_penalty.kind is required .formula of the penalty"),
         ("grpo", {"length_penalty": {"kind": "dapo", "lmax": 5}}, "unknown option 'lmax'; did you mean 'l_max'"),
-        ("grpo", {"length_penalty": "dapo"}, "length_penalty must be a mapping"),
-        ("grpo", {"grop_hard_dapo": {"l_max": 5}}, "requires l_cache"),
-        ("grpo", {"grop_gamma1": 1.0}, r"grop_gamma1 must be in \(0, 1\)"),
-        ("grpo", {"correction": {"level": "seq", "mode": "clip"}}, "mode 'clip' requires level 'token'"),
+        ("grpo", {"length_penalty": "dapo"}, "length_penalty: expected map of kind, on, .* or null, got dapo"),
+        ("grpo", {"grop_hard_dapo": {"l_max": 5}}, "grop_hard_dapo.l_cache is required"),
+        ("grpo", {"grop_gamma1": 1.0}, "grop_gamma1: expected number > 0 and < 1, got 1"),
+        ("grpo", {"correction": {"level": "seq", "mode": "clip"}}, "mode clip requires level token"),
         ("grpo", {"correction": {"gating": "tv"}}, "upper bound only"),
         ("grpo", {"correction": {"levle": "seq"}}, "unknown option 'levle'; did you mean 'level'"),
         ("grpo", {"kl": {"coef": 0.1}, "kl_coef": 0.1}, "both set a penalty"),
         ("gspo", {"kl": {"coef": 0.1}}, "takes a KL penalty only in the reward"),
         ("gtpo_conflict", {"kl": {"coef": 0.1}}, "takes a KL penalty not at all"),
-        ("kl_cov", {"kl": {"estimator": "k3"}}, "coef is required"),
+        ("kl_cov", {"kl": {"estimator": "k3"}}, "kl: coef is required"),
         ("grpo", {"foo": 1}, r"unknown option 'foo'\. Options: adv_eps, agg, "),
-        ("grpo", {"ddof_seq": True}, "ddof_seq must be one of 0, 1, got True"),
-        ("gtpo_conflict", {"gamma": -1}, "gamma must be at least 0, got -1"),
-        ("gtpo_conflict", {"w_pos": -2}, "w_pos must be at least 0, got -2"),
-        ("kl_cov", {"ppo_kl_coef": -1}, "ppo_kl_coef must be at least 0, got -1"),
-        ("kl_cov", {"cov_ratio": 2}, r"cov_ratio must be in \[0, 1\], got 2"),
-        ("clip_cov", {"cov_ratio": 2}, r"cov_ratio must be in \[0, 1\], got 2"),
+        ("grpo", {"ddof_seq": True}, "ddof_seq: expected one of 0, 1, got true"),
+        ("gtpo_conflict", {"gamma": -1}, "gamma: expected number >= 0, got -1"),
+        ("gtpo_conflict", {"w_pos": -2}, "w_pos: expected number >= 0, got -2"),
+        ("kl_cov", {"ppo_kl_coef": -1}, "ppo_kl_coef: expected number >= 0, got -1"),
+        ("kl_cov", {"cov_ratio": 2}, "cov_ratio: expected number >= 0 and <= 1, got 2"),
+        ("clip_cov", {"cov_ratio": 2}, "cov_ratio: expected number >= 0 and <= 1, got 2"),
         ("clip_cov", {"cov_lb": 5, "cov_ub": 1}, "band of candidates is empty: cov_lb = 5.0 must be below cov_ub = 1"),
-        ("clip_cov", {"perm": [0, 0]}, r"perm must be distinct indices, 0 or more, got \[0, 0\]"),
-        ("mixed_policy_dapo", {"zero_weight": -1}, "zero_weight must be at least 0, got -1"),
+        ("clip_cov", {"perm": [0, 0]}, "perm: expected list of distinct integers >= 0 or null, got 0 0"),
+        ("mixed_policy_dapo", {"zero_weight": -1}, "zero_weight: expected number >= 0, got -1"),
         ("gtpo_entropy", {"alpha1": 0, "alpha2": 0}, "alpha1 = alpha2 = 0 makes all shaped rewards 0"),
         ("grpo_s", {"beta1": 0, "beta2": 0}, "beta1 = beta2 = 0 makes all shaped rewards 0"),
-        ("grpo", {"length_penalty": {"kind": "grop", "l_max": 5}}, "kind 'grop' does not read l_max"),
-        ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5, "l_cache": 2, "L1": 3}}, "'dapo' does not read L1"),
+        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "alpha1": -1}, "alpha1: expected number >= 0 or null, got -1"),
+        ("gtpo_entropy", {"version": "v1", "alpha": -0.1}, "alpha: expected number >= 0, got -0.1"),
+        ("grpo_s", {"beta1": 1, "beta2": -1}, "beta2: expected number >= 0 or null, got -1"),
+        ("grpo_s", {"version": "v1", "beta": -1}, "beta: expected number >= 0, got -1"),
+        ("entropy_advantage", {"ent_alpha": -1}, "ent_alpha: expected number >= 0, got -1"),
+        ("entropy_advantage", {"ent_kappa": 0.5}, "ent_kappa: expected number >= 1, got 0.5"),
+        ("gtpo_conflict", {"entropy_threshold": -1}, "entropy_threshold: expected number >= 0, got -1"),
+        ("gtpo_conflict", {"h_ini": -1}, "h_ini: expected number >= 0 or null, got -1"),
+        ("gtpo_conflict", {"initial_entropy_prompts": 1.5}, "initial_entropy_prompts: expected integer >= 0, got 1.5"),
+        ("kl_cov", {"clip_low": -1}, "clip_low: expected number >= 0 or null, got -1"),
+        ("gae", {"lambd": 1.1}, "lambd: expected number >= 0 and <= 1, got 1.1"),
+        (
+            "grpo",
+            {"length_penalty": {"kind": "dapo", "l_max": 4, "l_cache": 2, "factor": -1}},
+            "factor: expected number",
+        ),
+        (
+            "grpo",
+            {"length_penalty": {"kind": "dapo", "l_max": 4, "l_cache": -2}},
+            "l_cache: expected integer > 0",
+        ),
+        ("grpo", {"kl": {"coef": -1}}, "kl: coef: expected number >= 0, got -1"),
+        (
+            "grpo",
+            {"kl": {"coef": 1, "place": "reward", "unbiased_gradient": True}},
+            "needs place loss",
+        ),
+        ("grpo", {"correction": {"threshold": [3, 2]}}, "correction: threshold: expected 2 numbers LOW HIGH"),
     ],
 )
 def test_errors_name_the_option_and_the_rule(name: str, options: dict, message: str) -> None:
@@ -104,7 +137,7 @@ def test_errors_name_the_option_and_the_rule(name: str, options: dict, message: 
 def test_all_violations_are_reported_at_once() -> None:
     with pytest.raises(ValueError) as error:
         get_algorithm("grpo", agg="x", clip_low=-1.0, nonsense=3)
-    for text in ("agg must be", "clip_low must be", "unknown option 'nonsense'"):
+    for text in ("agg: expected", "clip_low: expected", "unknown option 'nonsense'"):
         assert text in str(error.value)
 
 
@@ -138,11 +171,30 @@ def test_values_may_come_as_text_from_a_command_line() -> None:
     assert (options.alpha1, options.alpha2, options.sign_guard, options.ddof_tok) == (1.0, 0.1, True, 1)
 
 
-def test_a_clip_high_that_nothing_reads_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Without clip_low nothing is clipped (specification 1, null values), which is the default of gtpo_conflict."""
+@pytest.mark.parametrize(
+    ("name", "options", "warning"),
+    [
+        (
+            "gtpo_conflict",
+            {"clip_high": 0.2},
+            "clip_high has no effect: got 0.2, and without clip_low",
+        ),
+        ("kl_cov", {"dual_clip": 3}, "dual_clip has no effect: got 3, and kl_cov clips nothing"),
+        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "v2_positive": "v1u"}, "v2_positive has no effect: got v1u"),
+        ("gtpo_entropy", {**REQUIRED["gtpo_entropy"], "alpha": 0.3}, "alpha has no effect: got 0.3, and version v6"),
+        ("grpo_s", {**REQUIRED["grpo_s"], "beta": 0.3}, "beta has no effect: got 0.3, and version v6"),
+        ("grpo", {"length_penalty": {"kind": "grop", "l_max": 5}}, "length_penalty.l_max has no effect: got 5"),
+        ("grpo", {"length_penalty": {"kind": "dapo", "l_max": 5, "l_cache": 2, "L1": 3}}, "kind dapo does not read it"),
+        ("grpo", {"grop_gamma1": 0.5}, "grop_gamma1 has no effect: got 0.5, and length_penalty.kind is not grop"),
+        ("grpo", {"l_norm": 5}, "l_norm has no effect: got 5, and agg is seq-mean-token-mean"),
+    ],
+)
+def test_what_nothing_reads_is_warned_of(
+    caplog: pytest.LogCaptureFixture, name: str, options: dict, warning: str
+) -> None:
     with caplog.at_level(logging.WARNING):
-        get_algorithm("gtpo_conflict", clip_high=0.2)
-    assert "clip_high = 0.2 has no effect" in caplog.text
+        get_algorithm(name, **options)
+    assert f"{name}: {warning}" in caplog.text or warning in caplog.text
 
 
 def test_the_bare_name_gtpo_is_refused_with_both_methods_named() -> None:
@@ -158,7 +210,7 @@ def test_unknown_algorithms_get_the_nearest_name() -> None:
 def test_v2_warns_of_positive_advantages_of_failures(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         get_algorithm("gtpo_entropy", version="v2")
-    assert "T-8" in caplog.text
+    assert "tokens of wrong completions a positive advantage" in caplog.text
 
 
 def test_mixed_policy_says_that_it_is_a_reconstruction(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,20 +11,20 @@ import torch
 
 from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm, register_algorithm, registry
 from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
+from openrlhf_ext.algorithms.registry import algorithm_of_file
+from tests.algorithms.helpers import random_groups, to_batch
 from tests.algorithms.test_batch import simple_batch
 
 MODULE = '''
-from dataclasses import dataclass
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.option_blocks import (
-    ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
+    ClipOptions, Degenerate, PartitionOptions, ScopeOptions, TruncationOptions, degenerate
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class SignOptions(PartitionOptions, TruncationOptions, ClipOptions, ScopeOptions):
-    strength: float = option("float", 1.0, "advantage of a success")
-    degenerate: str = degenerate("zero")
+    strength: float = option(1.0, "advantage of a success")
+    degenerate: Degenerate = degenerate("zero")
 
 
 @register_algorithm("reward_sign", SignOptions)
@@ -63,3 +63,49 @@ def test_a_taken_name_is_refused() -> None:
         @register_algorithm("grpo", GrpoOptions)
         class Other(Grpo):
             pass
+
+
+# ---- a file of the user's own ----
+
+METHOD = """
+from openrlhf_ext.algorithms import register_algorithm
+from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
+
+@register_algorithm("{name}", GrpoOptions)
+class Negated(Grpo):
+    def advantages(self, inputs):
+        fields = super().advantages(inputs)
+        return fields | {{"advantages": -fields["advantages"]}}
+"""
+
+
+def test_its_file_is_run_once_and_gives_its_name(tmp_path):
+    file = tmp_path / "negated.py"
+    file.write_text(METHOD.format(name="own_negated"))
+    assert algorithm_of_file(str(file)) == algorithm_of_file(str(file)) == "own_negated"
+    batch, _, _ = to_batch(random_groups(0))
+    ours, grpo = (get_algorithm(name).shape(batch).advantages for name in ("own_negated", "grpo"))
+    assert torch.equal(ours, -grpo) and grpo.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "must register one algorithm with register_algorithm, got none"),
+        (METHOD.format(name="own_one") + METHOD.format(name="own_two"), "got own_one, own_two"),
+        ("\n\nraise KeyError('x')", "cannot be imported: line 3: KeyError: 'x'"),
+        ("def f(:", "cannot be imported: SyntaxError"),
+        (
+            "from openrlhf_ext.algorithms import option\noption('float', 1.0, 'x')",
+            "line 2: TypeError: option(DEFAULT",
+        ),
+        (METHOD.format(name="grpo"), "cannot be imported: line 5: ValueError: algorithm 'grpo' is already registered"),
+    ],
+    ids=["none", "two", "raises", "syntax", "earlier", "taken"],
+)
+def test_a_file_that_gives_no_algorithm_is_refused(tmp_path, text, problem):
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="broken.py") as error:
+        algorithm_of_file(str(file))
+    assert problem in str(error.value)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from openrlhf_ext.config.checkpoint_rules import checkpoint_bytes, parameter_count
+from openrlhf_ext.config.file_rules import checkpoint_bytes
+from openrlhf_ext.config.files import parameter_count
 
 PARAMETERS = 1000 * 3
 Usage = namedtuple("Usage", "total used free")

@@ -49,12 +49,13 @@ def test_a_guide_is_there_only_where_the_estimator_has_one(load):
 @pytest.mark.parametrize("words", [("--guide.model_name_or_path", "guide"), ("--guide.samples_per_prompt", "2")])
 def test_another_estimator_has_no_guide(load, words):
     (warning,) = [warning for warning in load(*words).warnings if "guide" in warning]
-    assert warning == f"{words[0][2:]} has no effect: algo.advantage.estimator is grpo, which has no guide"
+    assert warning.startswith(f"{words[0][2:]} has no effect: got ")
+    assert "and algo.advantage.estimator is grpo, which has no guide" in warning
 
 
 def test_how_the_guide_samples_without_a_guide(load):
     assert any(
-        warning == "guide.num_engines has no effect: guide.model_name_or_path is not set"
+        warning.startswith("guide.num_engines has no effect: got 2, and guide.model_name_or_path is not set")
         for warning in load(*MIXED, "--guide.num_engines", "2").warnings
     )
 

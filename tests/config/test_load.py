@@ -161,7 +161,7 @@ def test_none_of_several_paths_is_empty_and_a_value_that_was_replaced_does_not_c
 
 def test_the_number_of_values_is_checked(problems):
     assert problems("--actor.eps_clip_low_high", "0.2", "--train.seed", "--data.max_len", "100", "200") == [
-        "--actor.eps_clip_low_high takes 2 values (2 numbers or null), got 1: 0.2 (command line)",
+        "--actor.eps_clip_low_high takes 2 values (2 numbers >= 0 or null), got 1: 0.2 (command line)",
         "--train.seed takes 1 value (integer >= 0 and <= 2147483647), got 0: none (command line)",
         "--data.max_len takes 1 value (integer >= 2), got 2: 100 200 (command line)",
     ]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.config.help import format_markdown
-from openrlhf_ext.config.options import find_option, nearest_option, option_names, option_table
+from openrlhf_ext.config.show import format_markdown
+from openrlhf_ext.config.table import find_option, nearest_option, option_names, option_table
 
 FROZEN = Path(__file__).with_name("options.txt")
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
@@ -17,9 +17,9 @@ def other_words(name: str) -> list[str]:
     """Words that set an option to something else than its default."""
     option = option_table()[name]
     if option.arity == "flag":
-        return ["false" if option.default_value else "true"]
+        return ["false" if option.default else "true"]
     if option.choices:
-        return [next(choice for choice in option.choices if choice != option.default_value)]
+        return [next(choice for choice in option.choices if choice != option.default)]
     kind = next(kind for kind in OTHER_VALUE if kind in option.expects)
     return [OTHER_VALUE[kind]] * (2 if option.arity == "pair" else 1)
 
@@ -43,7 +43,7 @@ def test_an_option_that_does_nothing_is_refused_when_set_and_accepted_at_its_def
     words = other_words(name)
     (message,) = problems(f"--{name}", *words)
     assert message.startswith(f"{name} is not ") and f"got {' '.join(words)} (command line)" in message
-    default = option_table()[name].default
+    default = option_table()[name].shown_default
     assert problems(f"--{name}", *default.split(" ")) == []
 
 

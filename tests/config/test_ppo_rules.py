@@ -6,15 +6,12 @@ import json
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from openrlhf_ext.config import format_config, placement_table, ppo_rules
+from openrlhf_ext.config import format_config, placement_table
 from tests.config.conftest import MODEL
 
 GAE = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")
 KL = ("--algo.kl.init_coef", "0.01", "--algo.kl.use_loss")
-sizes = st.integers(1, 12)
 
 
 def test_gae_gets_its_options_from_openrlhfs_flags(load):
@@ -53,22 +50,15 @@ def test_the_critic_has_the_policys_layout_where_it_has_none_of_its_own(load):
 
 def test_the_critics_ranks_are_whole_copies_of_it(problems):
     (message,) = problems(*GAE[:2], "--critic.num_gpus_per_node", "3", "--critic.megatron.tensor_parallel_size", "2")
-    assert "1 * 3 = 3, 2 * 1 * 1 = 2" in message and "critic.num_gpus_per_node" in message
+    assert "got 3 ranks, 2 * 1 * 1 = 2" in message and "critic.num_gpus_per_node" in message
 
 
 def test_interleaving_needs_stages_and_layers(problems):
     vp = ["--critic.megatron.virtual_pipeline_size", "2"]
-    assert "needs more than one pipeline stage" in problems(*GAE, *vp)[0]
+    assert "needs critic.megatron.pipeline_parallel_size > 1 (unset: that of megatron.*)" in problems(*GAE, *vp)[0]
     assert problems(*GAE, *vp, "--critic.megatron.pipeline_parallel_size", "2") == []
     found = problems(*GAE[:2], "--critic.num_gpus_per_node", "4", *vp, "--critic.megatron.pipeline_parallel_size", "4")
-    assert "times virtual_pipeline_size" in found[0] and "got 8" in found[0]
-
-
-@given(nodes=sizes, per_node=sizes, tp=sizes, pp=sizes, cp=sizes)
-def test_any_layout_of_the_critic(nodes, per_node, tp, pp, cp):
-    found = list(ppo_rules.critic_violations(num_nodes=nodes, gpus_per_node=per_node, tp=tp, pp=pp, cp=cp, vp=1,
-                                             sequence_parallel=False, freezing_steps=-1))  # fmt: skip
-    assert bool(found) == ((nodes * per_node) % (tp * pp * cp) != 0)
+    assert "critic.megatron.virtual_pipeline_size must divide the model's layers: got 4 * 2" in found[0]
 
 
 def test_the_critics_model(problems, run_dir):
@@ -81,9 +71,12 @@ def test_the_critics_model(problems, run_dir):
 
     assert with_model() == []
     assert "must know the tokens of the policy: its vocabulary has 50" in with_model(vocab_size=50)[0]
-    assert "must divide the attention heads of the critic's model: got 2" in with_model(num_attention_heads=5)[0]
+    assert (
+        "must divide the model's attention heads: got 2, the model of critic.model_name_or_path has 5"
+        in with_model(num_attention_heads=5)[0]
+    )
     (message,) = with_model(num_attention_heads=6, num_key_value_heads=3, intermediate_size=516)
-    assert "must divide the key-value heads of the critic's model or be a multiple of them: got 2" in message
+    assert "must divide the model's key-value heads (query groups) or be a multiple of them: got 2" in message
     assert with_model(num_key_value_heads=1) == []
     assert "256 > 64 tokens" in with_model(max_position_embeddings=64)[0]
     assert problems(*GAE, "--critic.model_name_or_path", "nowhere/at/all")
@@ -114,8 +107,6 @@ def test_the_gradient_of_a_penalty_in_the_loss(load, problems):
     assert unbiased.algorithm_options()[1]["kl"]["unbiased_gradient"] is True and not unbiased.warnings
     assert any("gradient of k1 is 0 in the mean" in warning for warning in load(*KL).warnings)
     assert not any("k1" in warning for warning in load(*KL, "--algo.kl.estimator", "k3").warnings)
-    (message,) = problems("--algo.kl.init_coef", "0.1", "--algo.kl.unbiased_gradient")
-    assert "needs algo.kl.use_loss" in message
 
 
 def test_the_adaptive_controller(problems):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.config.options import option_table
-from openrlhf_ext.config.renamed import RENAMED, present_name
+from openrlhf_ext.config import option_table
+from openrlhf_ext.config.openrlhf import RENAMED, present_name
 
 MIGRATION = Path(__file__).parents[2] / "docs/migration.md"
 

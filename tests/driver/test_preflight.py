@@ -64,9 +64,11 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
     assert problems(task, *custom) == [f"algo.module_path: {file} cannot be imported: line 1: KeyError: 'x'"]
     file.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_preflight"))
     (unknown,) = problems(task, *custom, "--algo.custom.strenght", "2")
-    assert unknown.startswith("algo.custom: unknown option 'strenght'") and "strength" in unknown
-    (foreign,) = problems(task, *custom, "--algo.custom.alpha1", "2")
-    assert foreign.startswith("algo.custom.alpha1 is an option of gtpo_entropy")
+    assert unknown.startswith("algo.custom: unknown option 'strenght'; did you mean 'strength'?")
+    (wrong,) = problems(task, *custom, "--algo.custom.strength", "many")
+    assert wrong == "algo.custom.strength: expected number, got many (command line)"
+    (foreign,) = load(task, *custom, "--algo.custom.alpha1", "2").warnings
+    assert foreign.startswith("algo.custom.alpha1 has no effect: got 2, and")
     one = ["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8"]
     config = load(task, *custom, *one, "--algo.custom.strength", "2")
     assert config.algorithm_options() == ("reward_sign_preflight", {"strength": 2}, None)
@@ -76,12 +78,14 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
 
 def test_violations_of_every_kind_are_in_one_report(task):
     words = ["--train.batch_size", "30", "--algo.advantage.estimator", "clip_cov", "--algo.clip_cov.foo", "1",
-             "--algo.clip_cov.cov_ratio", "-1", "--algo.clip_cov.kl", "3", "--algo.clip_cov.alpha1", "5",
+             "--algo.clip_cov.cov_ratio", "-1", "--algo.clip_cov.kl", "3", "--algo.clip_cov.cov_lb", "x",
              "--algo.kl.init_coef", "0.1", "--algo.kl.use_loss", "--train.sead", "1"]  # fmt: skip
     starts = [
         "unknown option train.sead", "train.batch_size (samples) must be a multiple of", "train.batch_size (samples) "
-        "must divide", "algo.clip_cov.kl is not an option", "algo.clip_cov.alpha1 is an option of gtpo_entropy",
-        "algo.clip_cov: unknown option 'foo'", "algo.clip_cov: cov_ratio must be",
+        "must divide", "algo.clip_cov.kl is not an option",
+        "algo.clip_cov.cov_ratio: expected number >= 0 and <= 1, got -1 (command line)",
+        "algo.clip_cov.cov_lb: expected",
+        "algo.clip_cov: unknown option 'foo'",
         "algo.advantage.estimator clip_cov takes a KL penalty", "algo.advantage.estimator clip_cov chooses tokens by",
     ]  # fmt: skip
     found = problems(task, *words)
@@ -119,18 +123,74 @@ def test_a_penalty_made_of_flags_is_complained_about_once(task):
 def test_a_flag_for_other_estimators_is_warned_about_and_left_out(task, caplog, estimator, words, flag):
     config = load(task, "--algo.advantage.estimator", estimator, *words)
     (warning,) = config.warnings
-    assert warning.startswith(f"{flag} has no effect: algo.advantage.estimator {estimator} does not read")
+    assert warning.startswith(
+        f"{flag} has no effect: got {words[1]}, and algo.advantage.estimator {estimator} does not"
+    )
     assert config.algorithm_options()[1] == {} and not caplog.records
 
 
-def test_an_option_of_other_estimators_is_refused_with_its_owner(task):
-    (message,) = problems(task, "--algo.grpo.alpha1", "5")
-    assert message.startswith("algo.grpo.alpha1 is an option of gtpo_entropy, which") and "leave it out" in message
-    (message,) = problems(
-        task, "--algo.advantage.estimator", "gtpo_entropy", "--algo.gtpo_entropy.filter", "{on: true}"
+def test_an_option_of_other_estimators_is_warned_about_with_its_owner_and_left_out(task, caplog):
+    config = load(task, "--algo.grpo.alpha1", "5")
+    (warning,) = config.warnings
+    assert warning == (
+        "algo.grpo.alpha1 has no effect: got 5, and algo.advantage.estimator grpo does not read it: it is an option of "
+        "gtpo_entropy; leave it out"
     )
-    assert "algo.gtpo_entropy.filter" in message
-    assert problems(task, "--algo.grpo.alpha1", "null") == []
+    build_algorithm(config)
+    assert config.algorithm_options()[1] == {} and not caplog.records
+    assert load(task, "--algo.grpo.alpha1", "null").warnings == ()
+
+
+def test_what_has_no_effect_in_an_estimator_is_said_once(task, caplog):
+    config = load(task, "--algo.advantage.estimator", "kl_cov", "--algo.kl_cov.dual_clip", "3")
+    (warning,) = config.warnings
+    assert warning == "algo.kl_cov: dual_clip has no effect: got 3, and kl_cov clips nothing; leave it out"
+    build_algorithm(config)
+    assert not caplog.records
+
+
+def test_values_of_an_estimator_that_make_no_sense_are_refused_with_their_place(task, tmp_path):
+    file = tmp_path / "more.yaml"
+    file.write_text("algo:\n  gtpo_entropy:\n    alpha1: -1\n    length_penalty: {kind: dapo, l_max: 0, l_cache: 1}\n")
+    words = ["--config", str(file), "--algo.advantage.estimator", "gtpo_entropy", "--algo.gtpo_entropy.version", "v7"]
+    assert sorted(problems(task, *words)) == [
+        f"algo.gtpo_entropy.alpha1: expected number >= 0 or null, got -1 ({file}:3)",
+        f"algo.gtpo_entropy.length_penalty.l_max: expected integer > 0 or null, got 0 ({file}:4)",
+        "algo.gtpo_entropy.version: expected one of v1, v1u, v2, v6, got v7 (command line); did you mean v6?",
+    ]
+
+
+def test_the_importance_correction_is_one_that_exists(task):
+    prefix = "--algo.advantage.is_correction_"
+    assert problems(task, f"{prefix}level", "seq") == []
+    assert problems(task, f"{prefix}level", "token", f"{prefix}mode", "clip") == []
+    (message,) = problems(task, f"{prefix}level", "seq", f"{prefix}mode", "clip")
+    assert message.startswith("algo.advantage.is_correction_mode clip requires level token and gating ratio")
+    (message,) = problems(task, f"{prefix}level", "token", f"{prefix}gating", "tv")
+    assert message.startswith("algo.advantage.is_correction_gating tv takes an upper bound only: got [0.5, 5.0]")
+    assert problems(task, f"{prefix}level", "token", f"{prefix}gating", "tv", f"{prefix}threshold", "0.1") == []
+    (message,) = problems(task, f"{prefix}threshold", "5", "2")
+    assert message.startswith(
+        "algo.advantage.is_correction_threshold: expected 2 numbers LOW HIGH with 0 <= LOW <= HIGH"
+    )
+    assert problems(task, f"{prefix}threshold", "1", "2", "3") != []
+
+
+def test_only_a_loss_has_a_gradient(task):
+    unbiased = ["--algo.kl.init_coef", "0.1", "--algo.kl.unbiased_gradient"]
+    (message,) = problems(task, *unbiased)
+    assert message.startswith("algo.kl.unbiased_gradient needs place loss") and "add algo.kl.use_loss" in message
+    assert problems(task, *unbiased, "--algo.kl.use_loss") == []
+
+
+def test_the_initial_entropy_is_measured_over_a_number_of_prompts(task):
+    words = ["--algo.advantage.estimator", "gtpo_conflict", "--algo.gtpo_conflict.initial_entropy_prompts"]
+    assert problems(task, *words, "8") == []
+    for value in ("-1", "true", "many"):
+        (message,) = problems(task, *words, value)
+        assert message == (
+            f"algo.gtpo_conflict.initial_entropy_prompts: expected integer >= 0, got {value} (command line)"
+        )
 
 
 def test_the_critic_is_a_model_that_can_be_built(task, tmp_path: Path):

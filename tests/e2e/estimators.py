@@ -29,15 +29,13 @@ OPTIONS = {
 # Its class is known to no other process before the first shard arrives there.
 OWN_METHOD = """
 from __future__ import annotations
-from dataclasses import dataclass
 from openrlhf_ext.algorithms import TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, PartitionOptions, ScopeOptions, TruncationOptions
-from openrlhf_ext.algorithms.option_blocks import degenerate
+from openrlhf_ext.algorithms.option_blocks import Degenerate, degenerate
 
-@dataclass(frozen=True, kw_only=True)
 class SignOptions(PartitionOptions, TruncationOptions, ClipOptions, ScopeOptions):
-    strength: float = option("float", 1.0, "advantage of a success")
-    degenerate: str = degenerate("zero")
+    strength: float = option(1.0, "advantage of a success")
+    degenerate: Degenerate = degenerate("zero")
 
 @register_algorithm("reward_sign_e2e", SignOptions)
 class RewardSign(TokenAlgorithm):

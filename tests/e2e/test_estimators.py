@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.algorithms import algorithm_names
-from openrlhf_ext.config.entities.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.estimators import OPTIONS
 from tests.e2e.jobs import JOB_S, REWARD, Task

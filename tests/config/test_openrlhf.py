@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from openrlhf_ext.config.options import option_table
-from openrlhf_ext.config.upstream import DIFFERENCES
+from openrlhf_ext.config import option_table
+from openrlhf_ext.config.openrlhf import DIFFERENCES
 
 pytest.importorskip("openrlhf", reason="compares with the installed OpenRLHF")
 
@@ -27,7 +27,7 @@ def actions() -> dict[str, argparse.Action]:
 
 def test_every_option_of_openrlhf_is_known_and_only_those_count_as_its_own(actions):
     assert len(actions) == 167
-    assert {name for name, option in option_table().items() if not option.is_extension} == set(actions)
+    assert {name for name, option in option_table().items() if not option.info.added} == set(actions)
 
 
 def test_defaults_differ_only_where_documented(actions):
@@ -37,7 +37,7 @@ def test_defaults_differ_only_where_documented(actions):
     changed = {
         name
         for name, action in actions.items()
-        if plain(action.default) != option_table()[name].default_value and name != "logger.wandb.run_name"
+        if plain(action.default) != option_table()[name].default and name != "logger.wandb.run_name"
     }
     changed -= {"actor.muon.no_nesterov", "critic.muon.no_nesterov"}  # a second flag for muon.nesterov
     assert changed <= {difference.name for difference in DIFFERENCES}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from openrlhf_ext.config.entities.base import Entity, Float, Words, not_yet, option
+from openrlhf_ext.options import Float, Section, Violation, Words, added, not_default, not_yet, option
 
 _REWARD_MODEL = {"why": "reward models are not run", "instead": "leave it out"}
 _EMA = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
@@ -23,7 +24,7 @@ def _interval(value: int) -> int:
 Interval = Annotated[int, AfterValidator(_interval), Words("integer >= 1, or -1")]
 
 
-class Train(Entity):
+class Train(Section):
     """Optimizer steps."""
 
     colocate_actor_ref: bool = option(
@@ -35,14 +36,14 @@ class Train(Entity):
         "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep and "
         "vllm.enable_sleep",
     )
-    max_staleness: int | None = option(
+    max_staleness: int | None = added(
         None,
         "weight versions that a trained token may lag behind the policy; above 0 the engines sample while the policy "
         "trains (docs/modes.md), and algo.advantage.is_correction_level is token unless it is set",
         ge=0,
         default_text="0; train.async_queue_size with train.async_enable",
     )
-    late_groups: Literal["train", "drop"] = option(
+    late_groups: Literal["train", "drop"] = added(
         "train",
         "what happens to a group that took longer to sample than train.max_staleness allows: it is trained with the "
         "importance correction, or dropped; either way it is counted",
@@ -85,7 +86,7 @@ class Train(Entity):
         "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
         "prompt and beside which others",
     )
-    drift_check: bool = option(
+    drift_check: bool = added(
         False,
         "self-test: train with learning rate 0 and fail if a step changes a weight, the policy's log-probs, or what "
         "the engines sample from",
@@ -93,23 +94,60 @@ class Train(Entity):
     agent_func_path: str | None = option(
         None, "a .py file that defines AgentExecutor, for multi-turn rollouts with rewards of their own", path="input"
     )
-    step_timeout_s: Float = option(1800, "longest time one training step may take, seconds", gt=0)
-    max_restarts: int = option(
+    step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
+    max_restarts: int = added(
         0, "how many times a failed run is started again, from its last checkpoint in ckpt.path", ge=0
     )
 
+    def violations(self) -> Iterator[Violation]:
+        """What the names for streaming ask for is one thing."""
+        asked, queue = self.max_staleness, self.async_queue_size
+        queue_is_set = "async_queue_size" in self.model_fields_set
+        if self.async_enable and asked is not None and queue_is_set and asked != queue:
+            yield Violation(
+                ("train.max_staleness", "train.async_queue_size"),
+                f"train.max_staleness and train.async_queue_size are two names of one number, got {asked} and {queue}; "
+                "leave train.async_queue_size out",
+            )
+        if self.async_enable and asked == 0:
+            yield Violation(
+                ("train.max_staleness", "train.async_enable"),
+                "train.async_enable samples while the policy trains, which train.max_staleness 0 forbids: leave one of "
+                "them out, or set train.max_staleness to at least 1",
+            )
 
-class Eval(Entity):
+    def cautions(self) -> Iterator[str]:
+        if not self.async_enable:
+            off = "train.async_enable is off"
+            yield from not_default(self, "train", "async_queue_size", off, "use train.max_staleness")
+            yield from not_default(
+                self, "train", "partial_rollout_enable", off,
+                "leave it out: train.max_staleness, or --train.async_enable with this, samples while the policy trains",
+            )  # fmt: skip
+        if self.dynamic_batch_enable:
+            reason = "train.dynamic_batch_enable fills micro-batches up to a token budget"
+            yield from not_default(self, "train", "micro_batch_size", reason)
+
+
+class Eval(Section):
     """Evaluation during training."""
 
-    steps: Interval = option(-1, "training steps between evaluations, -1 = never; needs eval.dataset")
+    steps: Interval = option(-1, "training steps between evaluations of eval.dataset, -1 = none during training")
     dataset: str | None = option(None, "evaluation prompts; same forms as data.prompt_dataset", path="input")
     split: str = option("train", "split of eval.dataset")
     temperature: Float = option(0.6, "temperature of sampling in evaluation", ge=0)
     n_samples_per_prompt: int = option(4, "responses per prompt in evaluation (pass@n)", ge=1)
 
+    def cautions(self) -> Iterator[str]:
+        if self.dataset is None:
+            for leaf in ("steps", "split", "temperature", "n_samples_per_prompt"):
+                yield from not_default(self, "eval", leaf, "eval.dataset is not set", "set eval.dataset to evaluate")
 
-class Ckpt(Entity):
+
+EVALUATION_METRICS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
+
+
+class Ckpt(Section):
     """What is kept on disk."""
 
     save_steps: Interval = option(
@@ -132,10 +170,10 @@ class Ckpt(Entity):
     load_enable: bool = option(
         False, "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning"
     )
-    fallback_enable: bool = option(
+    fallback_enable: bool = added(
         False, "if the newest checkpoint is damaged, resume from the newest good one instead of stopping"
     )
-    async_enable: bool = option(
+    async_enable: bool = added(
         False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
     )
     best_metric_key: str = option(
@@ -147,8 +185,36 @@ class Ckpt(Entity):
         "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"
     )
 
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved before the end of a run."""
+        return self.save_steps != -1 or bool(self.best_metric_key)
 
-class Wandb(Entity):
+    def violations(self) -> Iterator[Violation]:
+        """Checkpoints that are asked for are of some form, and the best one can be told."""
+        if self.disable_ds and not self.save_hf and self.save_steps != -1:
+            yield Violation(
+                ("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
+                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
+                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf",
+            )
+        if self.best_metric_key and self.best_metric_key not in EVALUATION_METRICS:
+            yield Violation(
+                ("ckpt.best_metric_key",),
+                f"ckpt.best_metric_key must be one of {', '.join(EVALUATION_METRICS)}: got {self.best_metric_key}",
+            )
+
+    def cautions(self) -> Iterator[str]:
+        if not self.saves:
+            for leaf in ("save_hf", "max_num"):
+                yield from not_default(
+                    self, "ckpt", leaf, "neither ckpt.save_steps nor ckpt.best_metric_key is set", "set ckpt.save_steps"
+                )
+        if not self.saves or self.disable_ds:
+            yield from not_default(self, "ckpt", "async_enable", "no resumable checkpoints are written")
+
+
+class Wandb(Section):
     """Weights and Biases."""
 
     key: str | None = option(None, "API key; null = no W&B logging", secret=True)
@@ -162,31 +228,31 @@ class Wandb(Entity):
     )
 
 
-class Logger(Entity):
+class Logger(Section):
     """Where numbers go."""
 
     logging_steps: int = option(1, "training steps between writes to W&B and TensorBoard", ge=1)
     wandb: Wandb = Wandb()
     tensorboard_dir: str | None = option(None, "folder of TensorBoard files; null = none", path="output")
-    metrics_path: str | None = option(
+    metrics_path: str | None = added(
         None, "file of metrics, one JSON object per step", path="output", default_text="<ckpt.output_dir>/metrics.jsonl"
     )
-    figure_path: str | None = option(
+    figure_path: str | None = added(
         None,
         "figure (PNG) of reward, accuracy, entropy and length, rewritten as the run goes",
         path="output",
         default_text="<ckpt.output_dir>/training.png",
     )
-    peak_tflops: Float | None = option(
+    peak_tflops: Float | None = added(
         None,
         "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is known and "
         "megatron.param_dtype is bf16, no MFU on CPU",
         gt=0,
     )
-    verbose: bool = option(False, "show the logs of Ray and of the libraries")
+    verbose: bool = added(False, "show the logs of Ray and of the libraries")
 
 
-class Data(Entity):
+class Data(Section):
     """Prompts."""
 
     disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
@@ -207,6 +273,46 @@ class Data(Entity):
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
     max_images_per_prompt: int = not_yet(0, "images per prompt", **_IMAGES)
-    overlong_prompts: Literal["skip", "error"] = option(
+    overlong_prompts: Literal["skip", "error"] = added(
         "skip", "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop"
     )
+
+    def violations(self) -> Iterator[Violation]:
+        """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1."""
+        if self.input_template is not None and not _holds_prompt(self.input_template):
+            yield Violation(
+                ("data.input_template",),
+                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
+                f"braces): got {self.input_template!r}",
+            )
+        if self.prompt_dataset is not None and self.prompt_probs is not None:
+            yield from _share_violations(self.prompt_probs, len(self.prompt_dataset.split(",")))
+
+    def cautions(self) -> Iterator[str]:
+        if self.apply_chat_template:
+            reason = "data.apply_chat_template forms the whole prompt"
+            yield from not_default(self, "data", "input_template", reason, "leave one of them out")
+        if "\\n" in (self.input_template or ""):
+            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+
+
+def _holds_prompt(template: str, marker: str = "<the prompt>") -> bool:
+    try:
+        return marker in template.format(marker)
+    except (LookupError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def _share_violations(shares: str, count: int) -> Iterator[Violation]:
+    option = "data.prompt_probs"
+    try:
+        numbers = [float(share) for share in shares.split(",")]
+    except ValueError:
+        yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
+        return
+    if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:  # false for nan
+        yield Violation(
+            (option, "data.prompt_dataset"),
+            f"{option} must hold one share for each dataset of data.prompt_dataset and add up to 1: got {shares} for "
+            f"{count} dataset{'s' if count > 1 else ''}",
+        )

@@ -1,17 +1,169 @@
-"""What a dry run shows: the resolved configuration, and where every rank and engine goes."""
+"""What users are shown: `--help`, the tables of docs/configuration.md, configuration and placement in a dry run."""
 
 from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from openrlhf_ext.config.access import is_set, value_of
-from openrlhf_ext.config.algorithm_options import FLAG_KEYS
-from openrlhf_ext.config.inputs import InputError, ModelFacts, read_model_facts
-from openrlhf_ext.config.options import Option, option_table
-from openrlhf_ext.config.schema import RunConfig
+from openrlhf_ext.config.files import InputError, ModelFacts, read_model_facts
+from openrlhf_ext.config.openrlhf import DIFFERENCES
+from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
+from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.config.table import option_table
+from openrlhf_ext.options import (
+    Option,
+    describe,
+    describe_field,
+    is_set,
+    leaf_fields,
+    nested_model,
+    value_of,
+    value_text,
+)
+
+_WIDTH = 110
+_USAGE = """\
+usage: python -m openrlhf_ext.cli.train_ppo_ray [--config FILE.yaml ...] [--section.name value ...]
+
+Names are OpenRLHF's; options marked + are added by openrlhf_ext. Precedence: defaults, then files in order, then the
+command line. A bare --x.y_enable switches a flag on, true and false are accepted too; null unsets a value.
+--help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of OpenRLHF that are refused
+are listed at the end.
+"""
+
+
+def format_help(pattern: str = "", own_file: str | None = None) -> str:
+    """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help.
+
+    Args:
+        own_file: ``algo.module_path``, for the options of the estimator custom.
+    """
+    chosen = _matching(pattern)
+    if not chosen:
+        return f"no option matches {pattern!r}; groups: {', '.join(_groups())}\n"
+    supported = [option for option in chosen if option.unsupported is None]
+    refused = [option for option in chosen if option.unsupported is not None]
+    if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
+        supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
+    blocks = [_USAGE]
+    for group, options in groupby(supported, key=_group):
+        blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
+    if refused:
+        blocks.append("\n".join(["refused unless left at their default:", *map(_refused_entry, refused)]) + "\n")
+    return "\n".join(blocks)
+
+
+def format_markdown() -> str:
+    """The section of docs/configuration.md that is generated."""
+    options = list(option_table().values())
+    supported = [option for option in options if option.unsupported is None]
+    refused = [option for option in options if option.unsupported is not None]
+    lines: list[str] = []
+    for group, members in groupby(supported, key=_group):
+        rows = [_markdown_row(option) for option in members]
+        lines += [f"### {group}", "", *_markdown_table(("option", "type", "default", "meaning"), rows), ""]
+    lines += ["### Options of the estimators", "", _METHODS, ""]
+    lines += [*_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()), ""]
+    lines += ["### Options of OpenRLHF that are refused", ""]
+    lines += [*_markdown_table(("option", "inert value", "why", "instead"), map(_refused_row, refused)), ""]
+    lines += ["### Where defaults or choices differ from OpenRLHF", ""]
+    rows = [(f"`{entry.name}`", entry.upstream, entry.ours, entry.why) for entry in DIFFERENCES]
+    lines += _markdown_table(("option", "OpenRLHF", "here", "why"), rows)
+    return "\n".join(lines) + "\n"
+
+
+_METHODS = "As `algo.<estimator>.<option>`; what they do is in [algorithms.md](algorithms.md)."
+
+
+def method_options(estimator: str, own_file: str | None = None) -> Iterator[Option]:
+    """The options of an estimator under their full names, those inside of maps too."""
+    from openrlhf_ext.algorithms.registry import algorithm_class, algorithm_of_file  # late: algorithms import torch
+
+    registered = algorithm_of_file(own_file) if own_file and estimator == CUSTOM else estimator
+    for name, field in leaf_fields(algorithm_class(registered).Options):
+        inner = nested_model(field)
+        options = {name: describe_field(name, field)} | {
+            f"{name}.{key}": option for key, option in (describe(inner) if inner else {}).items()
+        }
+        for key, option in options.items():
+            yield replace(option, name=f"algo.{estimator}.{key}")
+
+
+def _method_rows() -> Iterator[Sequence[str]]:
+    """One row for all estimators that have an option with this type, default and meaning."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for estimator in ESTIMATORS:
+        for option in method_options(estimator):
+            key = option.name.removeprefix(f"algo.{estimator}.")
+            published = option.info.recommended
+            taken = "" if published is None else f"; a run takes {value_text(published)}"
+            default = "required" if option.required else _code(option.shown_default) + taken
+            rows.setdefault((f"`{key}`", option.expects, default, option.help), []).append(estimator)
+    for (key, expects, default, meaning), estimators in sorted(rows.items()):
+        others = [estimator for estimator in ESTIMATORS if estimator not in estimators]
+        all_but = "all but " + ", ".join(others) if others else "all"
+        yield key, expects, default, all_but if len(others) < 4 else ", ".join(estimators), meaning
+
+
+def _matching(pattern: str) -> list[Option]:
+    pattern = pattern.removeprefix("--")
+    options = list(option_table().values())
+    in_group = [option for option in options if option.name == pattern or option.name.startswith(f"{pattern}.")]
+    return in_group or [option for option in options if pattern in option.name]
+
+
+def _groups() -> list[str]:
+    return list(dict.fromkeys(_group(option) for option in option_table().values()))
+
+
+def _group(option: Option) -> str:
+    return option.section or "top level"
+
+
+def _help_entry(option: Option) -> str:
+    mark = "+" if option.info.added else " "
+    head = f" {mark} --{_shown_name(option)}  <{option.expects}>"
+    default = f" [{option.shown_default}]" if option.shown_default else ""
+    return "\n".join(
+        [head, *textwrap.wrap(option.help + default, _WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 7)]
+    )
+
+
+def _refused_entry(option: Option) -> str:
+    assert option.unsupported is not None
+    text = f"--{option.name} [{option.shown_default}]: {option.unsupported.why}; {option.unsupported.instead}"
+    return textwrap.fill(text, _WIDTH, initial_indent="   ", subsequent_indent=" " * 7)
+
+
+def _shown_name(option: Option) -> str:
+    return option.name + (".<key>" if option.arity == "open" else "")
+
+
+def _markdown_row(option: Option) -> Sequence[str]:
+    mark = " +" if option.info.added else ""
+    return f"`{_shown_name(option)}`{mark}", option.expects, _code(option.shown_default), option.help
+
+
+def _refused_row(option: Option) -> Sequence[str]:
+    assert option.unsupported is not None
+    return f"`{option.name}`", _code(option.shown_default), option.unsupported.why, option.unsupported.instead
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _markdown_table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+# ---- a dry run ---------------------------------------------------------------------------------------------------
 
 # giving one of these a value, even its default, asks for something
 _MATTER_WHEN_SET = (
@@ -41,10 +193,10 @@ def format_config(config: RunConfig) -> str:
 def placement_table(config: RunConfig) -> str:
     """Every policy rank with its coordinates and place, every engine with its ranks, and the arithmetic of one step.
 
-    Rank order is tp-cp-ep-pp-dp: tensor-parallel ranks are neighbours, data-parallel copies are furthest apart. Ray
+    Rank order is tp-cp-ep-pp-dp: tensor-parallel ranks are neighbors, data-parallel copies are furthest apart. Ray
     chooses the nodes; node and gpu say which slot of the policy's placement group a rank takes.
     """
-    models = [*_policy_lines(config), *_companion_lines(config)]
+    models = [*_policy_lines(config), *_auxiliary_lines(config)]
     return "\n".join([*models, "", *_engine_lines(config), "", *_step_lines(config)]) + "\n"
 
 
@@ -86,8 +238,8 @@ def _comment(option: Option, value: Any, source: str | None) -> str:
     """Where a value that was set comes from, and the default when it differs."""
     if source is None:
         return ""
-    differs = option.info.default_text is not None or value != option.default_value
-    default = f" (default: {option.default})" if differs and option.default else ""
+    differs = option.info.default_text is not None or value != option.default
+    default = f" (default: {option.shown_default})" if differs and option.shown_default else ""
     return f"  # set: {source}{default}"
 
 
@@ -184,7 +336,7 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
         yield f"  micro-batches of at most {train.micro_batch_size} samples, {fewest} or more on a rank"
 
 
-def _companion_lines(config: RunConfig) -> Iterator[str]:
+def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
     """The models beside the policy and where they are."""
     if config.has_critic:
         layout = config.critic_layout

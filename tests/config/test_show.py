@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.config import format_config, load_config, placement_table
-from openrlhf_ext.config.describe import rank_coordinates
+from openrlhf_ext.config.show import rank_coordinates
 
 
 @pytest.mark.parametrize(

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
 
-from openrlhf_ext.config.entities.base import Entity, Float, Pair, option
+from openrlhf_ext.options import Float, Pair, Section, Violation, added, no_effect, not_default, option
 
-ESTIMATORS = (
-    "grpo",
-    "dapo",
-    "dr_grpo",
-    "gspo",
-    "gtpo_entropy",
-    "grpo_s",
-    "gtpo_conflict",
-    "entropy_advantage",
-    "high_entropy_tokens",
-    "clip_cov",
-    "kl_cov",
-    "mixed_policy_dapo",
-    "gae",
-)
-
+Estimator = Literal[
+    "grpo", "dapo", "dr_grpo", "gspo", "gtpo_entropy", "grpo_s", "gtpo_conflict", "entropy_advantage",
+    "high_entropy_tokens", "clip_cov", "kl_cov", "mixed_policy_dapo", "gae", "custom",
+]  # fmt: skip
 CUSTOM = "custom"
+"""The estimator that the file of ``algo.module_path`` registers."""
 GUIDED = "mixed_policy_dapo"
 """The one estimator that has a guide."""
-"""The estimator that the file of ``algo.module_path`` registers."""
+ESTIMATORS = tuple(name for name in get_args(Estimator) if name != CUSTOM)
 
 # Names that are known elsewhere, and what to use here: OpenRLHF's estimators, and one name of two papers.
 UPSTREAM_ESTIMATORS = {
@@ -38,7 +28,7 @@ UPSTREAM_ESTIMATORS = {
 }
 
 
-class Advantage(Entity):
+class Advantage(Section):
     """The estimator, and the correction for engines that sample from a slightly different policy."""
 
     is_correction_level: Literal["off", "token", "seq"] = option(
@@ -60,7 +50,7 @@ class Advantage(Entity):
     )
     lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
     gamma: Float = option(1, "discount factor per token of the estimator gae", ge=0, le=1)
-    estimator: Literal[(*ESTIMATORS, CUSTOM)] = option(
+    estimator: Estimator = option(
         "grpo", "estimator of the advantages and its loss (docs/algorithms.md); custom = that of algo.module_path"
     )
     no_std_norm: bool = option(
@@ -68,7 +58,7 @@ class Advantage(Entity):
     )
 
 
-class Kl(Entity):
+class Kl(Section):
     """A KL penalty to the policy as it was at the start; a reference model is built only for one."""
 
     target: Float | None = option(
@@ -84,13 +74,32 @@ class Kl(Entity):
     )
     use_loss: bool = option(False, "put the KL penalty into the loss of each token instead of the reward")
 
+    def violations(self) -> Iterator[Violation]:
+        """The adaptive controller has a penalty to control."""
+        if self.target is not None and self.init_coef == 0:
+            yield Violation(
+                ("algo.kl.target", "algo.kl.init_coef"),
+                f"algo.kl.target needs algo.kl.init_coef > 0, which the controller multiplies: got target "
+                f"{self.target:g} and coefficient 0; set the coefficient or leave the target out",
+            )
+
+    def cautions(self) -> Iterator[str]:
+        if self.init_coef == 0:
+            for leaf in ("estimator", "use_loss", "unbiased_gradient"):
+                yield from not_default(self, "algo.kl", leaf, "algo.kl.init_coef is 0")
+        elif self.use_loss and self.estimator == "k1" and not self.unbiased_gradient:
+            yield (
+                "algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 in "
+                "the mean; use k2 or k3, or add algo.kl.unbiased_gradient"
+            )
+
 
 def _method(name: str) -> Any:
-    return option(dict, f"options of the estimator {name} (docs/algorithms.md)", default_text="")
+    return added(dict, f"options of the estimator {name} (docs/algorithms.md)", default_text="")
 
 
-class Algo(Entity):
-    """The algorithm; every estimator has an open map of its own options, checked when the estimator is built."""
+class Algo(Section):
+    """The algorithm; every estimator has an open map of its own options, which are declared beside the method."""
 
     advantage: Advantage = Advantage()
     kl: Kl = Kl()
@@ -98,7 +107,7 @@ class Algo(Entity):
         False, "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range"
     )
     dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")
-    module_path: str | None = option(
+    module_path: str | None = added(
         None, "a .py file that registers an algorithm of your own, for the estimator custom", path="input"
     )
     grpo: dict[str, Any] = _method("grpo")
@@ -115,3 +124,28 @@ class Algo(Entity):
     mixed_policy_dapo: dict[str, Any] = _method("mixed_policy_dapo")
     gae: dict[str, Any] = _method("gae")
     custom: dict[str, Any] = _method(CUSTOM)
+
+    def of(self, estimator: str) -> dict[str, Any]:
+        """The map of an estimator's options."""
+        options: dict[str, Any] = getattr(self, estimator)
+        return options
+
+    def violations(self) -> Iterator[Violation]:
+        """The range of mean scores that are kept is not empty."""
+        low, high = self.dynamic_filtering_range
+        if self.dynamic_filtering_enable and low >= high:
+            yield Violation(
+                ("algo.dynamic_filtering_range",),
+                f"algo.dynamic_filtering_range must be LOW HIGH with LOW < HIGH: got {low:g} {high:g}",
+            )
+
+    def cautions(self) -> Iterator[str]:
+        estimator = self.advantage.estimator
+        for name in get_args(Estimator):
+            if name != estimator and self.of(name):
+                keys = " ".join(self.of(name))
+                yield no_effect(f"algo.{name}.*", keys, f"algo.advantage.estimator is {estimator}")
+        if estimator != CUSTOM:
+            yield from not_default(self, "algo", "module_path", f"algo.advantage.estimator is {estimator}, not custom")
+        if not self.dynamic_filtering_enable:
+            yield from not_default(self, "algo", "dynamic_filtering_range", "algo.dynamic_filtering_enable is off")

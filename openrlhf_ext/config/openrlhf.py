@@ -1,12 +1,42 @@
-"""What earlier releases of OpenRLHF called options that have another name in 0.11.2.
+"""OpenRLHF 0.11.2 and we: where defaults differ, and what its earlier releases called an option.
 
 Releases before 0.11 wrote ``--pretrain``; 0.11.0 and 0.11.1 wrote ``--algo.advantage.is_correction_enable``.
 The parser of 0.11.2 knows neither. Sources: ``openrlhf/cli/train_ppo_ray.py`` and ``examples/scripts`` of both times.
+Which of its options are refused, and why, stands beside the option (``not_yet``, ``no_meaning`` in the sections).
 """
 
 from __future__ import annotations
 
-from openrlhf_ext.config.options import option_table
+from dataclasses import dataclass
+
+from openrlhf_ext.config.table import option_table
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An option whose default or choices are not OpenRLHF's, because OpenRLHF's cannot work here."""
+
+    name: str
+    upstream: str
+    ours: str
+    why: str
+
+
+DIFFERENCES = (
+    Difference(
+        "algo.advantage.estimator",
+        "gae (and six others)",
+        "grpo (and twelve others)",
+        "the estimators are those of openrlhf_ext.algorithms",
+    ),
+    Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
+    Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
+    Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
+    Difference("reward.clip_range", "-10 10", "null", "rewards enter the estimator as they are graded"),
+    Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
+    Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
+    Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
+)
 
 # earlier name -> present name, with a value where the present option has another meaning
 RENAMED = {

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet, option
+from openrlhf_ext.options import Float, Section, Violation, added, no_meaning, not_default, not_yet, option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[Float, Field(ge=0)]
 LrScheduler = Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"]
 
 _MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use actor.adam.* with actor.optim adam"}
 _CRITIC_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use critic.adam.*"}
 
 
-class Adam(Entity):
+class Adam(Section):
     """Adam with decoupled weight decay."""
 
     lr: Float = option(1e-6, "peak learning rate", ge=0)
@@ -24,7 +26,7 @@ class Adam(Entity):
     weight_decay: Float = option(0.0, "decoupled weight decay (not applied to biases and norms)", ge=0)
 
 
-class ActorMuon(Entity):
+class ActorMuon(Section):
     """Muon, which DeepSpeed offers and Megatron's optimizer does not."""
 
     lr: Float = not_yet(0.02, "learning rate of Muon's 2D weights", **_MUON)
@@ -34,7 +36,7 @@ class ActorMuon(Entity):
     no_nesterov: bool = not_yet(False, "switch Muon's Nesterov momentum off", **_MUON)
 
 
-class Actor(Entity):
+class Actor(Section):
     """The policy under training."""
 
     num_nodes: int = option(1, "nodes the policy runs on", ge=1)
@@ -56,7 +58,7 @@ class Actor(Entity):
         gt=0,
         default_text="that of the estimator",
     )
-    eps_clip_low_high: tuple[Float, Float] | None = option(
+    eps_clip_low_high: tuple[NotNegative, NotNegative] | None = option(
         None,
         "clip_low and clip_high of the estimator: the ratio is kept in [1 - low, 1 + high]",
         default_text="those of the estimator",
@@ -112,7 +114,7 @@ class Actor(Entity):
     )
 
 
-class CriticAdam(Entity):
+class CriticAdam(Section):
     """Adam of the critic."""
 
     lr: Float = option(9e-6, "peak learning rate of the critic", ge=0)
@@ -121,7 +123,7 @@ class CriticAdam(Entity):
     weight_decay: Float = option(0.0, "decoupled weight decay of the critic", ge=0)
 
 
-class CriticMuon(Entity):
+class CriticMuon(Section):
     """Muon of the critic."""
 
     lr: Float = not_yet(0.02, "learning rate of the critic's 2D weights under Muon", **_CRITIC_MUON)
@@ -131,27 +133,27 @@ class CriticMuon(Entity):
     no_nesterov: bool = not_yet(False, "switch Nesterov momentum of the critic's Muon off", **_CRITIC_MUON)
 
 
-class CriticMegatron(Entity):
+class CriticMegatron(Section):
     """The critic's own layout."""
 
-    tensor_parallel_size: int | None = option(
+    tensor_parallel_size: int | None = added(
         None, "tensor-parallel ranks of the critic; null = as many as the policy's", ge=1
     )
-    pipeline_parallel_size: int | None = option(
+    pipeline_parallel_size: int | None = added(
         None, "pipeline stages of the critic; null = as many as the policy's", ge=1
     )
-    context_parallel_size: int | None = option(
+    context_parallel_size: int | None = added(
         None, "context-parallel ranks of the critic; null = as many as the policy's", ge=1
     )
-    virtual_pipeline_size: int | None = option(
+    virtual_pipeline_size: int | None = added(
         None, "model chunks per pipeline stage of the critic; null = as many as the policy's", ge=1
     )
-    sequence_parallel_enable: bool | None = option(
+    sequence_parallel_enable: bool | None = added(
         None, "sequence parallelism of the critic; null = the policy's if the critic has tensor parallelism"
     )
 
 
-class Critic(Entity):
+class Critic(Section):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
     num_nodes: int = option(1, "nodes of the critic", ge=1)
@@ -161,7 +163,9 @@ class Critic(Entity):
         0.5, "half-width of the interval around the old value in the value loss; null = no clipping", gt=0
     )
     freezing_steps: int = option(
-        -1, "the policy is not trained in the first N + 1 training steps, only the critic is; -1 = it always is"
+        -1,
+        "the policy is not trained in the first N + 1 training steps, only the critic is; -1 = it always is",
+        ge=-1,
     )
     save_value_network: bool = option(
         False, "write the critic at the end, in Hugging Face form, to <ckpt.output_dir>_critic"
@@ -183,7 +187,7 @@ class Critic(Entity):
     )
 
 
-class Ref(Entity):
+class Ref(Section):
     """The frozen reference model of a KL penalty: the policy as it was at the start.
 
     Without ranks of its own it is a copy in the host memory of the policy's ranks, swapped in for one forward pass.
@@ -198,77 +202,99 @@ class Ref(Entity):
     )
 
 
-class Guide(Entity):
+class Guide(Section):
     """The frozen guiding policy of mixed_policy_dapo: it samples a part of every group and scores all completions.
 
     Without ranks of its own its weights are a copy in the host memory of the policy's ranks, swapped in for one forward
     pass, which takes a guide of the policy's architecture. Its engines take the options of vllm.*.
     """
 
-    model_name_or_path: str | None = option(
+    model_name_or_path: str | None = added(
         None,
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
         path="input",
     )
-    samples_per_prompt: int = option(
+    samples_per_prompt: int = added(
         1, "completions of each group that the guide's engines sample; the policy's engines sample the others", ge=1
     )
-    num_engines: int = option(1, "vLLM engines of the guide; their weights never change", ge=1)
-    num_nodes: int = option(
+    num_engines: int = added(1, "vLLM engines of the guide; their weights never change", ge=1)
+    num_nodes: int = added(
         1, "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set", ge=1
     )
-    num_gpus_per_node: int = option(
+    num_gpus_per_node: int = added(
         8, "ranks per node of a guide with ranks of its own, which are laid out as the policy's", ge=1
     )
 
 
-class Megatron(Entity):
+class Megatron(Section):
     """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
 
-    tensor_parallel_size: int = option(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
-    pipeline_parallel_size: int = option(1, "pipeline stages; layers are spread evenly over them", ge=1)
-    context_parallel_size: int = option(
+    tensor_parallel_size: int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
+    pipeline_parallel_size: int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
+    context_parallel_size: int = added(
         1, "ranks that share every sequence; each holds two pieces of it (equal work under a causal mask)", ge=1
     )
-    virtual_pipeline_size: int = option(
+    virtual_pipeline_size: int = added(
         1, "model chunks per pipeline stage (interleaved schedule: a smaller bubble, more messages)", ge=1
     )
-    sequence_parallel_enable: bool = option(
+    sequence_parallel_enable: bool = added(
         False, "split activations between tensor-parallel regions along the sequence; needs tensor parallelism"
     )
-    distributed_optimizer_enable: bool = option(True, "shard optimizer states over the data-parallel ranks")
-    param_dtype: Literal["bf16", "fp32"] = option(
+    distributed_optimizer_enable: bool = added(True, "shard optimizer states over the data-parallel ranks")
+    param_dtype: Literal["bf16", "fp32"] = added(
         "bf16", "data type of parameters and activations; optimizer states and gradients are kept in fp32"
     )
-    recompute: Literal["none", "selective", "full"] = option(
+    recompute: Literal["none", "selective", "full"] = added(
         "none",
         "activations recomputed in the backward pass: none, selective (those of megatron.recompute_modules), or full "
         "(those of whole layers: least memory, about 1/3 more compute)",
     )
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = option(
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = added(
         ("core_attn",),
         "parts of a layer recomputed with megatron.recompute selective: core_attn (saves memory only where attention "
         "keeps its scores, which flash and cuDNN attention do not), mlp",
     )
-    recompute_method: Literal["uniform", "block"] = option(
+    recompute_method: Literal["uniform", "block"] = added(
         "uniform",
         "with megatron.recompute full: uniform = keep only the input of every megatron.recompute_num_layers layers, "
         "block = recompute the first megatron.recompute_num_layers layers of each model chunk, keep all of the others",
     )
-    recompute_num_layers: int = option(1, "layers, see megatron.recompute_method", ge=1)
-    head: Literal["fused", "two_pass", "naive"] = option(
+    recompute_num_layers: int = added(1, "layers, see megatron.recompute_method", ge=1)
+    head: Literal["fused", "two_pass", "naive"] = added(
         "fused",
         "how log-probs come from hidden states: fused = loss and gradient in one pass over blocks of logits where the "
         "estimator's loss allows, two_pass = log-probs first, logits again in the backward pass, naive = all logits at "
         "once, for comparison",
     )
-    head_kernels: Literal["auto", "torch", "triton"] = option(
+    head_kernels: Literal["auto", "torch", "triton"] = added(
         "auto", "kernels of the head (fused and two_pass): auto = Triton on GPUs where it is installed, torch elsewhere"
     )
-    head_workspace_mib: int = option(
+    head_workspace_mib: int = added(
         256,
         "memory for the blocks of logits that the head works on (fused and two_pass), MiB on every rank; more makes "
         "larger products",
         ge=1,
     )
-    collective_timeout_s: Float = option(600, "longest wait in one collective call before the run fails, seconds", gt=0)
+    collective_timeout_s: Float = added(600, "longest wait in one collective call before the run fails, seconds", gt=0)
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that hold one copy of the model: tensor * pipeline * context."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    def violations(self) -> Iterator[Violation]:
+        if self.recompute == "selective" and not self.recompute_modules:
+            yield Violation(
+                ("megatron.recompute_modules", "megatron.recompute"),
+                "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, "
+                "or set megatron.recompute none",
+            )
+
+    def cautions(self) -> Iterator[str]:
+        details = {"selective": ["recompute_modules"], "full": ["recompute_method", "recompute_num_layers"]}
+        for wanted, leaves in details.items():
+            for leaf in leaves if self.recompute != wanted else ():
+                reason = f"megatron.recompute is {self.recompute}, not {wanted}"
+                yield from not_default(self, "megatron", leaf, reason)
+        if self.head == "naive":
+            yield from not_default(self, "megatron", "head_kernels", "megatron.head is naive, which is plain torch")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet, option
+from openrlhf_ext.options import Float, Section, Violation, added, no_meaning, not_default, not_yet, option
 
 _REWARD_MODEL = {
     "why": "reward models are not run, rewards come from a function, a server or an agent",
@@ -12,7 +13,7 @@ _REWARD_MODEL = {
 }
 
 
-class Vllm(Entity):
+class Vllm(Section):
     """The rollout engines."""
 
     num_engines: int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1)
@@ -39,52 +40,60 @@ class Vllm(Entity):
     gpu_memory_utilization: Float = option(
         0.95, "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)", gt=0, le=1
     )
-    dtype: Literal["auto", "bf16", "fp32"] = option(
+    dtype: Literal["auto", "bf16", "fp32"] = added(
         "auto", "data type of the engines' weights and activations; auto = megatron.param_dtype"
     )
-    max_num_seqs: int | None = option(
+    max_num_seqs: int | None = added(
         None, "requests that an engine works on at a time", ge=1, default_text="1024 on GPU, 256 on CPU"
     )
-    max_requests: int | None = option(
+    max_requests: int | None = added(
         None,
         "responses that an engine is asked for at a time; what is more waits in the driver, for the engine that is "
         "free first",
         ge=1,
         default_text="vllm.max_num_seqs",
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: int | None = added(
         None,
         "tokens that an engine computes in one step; on CPU at least data.max_len",
         ge=1,
         default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
     )
-    kv_cache_mib: int = option(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
-    start_timeout_s: Float = option(600, "longest wait for all engines to be ready, seconds", gt=0)
-    max_restarts: int = option(
+    kv_cache_mib: int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
+    start_timeout_s: Float = added(600, "longest wait for all engines to be ready, seconds", gt=0)
+    max_restarts: int = added(
         3,
         "how often in a run engines that died or hang are restarted, their prompts being sampled again; 0 = the run "
         "stops at the first one",
         ge=0,
     )
-    hang_timeout_s: Float = option(
+    hang_timeout_s: Float = added(
         300, "an engine that does not answer for so long, a weight sync apart, counts as hanging, seconds", gt=0
     )
 
+    def violations(self) -> Iterator[Violation]:
+        """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
+        sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if sequences is not None and tokens is not None and tokens < sequences:
+            yield Violation(
+                ("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),
+                f"vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got {tokens} and {sequences}; set "
+                "one of them only",
+            )
 
-class WeightSync(Entity):
+
+class WeightSync(Section):
     """How the policy hands its weights to the engines after every step."""
 
-    bucket_mib: int = option(
-        512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1
-    )
-    timeout_s: Float = option(300, "longest time one weight sync may take, seconds", gt=0)
-    probe_tolerance: Float | None = option(
+    bucket_mib: int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1)
+    timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
+    probe_tolerance: Float | None = added(
         None,
         "largest allowed difference, in nats, between the policy's and the engine's log-probs on the probe prompt",
         gt=0,
         default_text="1e-4 in fp32, 0.2 in bf16",
     )
-    probe_length: int | None = option(
+    probe_length: int | None = added(
         None,
         "tokens of the fixed prompt that is compared after every sync; more than a cache block (16 on GPU, 128 on CPU) "
         "proves the prefix cache too",
@@ -93,12 +102,12 @@ class WeightSync(Entity):
     )
 
 
-class Reward(Entity):
+class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
     num_nodes: int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
     num_gpus_per_node: int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
-    normalize_enable: bool = not_yet(False, "normalise the reward model's output", **_REWARD_MODEL)
+    normalize_enable: bool = not_yet(False, "normalize the reward model's output", **_REWARD_MODEL)
     clip_range: tuple[Float, Float] | None = no_meaning(
         None,
         "interval rewards are clipped to",
@@ -128,20 +137,33 @@ class Reward(Entity):
         path="input",
     )
     offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)
-    timeout_s: Float = option(
+    timeout_s: Float = added(
         30,
         "longest time one call of the reward function, or an agent's own code between two generations, may take, "
         "seconds",
         gt=0,
     )
-    max_failures: int = option(
+    max_failures: int = added(
         10, "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0
     )
-    failure_value: Float = option(0.0, "reward of a response whose grading failed")
-    num_workers: int = option(2, "grader processes per engine, for reward functions", ge=1)
+    failure_value: Float = added(0.0, "reward of a response whose grading failed")
+    num_workers: int = added(2, "grader processes per engine, for reward functions", ge=1)
+
+    def violations(self) -> Iterator[Violation]:
+        buffer = self.overlong_buffer_len
+        if buffer is not None and buffer != int(buffer):
+            yield Violation(
+                ("reward.overlong_buffer_len",),
+                f"reward.overlong_buffer_len must be a whole number of tokens: got {buffer:g}",
+            )
+
+    def cautions(self) -> Iterator[str]:
+        if self.overlong_buffer_len is None:
+            reason = "reward.overlong_buffer_len is not set"
+            yield from not_default(self, "reward", "overlong_penalty_factor", reason, "set the buffer too")
 
 
-class Rollout(Entity):
+class Rollout(Section):
     """One batch of rollouts."""
 
     max_tokens_per_gpu: int | None = option(
@@ -166,10 +188,17 @@ class Rollout(Entity):
     )
     temperature: Float = option(1.0, "temperature of sampling; log-probs and entropies use the same one", gt=0)
     n_samples_per_prompt: int = option(1, "responses per prompt (size of a group)", ge=1)
-    timeout_s: Float = option(1800, "longest wait for one batch of rollouts, seconds", gt=0)
-    max_filter_batches: int = option(
+    timeout_s: Float = added(1800, "longest wait for one batch of rollouts, seconds", gt=0)
+    max_filter_batches: int = added(
         10,
         "with algo.dynamic_filtering_enable: batches' worth of prompts (multiples of rollout.batch_size) sampled for "
         "one step before the run stops with an error",
         ge=1,
     )
+
+    def cautions(self) -> Iterator[str]:
+        if self.top_p < 1:
+            yield (
+                f"rollout.top_p {self.top_p:g} < 1: the engines sample from a cut distribution, the policy trains the "
+                "whole one, so ratios are biased; 1.0 is on-policy"
+            )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from openrlhf_ext.config.entities.base import Entity, Float, no_meaning, not_yet, option
+from openrlhf_ext.options import Float, Section, no_meaning, not_yet, option
 
 _NO_DEEPSPEED = "DeepSpeed does not run the policy"
 _LORA = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
 
 
-class Lora(Entity):
+class Lora(Section):
     """Low-rank adapters."""
 
     rank: int = not_yet(0, "rank of the adapters; 0 = none", **_LORA)
@@ -21,7 +21,7 @@ class Lora(Entity):
     dropout: Float = not_yet(0, "dropout in the adapters", **_LORA)
 
 
-class DeepSpeed(Entity):
+class DeepSpeed(Section):
     """Options of OpenRLHF's DeepSpeed backend."""
 
     use_universal_ckpt: bool = no_meaning(

@@ -1,17 +1,94 @@
-"""A look at the files a run reads: the model's config.json, the first dataset records, the reward function's source."""
+"""A look at what a run reads: paths, hub names and URLs; config.json and tokenizer of a model, records, source code."""
 
 from __future__ import annotations
 
 import ast
 import csv
 import json
+import math
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+from openrlhf_ext.options import PathKind
+
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_url(text: str) -> bool:
+    """Whether the text has a scheme, so that no local path is meant by it."""
+    return "://" in text
+
+
+def is_http_url(text: str) -> bool:
+    """Whether the text is an http or https URL with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # a malformed host
+        return False
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether the text has the form ``org/name`` of a Hugging Face hub name and no local folder is meant by it."""
+    path = Path(text)
+    if path.suffix.lower() in (*DATA_SUFFIXES, ".py"):
+        return False
+    return _HUB_NAME.fullmatch(text) is not None and not path.exists() and not path.parent.exists()
+
+
+def resolve_path(value: str, kind: PathKind) -> str:
+    """``value`` with its local paths made absolute (``~`` expanded).
+
+    Args:
+        value: one path, or several inputs separated by commas; ``path@folder`` as OpenRLHF's datasets allow.
+        kind: inputs that are URLs, hub names or plain words (``agent``) stay as they are.
+    """
+    if not value.strip():
+        return value  # refused; it would become the current directory
+    if kind == "output":
+        return _absolute(value)
+    return ",".join(_resolve_input(part.strip()) for part in value.split(","))
+
+
+def _absolute(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _resolve_input(text: str) -> str:
+    base, at, folder = text.partition("@")
+    if not base or is_url(text) or is_hub_name(base):
+        return text
+    return _absolute(base) + at + folder
+
+
+@dataclass(frozen=True)
+class DatasetRef:
+    """One dataset of a comma-separated list: a local path or a hub name, with an optional folder inside it."""
+
+    path: str
+    folder: str | None
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.path).suffix.lower()
+
+
+def dataset_refs(value: str) -> Iterator[DatasetRef]:
+    """The datasets of an option such as ``data.prompt_dataset``."""
+    for part in value.split(","):
+        path, _, folder = part.strip().partition("@")
+        yield DatasetRef(path.strip(), folder.strip() or None)
+
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
+_FLOATING = ("F64", "F32", "F16", "BF16")
 _JSON_HEAD_BYTES = 1 << 20
 _SCAN_BYTES = 16 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -252,3 +329,20 @@ def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
                 yield from (alias.asname or alias.name for alias in statement.names)
             case ast.If() | ast.Try():
                 yield from _top_level_names(statement.body + statement.orelse)
+
+
+def parameter_count(folder: str | None) -> int | None:
+    """Parameters in a folder's safetensors files, from their headers; None if there is none or it is no such file."""
+    files = sorted(Path(folder).glob("*.safetensors")) if folder is not None else []
+    try:
+        return sum(map(_elements, files)) or None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None  # whether the model can be loaded is checked, and reported, elsewhere
+
+
+def _elements(path: Path) -> int:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) if length < path.stat().st_size else {}
+    tensors = [t for name, t in header.items() if name != "__metadata__" and t["dtype"] in _FLOATING]
+    return sum(math.prod(tensor["shape"]) for tensor in tensors)

@@ -1,0 +1,153 @@
+"""Rules about the models of a run: they can be cut as the layouts say, and know each other's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openrlhf_ext.config.file_rules import tokenizer_violations
+from openrlhf_ext.config.files import InputError, ModelFacts, is_hub_name, read_model_facts, tokenizer_difference
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sections import Megatron
+from openrlhf_ext.options import Violation
+
+_ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
+
+
+def model_violations(config: RunConfig) -> Iterator[Violation]:
+    """The rules about the models, where they are local folders: to be asked again when one has been downloaded."""
+    policy, problems = model_facts(_ACTOR, config.actor.model_name_or_path)
+    yield from problems
+    if policy is not None:
+        yield from _model_rules(config, policy, _ACTOR)
+        if policy.has_weights:  # a folder of config.json alone is for a dry run
+            yield from tokenizer_violations(
+                _ACTOR, config.actor.model_name_or_path or "", chat=config.data.apply_chat_template
+            )
+    if config.has_critic:
+        yield from _criticmodel_facts(config, policy)
+    if config.has_guide:
+        yield from _guidemodel_facts(config, policy)
+
+
+def model_facts(option: str, path: str | None) -> tuple[ModelFacts | None, list[Violation]]:
+    """What is known of the model named by an option, None where it is no local folder, and why it cannot be used."""
+    if path is None:
+        return None, [Violation((option,), f"{option} is required: the folder of a Hugging Face checkpoint")]
+    if is_hub_name(path):
+        return None, []
+    try:
+        return read_model_facts(path), []
+    except InputError as error:
+        return None, [Violation((option,), f"{option}: {error}")]
+
+
+def _model_rules(config: RunConfig, model: ModelFacts, option: str) -> Iterator[Violation]:
+    """What holds for the policy, and for a guide, which is laid out and sampled from as the policy."""
+    yield from _divisible(option, model, "megatron", config.megatron)
+    yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
+    yield from _positions(option, model, config.data.max_len)
+
+
+def _criticmodel_facts(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
+    path = config.critic.model_name_or_path
+    model, problems = (policy, []) if path is None else model_facts(_CRITIC, path)
+    yield from problems
+    if model is None:
+        return
+    yield from _divisible(_CRITIC, model, "critic.megatron", config.critic_layout)
+    yield from _positions(_CRITIC, model, config.data.max_len)
+    if policy is not None and model.vocab_size < policy.vocab_size:
+        yield Violation(
+            (_CRITIC,),
+            f"{_CRITIC} must know the tokens of the policy: its vocabulary has {model.vocab_size}, the policy's "
+            f"{policy.vocab_size}; use a critic of the same family",
+        )
+
+
+def _guidemodel_facts(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
+    """A token id is the same token to guide and policy."""
+    folder, policy_folder = config.guide.model_name_or_path or "", config.actor.model_name_or_path or ""
+    model, problems = model_facts(_GUIDE, folder)
+    yield from problems
+    if model is None:
+        return
+    yield from _model_rules(config, model, _GUIDE)
+    if model.has_weights:
+        yield from tokenizer_violations(_GUIDE, folder, chat=False)
+    remedy = "use a guide of the policy's family"
+    if policy is not None and (difference := tokenizer_difference(folder, policy_folder)) is not None:
+        yield Violation(
+            (_GUIDE, _ACTOR),
+            f"{_GUIDE} must have the tokenizer of {_ACTOR}, each reads the other's tokens: {difference}; {remedy}",
+        )
+    if policy is not None and model.vocab_size != policy.vocab_size:
+        yield Violation(
+            (_GUIDE, _ACTOR),
+            f"{_GUIDE} must have as many vocabulary entries (vocab_size in config.json) as {_ACTOR}, each has to know "
+            f"every token of the other: got {model.vocab_size} and {policy.vocab_size}; {remedy}, or resize the "
+            "embeddings of one of them",
+        )
+
+
+def _divisible(option: str, model: ModelFacts, prefix: str, layout: Megatron) -> Iterator[Violation]:
+    """The model of ``option`` can be cut as the layout named ``prefix`` says."""
+    tp, pp = f"{prefix}.tensor_parallel_size", f"{prefix}.pipeline_parallel_size"
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    yield from _heads_divisible(option, model, tp, layout.tensor_parallel_size)
+    if model.ffn_hidden_size % layout.tensor_parallel_size:
+        yield _indivisible(option, tp, layout.tensor_parallel_size, "MLP width", model.ffn_hidden_size)
+    if model.num_layers % stages:
+        yield _indivisible(option, pp, stages, "layers", model.num_layers)
+        return
+    per_chunk, left = divmod(model.num_layers, stages * chunks)
+    if left:
+        vp = f"{prefix}.virtual_pipeline_size"
+        yield Violation(
+            (option, pp, vp),
+            f"{pp} * {vp} must divide the model's layers: got {stages} * {chunks}, the model of {option} has "
+            f"{model.num_layers}; use a {vp} of {_divisors(model.num_layers // stages)}",
+        )
+    elif (
+        layout.recompute == "full" and layout.recompute_method == "uniform" and per_chunk % layout.recompute_num_layers
+    ):
+        name = "megatron.recompute_num_layers"
+        yield Violation(
+            (option, name),
+            f"{name} must divide the layers of a model chunk with megatron.recompute_method uniform: got "
+            f"{layout.recompute_num_layers}, a chunk of the model of {option} has {per_chunk}; use "
+            f"{_divisors(per_chunk)}",
+        )
+
+
+def _heads_divisible(option: str, model: ModelFacts, size_option: str, size: int) -> Iterator[Violation]:
+    if model.num_heads % size:
+        yield _indivisible(option, size_option, size, "attention heads", model.num_heads)
+    if model.num_kv_heads % size and size % model.num_kv_heads:
+        yield Violation(
+            (option, size_option),
+            f"{size_option} must divide the model's key-value heads (query groups) or be a multiple of them: got "
+            f"{size}, the model of {option} has {model.num_kv_heads}; use {_divisors(model.num_kv_heads)}",
+        )
+
+
+def _indivisible(option: str, size_option: str, size: int, what: str, count: int) -> Violation:
+    return Violation(
+        (option, size_option),
+        f"{size_option} must divide the model's {what}: got {size}, the model of {option} has {count}; use "
+        f"{_divisors(count)}",
+    )
+
+
+def _positions(option: str, model: ModelFacts, max_len: int) -> Iterator[Violation]:
+    if model.max_positions is not None and max_len > model.max_positions:
+        yield Violation(
+            (option, "data.max_len"),
+            f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
+            f"tokens of the model of {option}; lower data.max_len",
+        )
+
+
+def _divisors(number: int, limit: int = 8) -> str:
+    """The smallest divisors, as a remedy."""
+    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(map(str, found[:limit]))

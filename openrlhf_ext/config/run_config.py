@@ -1,0 +1,380 @@
+"""The whole configuration of a run: one frozen model whose paths are the option names, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from pydantic import PrivateAttr
+
+from openrlhf_ext.config.sections import (
+    Actor,
+    Algo,
+    Ckpt,
+    Critic,
+    Data,
+    DeepSpeed,
+    Eval,
+    Guide,
+    Logger,
+    Megatron,
+    Ref,
+    Reward,
+    Rollout,
+    Train,
+    Vllm,
+    WeightSync,
+)
+from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED
+from openrlhf_ext.options import Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
+
+_PROBE_LENGTH = 160
+_PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
+
+# OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
+# estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
+FLAG_KEYS: dict[str, tuple[str, ...]] = {
+    "actor.eps_clip": ("clip_low", "clip_high"),
+    "actor.eps_clip_low_high": ("clip_low", "clip_high"),
+    "actor.dual_clip": ("dual_clip",),
+    "actor.loss_agg_mode": ("agg",),
+    "algo.advantage.no_std_norm": ("normalize_std",),
+    "algo.advantage.gamma": ("gamma",),
+    "algo.advantage.lambd": ("lambd",),
+    "reward.overlong_buffer_len": ("length_penalty",),
+}
+
+
+@dataclass(frozen=True)
+class FlagOption:
+    """An option of the estimator that was set by one of OpenRLHF's flags."""
+
+    key: str
+    value: Any
+    flag: str
+
+
+class RunConfig(Section):
+    """Options of ``openrlhf_ext.cli.train_ppo_ray``, typed; built and checked by :func:`load_config`.
+
+    Which device the run uses cannot be read from a configuration. Options that only mean something on a GPU
+    (``vllm.gpu_memory_utilization``, ``vllm.sync_backend nccl``) or only on a CPU (``vllm.kv_cache_mib``) are therefore
+    checked where the device is known: by the rollout engines and the policy actors at their start.
+    """
+
+    actor: Actor = Actor()
+    megatron: Megatron = Megatron()
+    vllm: Vllm = Vllm()
+    weight_sync: WeightSync = WeightSync()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    algo: Algo = Algo()
+    train: Train = Train()
+    data: Data = Data()
+    eval: Eval = Eval()
+    ckpt: Ckpt = Ckpt()
+    logger: Logger = Logger()
+    ref: Ref = Ref()
+    guide: Guide = Guide()
+    critic: Critic = Critic()
+    ds: DeepSpeed = DeepSpeed()
+    local_rank: int = no_meaning(
+        -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
+    )
+    use_ms: bool = not_yet(
+        False,
+        "load models and data from ModelScope",
+        why="only local folders and the Hugging Face hub are read",
+        instead="download first and give the local paths",
+    )
+    dry_run: bool = added(False, "print the resolved configuration and the placement of every rank, and stop")
+
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Settings that are allowed but deserve a look; meant to be logged once at the start."""
+        return self._warnings
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each option that was set got its value: ``{"train.seed": "run.yaml:12"}``."""
+        return dict(self._sources)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the policy."""
+        return self.actor.num_nodes * self.actor.num_gpus_per_node
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the policy: tensor * pipeline * context."""
+        return self.megatron.copy_ranks
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the policy."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the estimator needs values."""
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def critic_layout(self) -> Megatron:
+        """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
+        own = {name: value for name, value in self.critic.megatron if value is not None}
+        layout = self.megatron.model_copy(update=own)
+        without = {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
+        without |= {"virtual_pipeline_size": 1} if layout.pipeline_parallel_size == 1 else {}
+        return layout.model_copy(update={name: value for name, value in without.items() if name not in own})
+
+    @property
+    def critic_ranks(self) -> int:
+        """Ranks of the critic; 0 without one."""
+        return self.critic.num_nodes * self.critic.num_gpus_per_node if self.has_critic else 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL penalty needs a reference policy."""
+        return self.algo.kl.init_coef > 0 or bool(self.own_options.get("kl_coef"))
+
+    @property
+    def reference_ranks(self) -> int:
+        """Ranks of the reference's own; 0 where there is none or it is a copy in the policy's host memory."""
+        colocated = self.train.colocate_actor_ref or self.train.colocate_all or self.ref.offload
+        if not self.has_reference or colocated or not self.ref.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+            return 0
+        return self.ref.num_nodes * self.ref.num_gpus_per_node
+
+    @property
+    def has_guide(self) -> bool:
+        """Whether a guiding policy samples a part of every group."""
+        return self.algo.advantage.estimator == GUIDED and self.guide.model_name_or_path is not None
+
+    @property
+    def guide_ranks(self) -> int:
+        """Ranks of the guide's own; 0 where there is none or it is a copy in the policy's host memory."""
+        if not self.has_guide or not self.guide.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+            return 0
+        return self.guide.num_nodes * self.guide.num_gpus_per_node
+
+    @property
+    def guide_samples(self) -> int:
+        """Completions of each group that the guide samples."""
+        return self.guide.samples_per_prompt if self.has_guide else 0
+
+    @property
+    def model_options(self) -> list[str]:
+        """Names of the options that give the models of this run."""
+        sections = ["actor", *(["critic"] if self.has_critic else []), *(["guide"] if self.has_guide else [])]
+        return [f"{section}.model_name_or_path" for section in sections]
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks of policy, critic, reference and guide."""
+        return self.world_size + self.critic_ranks + self.reference_ranks + self.guide_ranks
+
+    @property
+    def engine_workers(self) -> int:
+        """Workers of the rollout engines, those of the guide included."""
+        guide_engines = self.guide.num_engines if self.has_guide else 0
+        return (self.vllm.num_engines + guide_engines) * self.vllm.tensor_parallel_size
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Responses in one batch of rollouts."""
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def rollout_dtype(self) -> Literal["bf16", "fp32"]:
+        """Data type of the engines, with ``vllm.dtype auto`` resolved."""
+        return self.megatron.param_dtype if self.vllm.dtype == "auto" else self.vllm.dtype
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest allowed log-prob difference after a weight sync (nats), with its default resolved.
+
+        fp32 on both sides agrees to 1e-4. Two bf16 engines differ by up to 4.4e-2 on the same weights (measured), so
+        the default with bf16 on either side is 0.2: it sees stale or wrong weights and tolerates rounding.
+        """
+        if self.weight_sync.probe_tolerance is not None:
+            return self.weight_sync.probe_tolerance
+        coarser = "bf16" if "bf16" in (self.megatron.param_dtype, self.rollout_dtype) else "fp32"
+        return _PROBE_TOLERANCE[coarser]
+
+    @property
+    def probe_length(self) -> int:
+        """Tokens of the probe prompt, with its default resolved; the engine generates one token after it."""
+        return self.weight_sync.probe_length or max(2, min(_PROBE_LENGTH, self.data.max_len - 1))
+
+    @property
+    def max_staleness(self) -> int:
+        """``train.max_staleness`` with its default resolved."""
+        if self.train.max_staleness is not None:
+            return self.train.max_staleness
+        return self.train.async_queue_size if self.train.async_enable else 0
+
+    @property
+    def partial_rollouts(self) -> bool:
+        """Whether weights change in the middle of requests."""
+        return self.train.partial_rollout_enable or not self.train.async_enable
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """``algo.<estimator>`` of the chosen estimator, as it was given."""
+        return self.algo.of(self.algo.advantage.estimator)
+
+    @property
+    def correction_level(self) -> str:
+        """``algo.advantage.is_correction_level`` with its default resolved: tokens that lag are off-policy."""
+        if self.max_staleness > 0 and not is_set(self, "algo.advantage.is_correction_level"):
+            return "token"
+        return self.algo.advantage.is_correction_level
+
+    @property
+    def correction_threshold(self) -> list[float]:
+        """[low, high] of the importance correction; a single value is an upper bound."""
+        threshold = self.algo.advantage.is_correction_threshold
+        return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
+
+    def flag_options(self) -> Iterator[FlagOption]:
+        """The estimator's options that were set by OpenRLHF's flags."""
+        actor, advantage = self.actor, self.algo.advantage
+        if actor.eps_clip_low_high is not None:
+            yield FlagOption("clip_low", actor.eps_clip_low_high[0], "actor.eps_clip_low_high")
+            yield FlagOption("clip_high", actor.eps_clip_low_high[1], "actor.eps_clip_low_high")
+        elif is_set(self, "actor.eps_clip"):
+            yield FlagOption("clip_low", actor.eps_clip, "actor.eps_clip")
+            yield FlagOption("clip_high", actor.eps_clip, "actor.eps_clip")
+        if actor.dual_clip is not None:
+            yield FlagOption("dual_clip", actor.dual_clip, "actor.dual_clip")
+        if is_set(self, "actor.loss_agg_mode"):
+            yield FlagOption("agg", actor.loss_agg_mode, "actor.loss_agg_mode")
+        if advantage.no_std_norm:
+            yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
+        for key in ("gamma", "lambd"):
+            if self.has_critic and is_set(self, f"algo.advantage.{key}"):
+                yield FlagOption(key, getattr(advantage, key), f"algo.advantage.{key}")
+        if self.reward.overlong_buffer_len is not None:
+            yield FlagOption("length_penalty", self._overlong_penalty(), "reward.overlong_buffer_len")
+
+    def _overlong_penalty(self) -> dict[str, Any]:
+        """DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max."""
+        return {
+            "kind": "dapo",
+            "l_max": self.rollout.max_new_tokens,
+            "l_cache": int(self.reward.overlong_buffer_len or 0),
+            "factor": self.reward.overlong_penalty_factor,
+        }
+
+    def algorithm_name(self) -> str:
+        """The name under which the estimator is registered; for ``custom`` after running the file that registers it.
+
+        Raises:
+            ValueError: the file of ``algo.module_path`` cannot be run, or does not register one algorithm.
+        """
+        if self.algo.advantage.estimator != CUSTOM:
+            return self.algo.advantage.estimator
+        from openrlhf_ext.algorithms.registry import algorithm_of_file  # late: algorithms import torch
+
+        return algorithm_of_file(self.algo.module_path or "")
+
+    def algorithm_options(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+        """Arguments of ``get_algorithm``: (name, options, importance correction or None).
+
+        A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
+        flags; the checks refuse a configuration in which they disagree. What the estimator does not read is left out; a
+        warning says so at the start of a run.
+        """
+        from openrlhf_ext.algorithms.registry import foreign_keys, option_keys, with_published_values  # late, as above
+
+        name = self.algorithm_name()
+        known, foreign = option_keys(name), foreign_keys(name)
+        options = {option.key: option.value for option in self.flag_options() if option.key in known}
+        options |= {key: value for key, value in self.own_options.items() if key not in foreign}
+        options |= self._kl_penalty()
+        options = with_published_values(name, options, max_length=self.rollout.max_new_tokens)
+        return name, options, self._correction()
+
+    def _kl_penalty(self) -> dict[str, Any]:
+        kl = self.algo.kl
+        if kl.init_coef == 0:
+            return {}
+        place = "loss" if kl.use_loss else "reward"
+        penalty = {"coef": kl.init_coef, "estimator": kl.estimator, "place": place}
+        return {"kl": penalty | ({"unbiased_gradient": True} if kl.unbiased_gradient else {})}
+
+    def _correction(self) -> dict[str, Any] | None:
+        if self.correction_level == "off":
+            return None
+        advantage = self.algo.advantage
+        return {
+            "level": self.correction_level,
+            "mode": advantage.is_correction_mode,
+            "gating": advantage.is_correction_gating,
+            "threshold": self.correction_threshold,
+        }
+
+    @property
+    def initial_entropy_prompts(self) -> int:
+        """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 = it does not.
+
+        Not where ``h_ini`` is given, the filter is off, or the preset is ``official``, which knows no initial entropy.
+        """
+        if self.algo.advantage.estimator != "gtpo_conflict":
+            return 0
+        from openrlhf_ext.algorithms.gtpo_conflict import GtpoConflictOptions  # late, as above
+
+        given = {key: value for key, value in self.own_options.items() if key in GtpoConflictOptions.model_fields}
+        options = GtpoConflictOptions.model_validate(given)
+        if "h_ini" in given or options.filter == "off" or options.preset == "official":
+            return 0
+        return options.initial_entropy_prompts
+
+    def upstream_args(self) -> SimpleNamespace:
+        """The nested namespace that OpenRLHF 0.11.2's classes read: every option of its parser, after its fix-ups.
+
+        Its classes read the model-parallel factor as ``ds.ring_attn_size * ds.tensor_parallel_size``: the first carries
+        the context-parallel size, the second tensor * pipeline. The importance correction is always "on", because that
+        is what makes the samples generator record the engine's log-probs; whether a correction is applied is the
+        estimator's business (:meth:`algorithm_options`), as are the overlong penalty and the clipping of rewards.
+        ``algo.advantage.estimator`` keeps our name, which none of its branches knows.
+        """
+        flat = {name: value_of(self, name) for name, field in leaf_fields(type(self)) if not info_of(field).added}
+        for side in ("actor", "critic"):  # one destination of two flags
+            flat[f"{side}.muon.nesterov"] = flat[f"{side}.muon.nesterov"] and not flat.pop(f"{side}.muon.no_nesterov")
+        return _to_namespace(nest(flat | self._fixed_up()))
+
+    def _fixed_up(self) -> dict[str, Any]:
+        layout, clip = self.megatron, self.actor.eps_clip
+        return {
+            "ds.tensor_parallel_size": layout.tensor_parallel_size * layout.pipeline_parallel_size,
+            "ds.ring_attn_size": layout.context_parallel_size,
+            "actor.eps_clip_low_high": self.actor.eps_clip_low_high or (clip, clip),
+            "actor.gradient_checkpointing_enable": layout.recompute == "full",
+            "algo.advantage.is_correction_level": "token",
+            "algo.advantage.is_correction_threshold": self.correction_threshold,
+            "critic.model_name_or_path": None,
+            "reward.remote_url": self._reward_urls(),
+            "reward.overlong_buffer_len": None,
+            "reward.clip_range": (float("-inf"), float("inf")),
+            "train.dynamic_batch_enable": False,  # the ranks pack their own shards
+            "rollout.vllm_generate_batch_size": self.rollout.vllm_generate_batch_size or self.rollout.batch_size,
+            "vllm.sync_backend": "nccl" if self.vllm.sync_backend == "auto" else self.vllm.sync_backend,
+        }
+
+    def _reward_urls(self) -> list[str] | None:
+        if self.train.agent_func_path is not None:
+            return ["agent"]
+        return self.reward.remote_url.split(",") if self.reward.remote_url is not None else None
+
+
+def _to_namespace(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return SimpleNamespace(**{name: _to_namespace(branch) for name, branch in tree.items()})
+    return tree

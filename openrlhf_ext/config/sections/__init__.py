@@ -1,0 +1,17 @@
+"""The sections of a configuration: one file per group, each with its options (unit, meaning, bounds) and its own rules.
+
+Rules between sections are in ``openrlhf_ext.config.rules``.
+"""
+
+from __future__ import annotations
+
+from openrlhf_ext.config.sections.algo import Advantage, Algo, Kl
+from openrlhf_ext.config.sections.deepspeed import DeepSpeed
+from openrlhf_ext.config.sections.models import Actor, Critic, Guide, Megatron, Ref
+from openrlhf_ext.config.sections.rollout import Reward, Rollout, Vllm, WeightSync
+from openrlhf_ext.config.sections.run import Ckpt, Data, Eval, Logger, Train
+
+__all__ = [
+    "Actor", "Advantage", "Algo", "Ckpt", "Critic", "Data", "DeepSpeed", "Eval", "Guide", "Kl", "Logger", "Megatron",
+    "Ref", "Reward", "Rollout", "Train", "Vllm", "WeightSync",
+]  # fmt: skip
