@@ -265,7 +265,7 @@ def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
-    from openrlhf_ext.rollout import create_rollout_engines, wait_until_ready
+    from openrlhf_ext.rollout.launch import create_rollout_engines, wait_until_ready
 
     engines = create_rollout_engines(
         num_engines=count, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -27,10 +27,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.driver.waiting import Deadline
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
-from openrlhf_ext.rollout.fleet import EngineFleet
-from openrlhf_ext.rollout.identity import machine_id
+from openrlhf_ext.rollout.process import machine_id
 from openrlhf_ext.rollout.response import GroupRequest, Response
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
+
+if TYPE_CHECKING:
+    from openrlhf_ext.rollout.launch import EngineFleet
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +227,7 @@ class EngineGuard:
         psutil.wait_procs(victims, timeout=_END_S)
 
     def _bring_up(self, indexes: Sequence[int], with_weights: bool) -> None:
-        from openrlhf_ext.rollout import wait_until_ready  # not at the top: it imports OpenRLHF and vLLM
+        from openrlhf_ext.rollout.launch import wait_until_ready  # not at the top: it imports OpenRLHF
 
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]

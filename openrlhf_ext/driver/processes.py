@@ -84,7 +84,7 @@ def _create_engines(config: Any, use_gpu: bool, places: dict[str, Any], **model:
         places: see ``engine_places``.
         model: ``num_engines``, ``model_path`` and ``seed``.
     """
-    from openrlhf_ext.rollout import create_rollout_engines
+    from openrlhf_ext.rollout.launch import create_rollout_engines
 
     return create_rollout_engines(
         **model,
@@ -97,7 +97,6 @@ def _create_engines(config: Any, use_gpu: bool, places: dict[str, Any], **model:
         kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
         max_num_seqs=config.vllm.max_num_seqs,
         max_num_batched_tokens=config.vllm.max_num_batched_tokens,
-        logprobs_mode="processed_logprobs",
         executor_factory=executor_factory(config),
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
@@ -179,7 +178,7 @@ def await_guide_engines(config: Any, session: RaySession, engines: list | None, 
 
 
 def _await_engines(config: Any, session: RaySession, engines: list, deadline: Deadline, name: str) -> None:
-    from openrlhf_ext.rollout import wait_until_ready
+    from openrlhf_ext.rollout.launch import wait_until_ready
 
     wait_until_ready(engines, config.vllm.start_timeout_s, name)
     for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):

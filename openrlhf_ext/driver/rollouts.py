@@ -18,8 +18,7 @@ from openrlhf_ext.driver.engines import GroupRequests
 from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.prompts import Prompt, PromptStream
 from openrlhf_ext.driver.waiting import Deadline
-from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
-from openrlhf_ext.rollout.seeding import derived_seed
+from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, derived_seed
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds

@@ -21,8 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from openrlhf_ext.driver.ray_start import patiently
 from openrlhf_ext.megatron.phases import Address, describe_ranks
 from openrlhf_ext.rewards import RewardError, RewardFailureLimit
-from openrlhf_ext.rollout.identity import machine_id
-from openrlhf_ext.rollout.process import ray_log_tail
+from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class RaySession:
         """Names a process, so that its log can be shown if it dies.
 
         Args:
-            process: its ``rollout.identity.own_identity()``.
+            process: its ``rollout.process.own_identity()``.
         """
         self.processes[name] = dict(process)
         self.remember_children()

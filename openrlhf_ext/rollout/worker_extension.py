@@ -14,9 +14,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
-from openrlhf_ext.rollout.sync import make_receiver
-from openrlhf_ext.rollout.sync.base import Link, WeightReceiver, WeightStreamAborted, WeightSyncError
+from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
@@ -31,11 +31,11 @@ class WeightSyncExtension:
 
         Args:
             plan: `BucketPlan.to_wire()`.
-            link: `Link.to_wire()`.
+            link: the attributes of a `Link`.
         """
         self.disconnect_weight_receiver()
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
-        self._weight_receiver = make_receiver(BucketPlan.from_wire(plan), Link.from_wire(link), self.rank)
+        self._weight_receiver = WeightReceiver.connect(BucketPlan.from_wire(plan), Link(**link), self.rank)
 
     def disconnect_weight_receiver(self) -> None:
         """Leave the group; a no-op outside of one."""

@@ -13,8 +13,8 @@ import ray
 from openrlhf_ext.driver import processes
 from openrlhf_ext.driver.engines import EngineGuard, EngineLost, RecoveryLimits
 from openrlhf_ext.driver.gpu_sharing import GpuSharing, Sleepers
-from openrlhf_ext.rollout.fleet import EngineFleet
-from openrlhf_ext.rollout.sync import EngineFailed
+from openrlhf_ext.rollout.launch import EngineFleet
+from openrlhf_ext.rollout.sync.base import EngineFailed
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import SleepyEngine, outcome
 from tests.patience import PATIENCE_S

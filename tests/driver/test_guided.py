@@ -13,7 +13,7 @@ from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.prompts import PromptStream
 from openrlhf_ext.driver.rollouts import Group, Rollouts
 from openrlhf_ext.driver.waiting import Deadline
-from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import SamplingEngine

@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 from openrlhf_ext.driver.session import RaySession
 from openrlhf_ext.driver.waiting import DeadlineExceeded
 from openrlhf_ext.rewards import RewardFailureLimit
-from openrlhf_ext.rollout.identity import own_identity
+from openrlhf_ext.rollout.process import own_identity
 from tests.megatron.test_phases import monitors
 from tests.patience import PATIENCE_S
 
