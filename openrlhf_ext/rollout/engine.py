@@ -48,7 +48,7 @@ class RolloutEngine(compat.RolloutRayActor):
     request, and what the driver asks about.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Ray awaits it; OpenRLHF's actor has it so
         self,
         *args: Any,
         executor_factory: Callable[[], Any],
@@ -130,7 +130,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._num_sequences += len(output.outputs)
         return output
 
-    def _note_versions(self, output: vllm.RequestOutput, begun_with: int) -> None:
+    def _note_versions(self, output: Any, begun_with: int) -> None:
         lengths = [len(completion.token_ids) for completion in output.outputs]
         spans = self._versions.take(output.request_id, begun_with, max(lengths, default=0))
         for completion, length in zip(output.outputs, lengths, strict=True):
@@ -262,7 +262,8 @@ class RolloutEngine(compat.RolloutRayActor):
         if self._probe_tokens != tuple(token_ids):
             self._probe_tokens, self._queued_probe = tuple(token_ids), None
         probe, self._queued_probe = self._queued_probe or await self._queue_probe(), None
-        last, whole = [await self._finish(request.output.get(), request.params) for request in probe]
+        answers: list[Any] = [await self._finish(request.output.get(), request.params) for request in probe]
+        last, whole = answers
         scored = zip(token_ids[1:-1], whole.prompt_logprobs[1:-1], strict=True)
         return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 

@@ -65,7 +65,8 @@ def ray_log_tail(pid: int) -> str:
     time.sleep(0.2)  # its last lines
     if not ray.is_initialized():
         return ""
-    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    node: Any = ray._private.worker._global_node
+    folder = Path(node.get_logs_dir_path())
     paths = [path for end in ("err", "out") for path in sorted(folder.glob(f"worker-*-{pid}.{end}"))]
     texts = [path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip() for path in paths]
     return "\n".join(text for text in texts if text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -22,8 +23,12 @@ QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 
 class WeightSyncExtension:
-    """Mixed into vLLM's worker, which provides `rank`, `model_runner`, `vllm_config` and `reload_weights`."""
+    """Mixed into vLLM's worker, which provides the first four attributes."""
 
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Callable[..., None]
     _weight_receiver: WeightReceiver | None = None
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:

@@ -40,11 +40,11 @@ class Part(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """Where a Hugging Face tensor comes from: number ``index`` of the ``rule``'s, given by the pipeline ``stage``."""
+    """Where a Hugging Face tensor comes from: ``number`` of the ``rule``'s, given by the pipeline ``stage``."""
 
     stage: int
     rule: Rule
-    index: int
+    number: int
     shape: tuple[int, ...]
 
 
@@ -87,7 +87,7 @@ class HFExporter:
             parameters = dict(chunk.named_parameters())
             for rule in model_rules(chunk, shape):  # tied embeddings exist on two stages, of which one gives them
                 names = [name for name in rule.hf_names if self._tensors[name].stage == self._stage]
-                self._own |= dict.fromkeys(names, parameters[rule.parameter])
+                self._own |= {name: parameters[rule.parameter] for name in names}
 
     def whole(self, name: str) -> Part:
         """All rows of a tensor."""
@@ -118,8 +118,8 @@ class HFExporter:
 
     def _pieces(self, part: Part, tp_rank: int) -> list[Piece]:
         """What a tensor-parallel rank of the stage gives of the rows."""
-        _, rule, index, _ = self._tensors[part.name]
-        pieces = [piece for piece in placement(rule, self._shape, tp_rank, self._tp_size) if piece.tensor == index]
+        _, rule, number, _ = self._tensors[part.name]
+        pieces = [piece for piece in placement(rule, self._shape, tp_rank, self._tp_size) if piece.tensor == number]
         if rule.axis == 1 or part == self.whole(part.name):
             return pieces
         return [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]

@@ -202,7 +202,7 @@ class Transport(ABC):
 
 # ---- meeting --------------------------------------------------------------------------------------------------------
 
-PRESENT, GO, YES, NO = "present/{}", "go", b"yes", b"no"
+PRESENT, GO, YES, NO = "present/{}", "go", "yes", "no"
 """Keys and values in the sender's TCPStore."""
 
 
@@ -215,7 +215,7 @@ def join(link: Link, rank: int) -> dist.TCPStore:
     store = dist.TCPStore(
         link.address, link.port, is_master=False, timeout=timedelta(seconds=link.timeout_s), wait_for_workers=False
     )
-    store.set(PRESENT.format(rank), b"")
-    if store.get(GO) != YES:
+    store.set(PRESENT.format(rank), "")
+    if store.get(GO).decode() != YES:
         raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
     return store

@@ -22,7 +22,7 @@ from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 
 _POLL_S = 0.0002
 _LOOK_AT_ENGINES_S = 0.1
-_READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", b"left"
+_READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
 class CudaIpc(Transport):
@@ -136,7 +136,7 @@ class IpcSendingEnd:
         self._memory.synchronize()
         number = self._announced
         self._announced += 1
-        self._store.set(_READY.format(number), str(turn).encode())
+        self._store.set(_READY.format(number), str(turn))
         return lambda: self._wait(number)
 
     def _wait(self, number: int) -> None:
@@ -184,7 +184,7 @@ class IpcReceivingEnd:
         key = _READY.format(number)
         try:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
-            turn = self._store.get(key)
+            turn = self._store.get(key).decode()
         except RuntimeError as error:
             raise WeightTransferFailed(f"no bucket came within {self._timeout_s:g} s: {error}") from error
         if turn == _LEFT:

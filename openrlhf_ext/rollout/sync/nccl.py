@@ -47,7 +47,7 @@ class Nccl(BroadcastTransport):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=2 * timeout_s)
         with _variable(_HANDLING, "0"):
-            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         # the communicator is built by the first collective: here, with everybody present, and not within an update
         group.allreduce([torch.zeros(1, device=self.device)], dist.AllreduceOptions()).wait()
         torch.cuda.synchronize()
