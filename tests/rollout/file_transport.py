@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed
+from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed, wait_until
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 
 
@@ -43,21 +42,18 @@ class FileSender:
         number, self.sent = self.sent, self.sent + 1
         path = Path(self.link.handles["folder"], str(number))
         path.write_bytes(frame.numpy().tobytes())
-        self.store.set(f"frame/{number}", b"there")
+        self.store.set(f"frame/{number}", "there")
         return lambda: self.wait(number, path)
 
     def wait(self, number: int, path: Path) -> None:
-        deadline = time.monotonic() + self.link.timeout_s
-        while self.store.add(f"taken/{number}", 0) < self.link.world_size - 1:
-            time.sleep(0.001)
-            if self.watch is not None:
-                self.watch()
-            if time.monotonic() > deadline:
-                raise WeightTransferFailed(f"frame {number} was not read within {self.link.timeout_s:g} s")
+        def is_read() -> bool:
+            return self.store.add(f"taken/{number}", 0) == self.link.world_size - 1
+
+        wait_until(is_read, self.watch, self.link.timeout_s, lambda: f"frame {number} was not read in time")
         path.unlink()
 
     def close(self) -> None:
-        self.store.set(f"frame/{self.sent}", b"left")
+        self.store.set(f"frame/{self.sent}", "left")
 
 
 class FileReceiver:

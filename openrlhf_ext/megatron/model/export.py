@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_files import HFRows
-from openrlhf_ext.megatron.model.load import BUCKET_BYTES, Chunks, chunk_list, model_rules
+from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import Piece, Rule, hf_shapes, hf_tensors, owned_rules, placement
 from openrlhf_ext.megatron.phases import phase
@@ -57,16 +58,15 @@ class HFExporter:
 
     def __init__(
         self,
-        model: Chunks,
+        chunks: Sequence[HiddenStateGPTModel],
         shape: ModelShape,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
     ) -> None:
         """
         Args:
-            model: the model, or this rank's chunks of it; their parameters are read at every export.
+            chunks: this rank's of the model; their parameters are read at every export.
             value: what to export of a parameter, of the parameter's shape: its gradient; None: its data.
         """
-        chunks = chunk_list(model)
         self._shape, self._value = shape, value or torch.Tensor.detach
         self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()

@@ -6,6 +6,7 @@ hold, who fills them and who loads them is the same for all of them: ``plan``, `
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class SendingEnd(Protocol):
     """Policy rank 0's end of a group."""
 
     watch: Callable[[], None] | None
-    """To be called now and then during a wait, every 0.1 s or so; may raise what explains that it never ends."""
+    """Set for every update, for `wait_until`."""
 
     def send(self, frame: Tensor) -> Callable[[], object]:
         """Begin to send a uint8 vector to every receiver.
@@ -200,10 +201,43 @@ class Transport(ABC):
         """Make the end of the worker that has this rank in the group."""
 
 
-# ---- meeting --------------------------------------------------------------------------------------------------------
+# ---- waiting and meeting --------------------------------------------------------------------------------------------
+
+LOOK_AT_ENGINES_S = 0.1
+"""How often engines are looked after while a call cannot be interrupted."""
 
 PRESENT, GO, YES, NO = "present/{}", "go", "yes", "no"
 """Keys and values in the sender's TCPStore."""
+
+
+def wait_until(
+    is_done: Callable[[], bool],
+    watch: Callable[[], None] | None,
+    timeout_s: float,
+    late: Callable[[], str],
+    longest_pause_s: float = 0.002,
+) -> None:
+    """Ask again and again whether a transfer is done.
+
+    Args:
+        watch: of the sending end: looks after the engines, now and then; raises what explains that it never ends.
+        late: what to say when the time has passed.
+        longest_pause_s: between two questions.
+
+    Raises:
+        WeightTransferFailed: `timeout_s` passed.
+    """
+    pause_s = 0.0002
+    start = last_look = time.monotonic()
+    while not is_done():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_pause_s)
+        now = time.monotonic()
+        if watch is not None and now - last_look > LOOK_AT_ENGINES_S:
+            watch()
+            last_look = now
+        if now - start > timeout_s:
+            raise WeightTransferFailed(late())
 
 
 def join(link: Link, rank: int) -> dist.TCPStore:

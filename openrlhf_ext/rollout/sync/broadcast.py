@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed
+from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed, wait_until
 from openrlhf_ext.rollout.sync.memory import FramePool
 
-_LOOK_AT_ENGINES_S = 0.1
 _LEAVE_S = 2.0
 
 
@@ -96,7 +94,8 @@ class BroadcastEnd:
             WeightTransferFailed: with the group's text: a closed connection, or its timeout.
         """
         if self.watch is not None or self._transport.polled:
-            self._poll(work)
+            late = f"a bucket was not through after {self._timeout_s:g} s"
+            wait_until(work.is_completed, self.watch, self._timeout_s, lambda: late)
         try:
             work.wait()
         except RuntimeError as error:
@@ -104,19 +103,6 @@ class BroadcastEnd:
         if (failure := self._transport.failure(work)) is not None:
             raise WeightTransferFailed(failure)
         return frame
-
-    def _poll(self, work: dist.Work) -> None:
-        pause_s = 0.0002
-        start = last_look = time.monotonic()
-        while not work.is_completed():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.002)
-            now = time.monotonic()
-            if self.watch is not None and now - last_look > _LOOK_AT_ENGINES_S:
-                self.watch()
-                last_look = now
-            if now - start > self._timeout_s:
-                raise WeightTransferFailed(f"a bucket was not through after {self._timeout_s:g} s")
 
     def close(self) -> None:
         """Leave: transfers of the other ranks fail with "connection closed", or their deadline.

@@ -8,7 +8,6 @@ which takes a thousandth of a second for a bucket, and counts itself in. When al
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed
+from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed, wait_until
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 
 _POLL_S = 0.0002
-_LOOK_AT_ENGINES_S = 0.1
 _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
@@ -146,17 +144,14 @@ class IpcSendingEnd:
             WeightTransferFailed: a worker has left, or the deadline passed.
         """
         key = _TAKEN.format(number)
-        start = last_look = time.monotonic()
-        while (taken := self._store.add(key, 0)) < self._workers:
-            time.sleep(_POLL_S)
-            now = time.monotonic()
-            if self.watch is not None and now - last_look > _LOOK_AT_ENGINES_S:
-                self.watch()
-                last_look = now
-            if now - start > self._timeout_s:
-                raise WeightTransferFailed(
-                    f"{taken} of {self._workers} engine workers took a bucket within {self._timeout_s:g} s"
-                )
+
+        def taken() -> int:
+            return self._store.add(key, 0)
+
+        def late() -> str:
+            return f"{taken()} of {self._workers} engine workers took a bucket within {self._timeout_s:g} s"
+
+        wait_until(lambda: taken() >= self._workers, self.watch, self._timeout_s, late, longest_pause_s=_POLL_S)
         for used in (key, _READY.format(number)):
             self._store.delete_key(used)
 

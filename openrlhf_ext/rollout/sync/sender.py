@@ -18,6 +18,7 @@ import torch.distributed as dist
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
     GO,
+    LOOK_AT_ENGINES_S,
     NO,
     PRESENT,
     YES,
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _POLL_S = 0.01
-_LOOK_AT_ENGINES_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _while_watching(function: Callable[[], _T], calls: EngineCalls) -> _T:
     threading.Thread(target=run, name="weight-sync-open", daemon=True).start()
     while True:
         try:
-            return outcome.result(timeout=_LOOK_AT_ENGINES_S)
+            return outcome.result(timeout=LOOK_AT_ENGINES_S)
         except FutureTimeout:
             calls.check()
 
