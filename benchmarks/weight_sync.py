@@ -41,7 +41,9 @@ from openrlhf_ext import patches
 
 patches.apply()
 
-from openrlhf_ext.rollout.sync import BucketPlan, Link, make_receiver  # noqa: E402
+from openrlhf_ext.rollout.sync.base import Link  # noqa: E402
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan  # noqa: E402
+from openrlhf_ext.rollout.sync.stream import WeightReceiver  # noqa: E402
 
 TIMEOUT_S = 120.0
 CONFIG = {
@@ -122,8 +124,8 @@ class PolicyRank:
         self.publisher = WeightPublisher(self.policy, self.sync, engines)
         self.publisher.connect()
         plan = self.publisher.plan
-        self.ready = torch.ones(plan.largest_bucket_bytes, dtype=torch.uint8)
-        return {"tensors": len(plan.specs), "buckets": len(plan.buckets), "bytes": plan.payload_bytes}
+        self.ready = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
+        return {"tensors": len(plan.slots), "buckets": len(plan.buckets), "bytes": plan.payload_bytes}
 
     def publish(self) -> dict[str, float] | None:
         """Our protocol: a whole update."""
@@ -146,17 +148,17 @@ class PolicyRank:
         """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our gathering and group."""
         publisher = self.publisher
         start = time.perf_counter()
-        for spec in publisher.plan.specs:
-            views = {spec.name: torch.empty(spec.shape, dtype=spec.dtype)} if self.rank == 0 else None
-            publisher._exporter.gather([spec.name], views, publisher._group)
+        for slot in publisher.plan.slots:
+            tensor = torch.empty(slot.shape, dtype=slot.dtype)
+            publisher._exporter.gather([publisher._exporter.whole(slot.name)], [tensor])
             if self.rank == 0:
-                references = [engine.receive_one.remote(spec.name, spec.shape) for engine in self.engines]
-                self._broadcast(views[spec.name].view(torch.uint8).flatten())
+                references = [engine.receive_one.remote(slot.name, slot.shape) for engine in self.engines]
+                self._broadcast(tensor.view(torch.uint8).flatten())
                 ray.get(references)
         return {"seconds": time.perf_counter() - start} if self.rank == 0 else None
 
     def _broadcast(self, data: torch.Tensor) -> None:
-        self.publisher._sender._channel.broadcast(data).wait()
+        self.publisher._sender.end.broadcast(data)()
 
 
 @ray.remote(num_cpus=1)
@@ -168,8 +170,8 @@ class Sink:
 
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         self.plan = plan
-        self.receiver = make_receiver(plan, link, 0)
-        self.buffer = torch.ones(plan.largest_bucket_bytes, dtype=torch.uint8)
+        self.receiver = WeightReceiver.connect(plan, link, 0)
+        self.buffer = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
 
     def receive_weights(self, version: int) -> float:
         for _name, _tensor in self.receiver.receive(version):
@@ -178,10 +180,10 @@ class Sink:
 
     def receive_raw(self) -> None:
         for bucket in self.plan.buckets:
-            self.receiver._channel.broadcast(self.buffer[: bucket.nbytes]).wait()
+            self.receiver.end.broadcast(self.buffer[: bucket.nbytes])()
 
     def receive_one(self, name: str, shape: tuple[int, ...]) -> None:
-        self.receiver._channel.broadcast(self.buffer[: 2 * torch.Size(shape).numel()]).wait()
+        self.receiver.end.broadcast(self.buffer[: 2 * torch.Size(shape).numel()])()
 
 
 # ---- parts --------------------------------------------------------------------------------------------------------
@@ -265,12 +267,12 @@ def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
-    from openrlhf_ext.rollout import create_rollout_engines, wait_until_ready
+    from openrlhf_ext.rollout.launch import create_rollout_engines, wait_until_ready
 
     engines = create_rollout_engines(
         num_engines=count, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
         max_model_len=256, enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5,
-        kv_cache_mib=64, use_gpu=False,
+        kv_cache_mib=64, use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S,
     )  # fmt: skip
     ranks = Ranks(folder / "policy", args)
     wait_until_ready(engines, 300)

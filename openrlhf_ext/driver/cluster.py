@@ -21,8 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.megatron.phases import Address, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
-from openrlhf_ext.rollout.identity import machine_id
-from openrlhf_ext.rollout.process import ray_log_tail
+from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class RaySession:
         """Names a process, so that its log can be shown if it dies.
 
         Args:
-            process: its ``rollout.identity.own_identity()``.
+            process: its ``rollout.process.own_identity()``.
         """
         self.processes[name] = dict(process)
         self.remember_children()

@@ -37,7 +37,7 @@ from openrlhf_ext.ranks.messages import SleepModes
 from openrlhf_ext.ranks.policy import PolicyActor
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rewards.grading import RewardSettings
-from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.launch import EngineFleet
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup, Reservation
@@ -117,7 +117,7 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         places: see ``engine_places``.
         model: ``num_engines``, ``model_path`` and ``seed``.
     """
-    from openrlhf_ext.rollout import create_rollout_engines
+    from openrlhf_ext.rollout.launch import create_rollout_engines
 
     return create_rollout_engines(
         **model,
@@ -130,7 +130,6 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
         max_num_seqs=config.vllm.max_num_seqs,
         max_num_batched_tokens=config.vllm.max_num_batched_tokens,
-        logprobs_mode="processed_logprobs",
         executor_factory=executor_factory(config),
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
@@ -218,7 +217,7 @@ def await_guide_engines(
 
 
 def _await_engines(config: RunConfig, session: RaySession, engines: EngineFleet, deadline: Deadline, name: str) -> None:
-    from openrlhf_ext.rollout import wait_until_ready
+    from openrlhf_ext.rollout.launch import wait_until_ready
 
     wait_until_ready(engines, config.vllm.start_timeout_s, name)
     for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):

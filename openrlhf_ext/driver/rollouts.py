@@ -21,8 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.supervision import Deadline, EngineCall, EngineSupervisor, HangWatch, is_engine_fault
 from openrlhf_ext.rollout.errors import InvalidWeights
-from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
-from openrlhf_ext.rollout.seeding import derived_seed
+from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, derived_seed
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds

@@ -21,7 +21,7 @@ from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
 
 if TYPE_CHECKING:
-    from openrlhf_ext.config.sections.policy import Megatron
+    from openrlhf_ext.config.sections.models import Megatron
 
 _T = TypeVar("_T")
 

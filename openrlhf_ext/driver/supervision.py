@@ -26,13 +26,16 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
-from openrlhf_ext.rollout.fleet import EngineFleet
-from openrlhf_ext.rollout.identity import machine_id
+from openrlhf_ext.rollout.launch import EngineFleet
+from openrlhf_ext.rollout.process import machine_id
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
+
+if TYPE_CHECKING:
+    from openrlhf_ext.rollout.launch import EngineFleet
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +323,7 @@ class EngineSupervisor:
         psutil.wait_procs(victims, timeout=_END_S)
 
     def _bring_up(self, indexes: Sequence[int], with_weights: bool) -> None:
-        from openrlhf_ext.rollout import wait_until_ready  # not at the top: it imports OpenRLHF and vLLM
+        from openrlhf_ext.rollout.launch import wait_until_ready  # not at the top: it imports OpenRLHF
 
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]

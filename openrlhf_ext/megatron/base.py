@@ -41,7 +41,7 @@ from openrlhf_ext.megatron.model.build import (
     transformer_config,
 )
 from openrlhf_ext.megatron.model.context_parallel import sum_ranks
-from openrlhf_ext.megatron.model.export import export_hf, whole_tensors
+from openrlhf_ext.megatron.model.export import HFExporter, whole_tensors
 from openrlhf_ext.megatron.model.hf_files import HFRows, save_hf
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -346,8 +346,8 @@ class MegatronModel:
         return whole_tensors(self.export_rows(value), self.shape)
 
     def export_rows(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[HFRows]:
-        """The same some rows at a time (``export.export_hf``)."""
-        return export_hf(self.chunks, self.shape, value)
+        """The same some rows at a time (``HFExporter.rows``)."""
+        return HFExporter(self.chunks, self.shape, value).rows()
 
     def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:
         """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk.

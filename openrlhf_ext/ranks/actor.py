@@ -19,7 +19,7 @@ import torch.distributed as dist
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.phases import start_monitor
 from openrlhf_ext.megatron.settings import PolicySettings
-from openrlhf_ext.rollout.identity import own_identity
+from openrlhf_ext.rollout.process import own_identity
 
 
 class RankActor:

@@ -1,10 +1,10 @@
 """One policy rank's part in handing the weights to the rollout engines.
 
-Rank 0 holds the connection to the engines. How a bucket of Hugging Face tensors comes together there:
+Rank 0 holds the connection to the engines. How a bucket of Hugging Face tensors comes together there is for the
+transport's staging buffers to say:
 
-- the ranks of the replica run on one host and the transport sends from host memory: rank 0's staging buffers are shared
-  memory, and every rank copies its own rows into them;
-- otherwise every rank sends its rows of the bucket to rank 0 as one message.
+- all ranks of the replica see them: every rank copies its own part of the bucket to its place;
+- otherwise every rank sends its part to rank 0 as one message.
 
 Either way the next bucket is put together while the one before is under way to the engines.
 """
@@ -15,7 +15,6 @@ import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,26 +23,14 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.step.batch import sequence_batch
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
-from openrlhf_ext.rollout.sync import (
-    Bucket,
-    BucketPlan,
-    CudaMemory,
-    EnginesAtFault,
-    Relay,
-    SendReport,
-    Staging,
-    TensorSpec,
-    WeightSender,
-    WeightSyncError,
-    largest_frame,
-    make_sender,
-)
+from openrlhf_ext.rollout.sync import find_transport
+from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
-from openrlhf_ext.rollout.sync.shared_memory import HostMemory
-from openrlhf_ext.rollout.sync.stream import HEADER_BYTES
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
+from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
+from openrlhf_ext.rollout.sync.stream import follow_stream
 
 if TYPE_CHECKING:
-    from openrlhf_ext.megatron.model.bucket_export import BucketExporter
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
 logger = logging.getLogger(__name__)
@@ -54,7 +41,7 @@ class SyncSettings:
     """How weights reach the rollout engines and how the arrival is proved.
 
     Attributes:
-        transport: a name of `weight_sync.SENDERS`.
+        transport: see `find_transport`.
         engine_tensor_parallel_size: workers per engine.
         bucket_bytes: size of a packed bucket.
         timeout_s: limit of connecting, of one update, and of one probe.
@@ -71,7 +58,11 @@ class SyncSettings:
 
 
 class WeightPublisher:
-    """Sends one policy's weights; every public method is a collective of all its ranks and raises on all or none."""
+    """Sends one policy's weights; every public method is a collective of all its ranks and raises on all or none.
+
+    Attributes:
+        plan: what every update consists of.
+    """
 
     def __init__(self, policy: MegatronPolicy, settings: SyncSettings, engines: Sequence[Any]) -> None:
         """
@@ -80,29 +71,20 @@ class WeightPublisher:
             settings: how to send.
             engines: Ray handles of the rollout engines, the same list on every rank.
         """
-        from openrlhf_ext.megatron.model.bucket_export import BucketExporter  # Megatron: see rank_actor
+        from openrlhf_ext.megatron.model.export import HFExporter  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
-        self._exporter = BucketExporter(policy.chunks, policy.shape)
-        specs = [TensorSpec(name, shape, dtype) for name, shape, dtype in policy.hf_specs()]
-        self._plan = BucketPlan.build(specs, settings.bucket_bytes)
-        deadline = timedelta(seconds=policy.settings.collective_timeout_s)
-        members = self._exporter.members
-        self._group = dist.new_group(members, timeout=deadline) if len(members) > 1 else None
-        self._host_group = dist.new_group(members, timeout=deadline, backend="gloo") if len(members) > 1 else None
-        self._relay = Relay(self._plan, CudaMemory()) if settings.transport == "cuda_ipc" else None
-        self._shared = self._share_staging() if settings.transport == "gloo" and self._group else None
+        self._exporter = HFExporter(policy.chunks, policy.shape)
+        self.plan = BucketPlan.build(policy.hf_specs(), settings.bucket_bytes)
+        exporting = _ranks_with(self._exporter.takes_part)
+        transport = find_transport(settings.transport)
+        self._staging = transport.staging(self.plan, exporting, policy.settings.collective_timeout_s)
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines)
 
-    @property
-    def plan(self) -> BucketPlan:
-        """What every update consists of."""
-        return self._plan
-
     def connect(self) -> None:
         """Bring rank 0 and all engines together."""
-        self._together(lambda: self._sender.connect())
+        self._together(self._sender.connect)
 
     def publish(self, version: int) -> SendReport | None:
         """Replace the weights of all engines; the report on rank 0, None elsewhere.
@@ -116,7 +98,7 @@ class WeightPublisher:
 
     def replace_engines(self, engines: Sequence[Any]) -> None:
         """Go on with other engines, which are connected by the next `publish`."""
-        self.close()
+        self._sender.close()
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines)
 
@@ -126,17 +108,15 @@ class WeightPublisher:
         Raises:
             EnginesAtFault: with positions among all engines.
         """
-        chosen = [self._engines[i] for i in fresh]
-        sender = self._make_sender(chosen)
+        sender = self._make_sender([self._engines[i] for i in fresh])
         try:
-            self._together(lambda: sender.connect())
+            self._together(sender.connect)
             self._send(sender, version)
             self.prove(version, fresh)
         except EnginesAtFault as error:
             raise type(error)(str(error), [fresh[i] for i in error.engines]) from error
         finally:
-            if sender is not None:
-                sender.close()
+            sender.close()
 
     def prove(
         self,
@@ -177,31 +157,29 @@ class WeightPublisher:
 
         return self._together(compare) or 0.0
 
-    def close(self) -> None:
-        """Leave the group; not a collective."""
-        if self._sender is not None:
-            self._sender.close()
-
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def _send(self, sender: WeightSender | None, version: int) -> SendReport | None:
-        work = self._work()
-        if sender is not None:
-            return self._together(lambda: sender.send_buckets(work, version))
-        return self._together(work.follow, everywhere=True)
-
-    def _work(self) -> _ReplicaWork:
-        if self._shared is not None:
-            return _SharedWriting(self._plan, self._exporter, self._shared, self._host_group)
-        return _Gathering(self._plan, self._exporter, self._group, self._relay)
-
-    def _make_sender(self, engines: Sequence[Any]) -> WeightSender | None:
-        if dist.get_rank() != 0:
-            return None
-        return make_sender(
-            self._settings.transport, self._plan, engines, self._settings.engine_tensor_parallel_size,
-            self._settings.timeout_s, self._relay or self._shared,
+    def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
+        """Used on rank 0."""
+        settings = self._settings
+        return WeightSender(
+            settings.transport, self.plan, self._staging, engines, settings.engine_tensor_parallel_size,
+            settings.timeout_s,
         )  # fmt: skip
+
+    def _send(self, sender: WeightSender, version: int) -> SendReport | None:
+        if dist.get_rank() == 0:
+            return self._together(lambda: sender.send(self._fill, version))
+        return self._together(lambda: follow_stream(self.plan, self._staging, self._fill), everywhere=True)
+
+    def _fill(self, bucket: Bucket, content: Tensor | None) -> None:
+        """This rank's part in filling a bucket (``stream.Fill``)."""
+        parts = [self._exporter.whole(slot.name) for slot in bucket.slots]
+        targets = None if content is None else [slot.view(content) for slot in bucket.slots]
+        if not self._staging.shared:
+            self._exporter.gather(parts, targets)
+        elif targets is not None:
+            self._exporter.write(parts, targets)
 
     def _together(self, function: Callable[[], Any], everywhere: bool = False) -> Any:
         """Run on rank 0, or on this rank too; if it fails on any rank, every rank raises."""
@@ -219,31 +197,6 @@ class WeightPublisher:
             raise found[0]
         return result
 
-    # ---- staging buffers that all ranks see -------------------------------------------------------------------------
-
-    def _share_staging(self) -> Staging | None:
-        """Rank 0's buffers on every exporting rank; None if they are not all on one host, or cannot share memory."""
-        if not self._exporter.takes_part:
-            return None
-        made = [HostMemory.create(largest_frame(self._plan)) for _ in range(2)] if dist.get_rank() == 0 else []
-        handles = [[memory.handle for memory in made]]
-        dist.broadcast_object_list(handles, src=0, group=self._host_group)
-        opened, problem = made, None
-        if dist.get_rank() != 0:
-            try:
-                opened = [HostMemory.open(handle) for handle in handles[0]]
-            except OSError as error:
-                problem = f"rank {dist.get_rank()}: {error}"
-        problems: list = [None] * len(self._exporter.members)
-        dist.all_gather_object(problems, problem, group=self._host_group)
-        for memory in made:
-            memory.close()
-        if any(problems):
-            if dist.get_rank() == 0:
-                logger.info("weights are gathered by messages, not in shared memory: %s", list(filter(None, problems)))
-            return None
-        return opened[0].tensor, opened[1].tensor
-
 
 def _portable(error: Exception | None) -> Exception | None:
     """The error in a form that other ranks can receive."""
@@ -254,91 +207,8 @@ def _portable(error: Exception | None) -> Exception | None:
     return error
 
 
-class _ReplicaWork:
-    """The replica's joint work on one update: a `BucketSource` on rank 0, `follow` on every other rank."""
-
-    def __init__(self, plan: BucketPlan) -> None:
-        self._plan = plan
-        self._filled = self._completed = 0
-
-    def _do_fill(self, bucket: Bucket, content: Tensor | None) -> None:
-        """This rank's part in filling; without `content` only what others wait for."""
-        raise NotImplementedError
-
-    def _do_complete(self, bucket: Bucket) -> None:
-        """What every rank does when its part is filled; returns when the frame may be sent."""
-        raise NotImplementedError
-
-    def _own_content(self, bucket: Bucket) -> Tensor | None:
-        """Where a rank other than 0 fills."""
-        return None
-
-    def fill(self, bucket: Bucket, content: Tensor) -> None:
-        """See `BucketSource`; on rank 0, as the next two."""
-        self._filled = bucket.index + 1
-        self._do_fill(bucket, content)
-
-    def complete(self, bucket: Bucket) -> None:
-        """See `BucketSource`."""
-        self._completed = bucket.index + 1
-        self._do_complete(bucket)
-
-    def drain(self) -> None:
-        """See `BucketSource`."""
-        for bucket in self._plan.buckets[self._completed :]:
-            if bucket.index >= self._filled:
-                self._do_fill(bucket, None)
-            self._do_complete(bucket)
-        self._filled = self._completed = len(self._plan.buckets)
-
-    def follow(self) -> None:
-        """A rank's part that does not send; a failure is raised when no other rank waits for this one any more."""
-        failure: Exception | None = None
-        for bucket in self._plan.buckets:
-            if failure is None:
-                try:
-                    self._do_fill(bucket, self._own_content(bucket))
-                except Exception as error:
-                    failure = error
-            self._do_complete(bucket)
-        if failure is not None:
-            raise failure
-
-
-class _SharedWriting(_ReplicaWork):
-    """Every exporting rank writes its rows into the shared staging buffers.
-
-    A rank writes to a buffer after the barrier of the bucket before; rank 0 enters that one when the buffer is free.
-    """
-
-    def __init__(self, plan: BucketPlan, exporter: BucketExporter, staging: Staging, group: dist.ProcessGroup) -> None:
-        super().__init__(plan)
-        self._exporter, self._staging, self._group = exporter, staging, group
-
-    def _own_content(self, bucket: Bucket) -> Tensor:
-        return self._staging[bucket.index % 2][HEADER_BYTES:]
-
-    def _do_fill(self, bucket: Bucket, content: Tensor | None) -> None:
-        if content is not None:
-            self._exporter.write(dict(bucket.unpack(content)))
-
-    def _do_complete(self, bucket: Bucket) -> None:
-        dist.barrier(group=self._group)
-
-
-class _Gathering(_ReplicaWork):
-    """Every exporting rank sends its rows of a bucket to rank 0; a relay copies the whole frame back to all ranks."""
-
-    def __init__(
-        self, plan: BucketPlan, exporter: BucketExporter, group: dist.ProcessGroup | None, relay: Relay | None
-    ) -> None:
-        super().__init__(plan)
-        self._exporter, self._group, self._relay = exporter, group, relay
-
-    def _do_fill(self, bucket: Bucket, content: Tensor | None) -> None:
-        views = None if content is None else dict(bucket.unpack(content))
-        self._exporter.gather([slot.spec.name for slot in bucket.slots], views, self._group)
-
-    def _do_complete(self, bucket: Bucket) -> None:
-        if self._relay is not None:
-            self._relay.spread(bucket)
+def _ranks_with(condition: bool) -> list[int]:
+    """The ranks on which the condition holds; a collective."""
+    everyone: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, condition)
+    return [rank for rank, holds in enumerate(everyone) if holds]

@@ -26,8 +26,7 @@ from openrlhf_ext.rewards.errors import (
 )
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
-from openrlhf_ext.rollout.response import GroupRequest, Response
-from openrlhf_ext.rollout.token_versions import ResponseRecorder
+from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder
 
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 

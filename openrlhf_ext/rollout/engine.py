@@ -48,16 +48,15 @@ class RolloutEngine(compat.RolloutRayActor):
     request, and what the driver asks about.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Ray awaits it; OpenRLHF's actor has it so
         self,
         *args: Any,
         executor_factory: Callable[[], Any],
         fast_tokenizer: bool = True,
         bundle_indices: list[int] | None = None,
         num_gpus: float = 0,
-        full_determinism: bool = False,
         in_process: bool = False,
-        request_timeout_s: float = 600.0,
+        request_timeout_s: float,
         **engine_args: Any,
     ) -> None:
         """
@@ -65,7 +64,7 @@ class RolloutEngine(compat.RolloutRayActor):
             executor_factory: makes what turns a prompt into graded completions, a `rewards.executor.GradedExecutor`;
                 picklable.
             fast_tokenizer: which of the model's tokenizers the executor gets.
-            bundle_indices, num_gpus, full_determinism: as OpenRLHF's actor.
+            bundle_indices, num_gpus: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             request_timeout_s: deadline of every request, in seconds.
@@ -80,7 +79,7 @@ class RolloutEngine(compat.RolloutRayActor):
             from openrlhf_ext.rollout import worker_extension
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
-        self._configure_vllm_env(packaging_version, vllm, full_determinism)
+        self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
         self.executor = executor_factory()
         self._tokenizer = compat.get_tokenizer(engine_args["model"], None, "left", None, use_fast=fast_tokenizer)
         self.kwargs = {
@@ -131,7 +130,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._num_sequences += len(output.outputs)
         return output
 
-    def _note_versions(self, output: vllm.RequestOutput, begun_with: int) -> None:
+    def _note_versions(self, output: Any, begun_with: int) -> None:
         lengths = [len(completion.token_ids) for completion in output.outputs]
         spans = self._versions.take(output.request_id, begun_with, max(lengths, default=0))
         for completion, length in zip(output.outputs, lengths, strict=True):
@@ -188,7 +187,7 @@ class RolloutEngine(compat.RolloutRayActor):
 
     async def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         """Let this engine's workers join the sender's group."""
-        await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), link.to_wire()))
+        await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
     async def receive_weights(self, version: int) -> float:
         """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
@@ -263,7 +262,8 @@ class RolloutEngine(compat.RolloutRayActor):
         if self._probe_tokens != tuple(token_ids):
             self._probe_tokens, self._queued_probe = tuple(token_ids), None
         probe, self._queued_probe = self._queued_probe or await self._queue_probe(), None
-        last, whole = [await self._finish(request.output.get(), request.params) for request in probe]
+        answers: list[Any] = [await self._finish(request.output.get(), request.params) for request in probe]
+        last, whole = answers
         scored = zip(token_ids[1:-1], whole.prompt_logprobs[1:-1], strict=True)
         return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -32,10 +32,12 @@ _T = TypeVar("_T")
 class InProcessEngine:
     """One vLLM engine, touched by one thread only; all methods are to be called from one event loop."""
 
+    _engine: LLMEngine
+
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outputs: dict[str, Future[RequestOutput]] = {}
-        self._engine: LLMEngine | None = None
+        self._is_built = False
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
@@ -47,6 +49,7 @@ class InProcessEngine:
 
         def build() -> None:
             self._engine = LLMEngine.from_engine_args(engine_args)
+            self._is_built = True
 
         await self._call(build)
         return self
@@ -152,7 +155,7 @@ class InProcessEngine:
             self._refuse_all(EngineDied(f"the vLLM engine stopped working:\n{traceback.format_exc()}"))
 
     def _has_work(self) -> bool:
-        return self._engine is not None and not self._paused and self._engine.has_unfinished_requests()
+        return self._is_built and not self._paused and self._engine.has_unfinished_requests()
 
     def _serve_commands(self) -> bool:
         """Run what is queued; without work, wait for something. False: stop."""
@@ -167,7 +170,7 @@ class InProcessEngine:
             command.run()
             wait = False
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
             finished = self._outputs.pop(output.request_id, None)
             if finished is not None:

@@ -8,21 +8,42 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf_ext import compat
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.errors import EngineStartError
-from openrlhf_ext.rollout.fleet import EngineFleet
 
-_PLACEMENT_TIMEOUT_S = 60.0
 _GPU_BATCH = (1024, 8192)
 """Sequences and tokens of a step that vLLM's server has on an H100 (an engine in an actor would get 128 and 2048)."""
 _CPU_BATCH = (256, 4096)
 """vLLM's 128 sequences leave a tenth of the speed of a tiny model unused."""
 _SHARE = 0.2
 """Part of a shared bundle that an engine's worker takes, as in OpenRLHF."""
+
+
+class EngineFleet(list):
+    """Handles of the engines, in order. A new engine takes the place of an old one in the list itself.
+
+    Whoever keeps the list sees it; a copy that went to another process is an ordinary list.
+    """
+
+    def __init__(self, start: Callable[[int], Any], num_engines: int) -> None:
+        """
+        Args:
+            start: begins to start engine number i, as it was the first time, and returns its handle.
+            num_engines: how many.
+        """
+        super().__init__(start(index) for index in range(num_engines))
+        self._start = start
+
+    def start_anew(self, index: int) -> Any:
+        """Start another engine in the place of one whose actor has been killed; returns its handle."""
+        self[index] = self._start(index)
+        return self[index]
+
+    def __reduce__(self) -> tuple:
+        return list, (list(self),)
 
 
 def create_rollout_engines(
@@ -39,18 +60,13 @@ def create_rollout_engines(
     kv_cache_mib: int | None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
-    logprobs_mode: str = "processed_logprobs",
     executor_factory: Callable[[], Any],
     fast_tokenizer: bool = True,
-    request_timeout_s: float = 600.0,
+    request_timeout_s: float,
     enable_sleep: bool = False,
-    full_determinism: bool = False,
-    trust_remote_code: bool = False,
-    use_gpu: bool | None = None,
+    use_gpu: bool,
     shared_placement_group: PlacementGroup | None = None,
-    shared_bundles: Sequence[int] | None = None,
-    cpus_per_engine: float = 1.0,
-    cpu_threads: int = 1,
+    shared_bundles: Sequence[int] = (),
 ) -> EngineFleet:
     """Start engines and return their handles at once; `wait_until_ready` waits for them.
 
@@ -68,52 +84,45 @@ def create_rollout_engines(
         max_num_seqs: requests that an engine works on at a time; None: 1024 on a GPU, 256 on CPU.
         max_num_batched_tokens: tokens that an engine computes in one step; None: 8192 on a GPU, on CPU 4096 or
             `max_model_len`, whichever is larger.
-        logprobs_mode: "processed_logprobs" returns log-probs of the distribution that was sampled from.
         executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
-        full_determinism: as OpenRLHF's `--train.full_determinism_enable`.
-        trust_remote_code: run Python code found in the checkpoint.
-        use_gpu: None: whether the Ray cluster has any.
-        shared_placement_group: colocated mode: the policy's bundles, of which engines take a fifth of each.
+        use_gpu: whether they run on GPUs.
+        shared_placement_group: bundles of which engines take a fifth of each: the policy's (colocated), or bundles of
+            GPUs of their own; None: engines on CPU that go where Ray puts them.
         shared_bundles: the bundles of `shared_placement_group` in the order in which workers take them, those of an
-            engine next to each other; None: sorted by node.
-        cpus_per_engine: Ray CPUs per engine where there is no GPU.
-        cpu_threads: OpenMP threads per worker where there is no GPU.
+            engine next to each other.
 
     Raises:
         ValueError: an option does not fit the machine.
         EngineStartError: the cluster cannot hold the engines.
     """
-    use_gpu = _cluster_total("GPU") > 0 if use_gpu is None else use_gpu
     engine_args = {
         "model": model_path,
         "dtype": dtype,
         "max_model_len": max_model_len,
         "enable_prefix_caching": enable_prefix_caching,
         "enforce_eager": enforce_eager,
-        "logprobs_mode": logprobs_mode,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "max_logprobs": 1,
         "tensor_parallel_size": tensor_parallel_size,
-        "trust_remote_code": trust_remote_code,
         "disable_log_stats": True,
         "executor_factory": executor_factory,
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
-        "full_determinism": full_determinism,
     }
     engine_args |= batch_limits(use_gpu, max_num_seqs, max_num_batched_tokens, max_model_len)
     if kv_cache_mib is not None:
         engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
     if not use_gpu:
         engine_args |= _cpu_engine_args(tensor_parallel_size, kv_cache_mib, enable_sleep)
-        placements = _cpu_placements(
-            num_engines, tensor_parallel_size, cpus_per_engine, shared_placement_group, shared_bundles
-        )
+        placements = _cpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
+    elif shared_placement_group is None:
+        raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
         engine_args |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
         placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
     actor_class = ray.remote(RolloutEngine)
-    environment = engine_env(use_gpu=use_gpu, model_path=model_path, cpu_threads=cpu_threads)
+    environment = engine_env(use_gpu=use_gpu, model_path=model_path)
 
     def start(index: int) -> Any:
         options, extra = placements[index]
@@ -123,13 +132,12 @@ def create_rollout_engines(
     return EngineFleet(start, num_engines)
 
 
-def engine_env(*, use_gpu: bool, model_path: str, cpu_threads: int = 1) -> dict[str, str]:
+def engine_env(*, use_gpu: bool, model_path: str) -> dict[str, str]:
     """Environment of an engine's process; it has to be there before vLLM is imported.
 
     Args:
         use_gpu: whether the engine runs on GPUs.
         model_path: where the model comes from; a directory needs no hub.
-        cpu_threads: OpenMP threads per worker without a GPU.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -142,7 +150,7 @@ def engine_env(*, use_gpu: bool, model_path: str, cpu_threads: int = 1) -> dict[
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding to cores that others use costs a factor of 5
-            "OMP_NUM_THREADS": str(cpu_threads),
+            "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob compiles C++, which takes longer than most tests
         }
     return environment
@@ -214,45 +222,31 @@ _Placement = tuple[dict[str, Any], dict[str, Any]]
 
 
 def _cpu_placements(
-    num_engines: int,
-    tensor_parallel_size: int,
-    cpus_per_engine: float,
-    shared: PlacementGroup | None,
-    shared_bundles: Sequence[int] | None,
+    num_engines: int, tensor_parallel_size: int, shared: PlacementGroup | None, bundles: Sequence[int]
 ) -> list[_Placement]:
     if shared is not None:
-        first = _shared_order(shared, shared_bundles)[::tensor_parallel_size]
+        first = bundles[::tensor_parallel_size]
         slots = [PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=bundle) for bundle in first]
         return [
             ({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0})
             for slot in slots[:num_engines]
         ]
-    if num_engines * cpus_per_engine > _cluster_total("CPU"):
+    if num_engines > _cluster_total("CPU"):
         raise EngineStartError(
-            f"{num_engines} rollout engines need {num_engines * cpus_per_engine:g} CPUs, the Ray cluster has "
+            f"{num_engines} rollout engines need {num_engines} CPUs, the Ray cluster has "
             f"{_cluster_total('CPU'):g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
         )
-    return [({"num_cpus": cpus_per_engine, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
-
-
-def _shared_order(group: PlacementGroup, bundles: Sequence[int] | None) -> list[int]:
-    return list(bundles) if bundles is not None else compat.get_bundle_indices(group, 0, group.bundle_count)
+    return [({"num_cpus": 1, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
 
 
 def _gpu_placements(
-    num_engines: int,
-    tensor_parallel_size: int,
-    shared: PlacementGroup | None,
-    shared_bundles: Sequence[int] | None,
+    num_engines: int, tensor_parallel_size: int, group: PlacementGroup, order: Sequence[int]
 ) -> list[_Placement]:
     """OpenRLHF's placement: one bundle per worker, an engine's bundles next to each other."""
-    group = shared or _pack_gpu_bundles(num_engines * tensor_parallel_size)
-    order = _shared_order(group, shared_bundles)
-    share = _SHARE if shared else 1
-    actor_gpus = share if tensor_parallel_size == 1 else 0
+    actor_gpus = _SHARE if tensor_parallel_size == 1 else 0
     placements = []
     for index in range(num_engines):
-        mine = order[index * tensor_parallel_size : (index + 1) * tensor_parallel_size]
+        mine = list(order[index * tensor_parallel_size : (index + 1) * tensor_parallel_size])
         bundles = mine if tensor_parallel_size > 1 else None
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=group,
@@ -261,18 +255,6 @@ def _gpu_placements(
         )
         options = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
         backend = "uni" if tensor_parallel_size == 1 else "ray"
-        extra = {"bundle_indices": bundles, "num_gpus": share, "distributed_executor_backend": backend}
+        extra = {"bundle_indices": bundles, "num_gpus": _SHARE, "distributed_executor_backend": backend}
         placements.append((options, extra))
     return placements
-
-
-def _pack_gpu_bundles(num_gpus: int) -> PlacementGroup:
-    group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(num_gpus)], strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=_PLACEMENT_TIMEOUT_S)
-    except ray.exceptions.GetTimeoutError as error:
-        raise EngineStartError(
-            f"the rollout engines need {num_gpus} bundles of 1 GPU and 1 CPU, which Ray could not place within "
-            f"{_PLACEMENT_TIMEOUT_S:g} s; free: {ray.available_resources()}"
-        ) from error
-    return group

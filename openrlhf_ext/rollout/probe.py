@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -17,26 +17,19 @@ class WeightSyncMismatch(RuntimeError):
     """An engine does not sample from the weights the policy has."""
 
 
-def probe_tokens(vocab_size: int, length: int, seed: int, avoid: Collection[int] = ()) -> list[int]:
-    """A fixed prompt of ordinary tokens.
+def probe_tokens(vocab_size: int, length: int, seed: int) -> list[int]:
+    """A fixed prompt of tokens from `range(vocab_size)`; the same seed gives the same one.
 
     Args:
-        vocab_size: ids are drawn from `range(vocab_size)`.
         length: number of tokens; more than the engine's cache block (128 on CPU, 16 on CUDA) to prove its prefix cache
             too, and less than its `max_model_len`.
-        seed: same seed, same prompt.
-        avoid: ids that must not occur, such as special tokens.
 
     Raises:
-        ValueError: `length` is below 2, or no id is left.
+        ValueError: `length` is below 2.
     """
-    ordinary = sorted(set(range(vocab_size)) - set(avoid))
-    if length < 2 or not ordinary:
-        raise ValueError(
-            f"a probe needs at least 2 tokens and one ordinary id: length = {length}, {len(ordinary)} ids left of "
-            f"{vocab_size} without {len(set(avoid))} to avoid"
-        )
-    return random.Random(seed).choices(ordinary, k=length)
+    if length < 2:
+        raise ValueError(f"a probe needs at least 2 tokens, of which all but the first are scored: got {length}")
+    return random.Random(seed).choices(range(vocab_size), k=length)
 
 
 def check_sync(

@@ -1,21 +1,49 @@
-"""A process that starts others: what it can tell about itself, and how they end when it does."""
+"""A process: which one it is, what it can tell, and how those that it starts end when it does."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from openrlhf_ext.rollout.identity import own_identity
-
 _TAIL_LINES = 40
 _TAIL_BYTES = 4000
 _guards: list[subprocess.Popen] = []
 """Kept so that their pipes stay open as long as this process lives."""
+
+
+@cache
+def machine_id() -> str:
+    """Equal in two processes if and only if process ids, and /proc, mean the same in both.
+
+    That is one start of one kernel, and one container. Host names do not tell: cloned machines and containers of
+    different nodes may have the same one.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def own_identity() -> dict[str, Any]:
+    """Of this process: ``pid``; ``host`` name, for people; ``machine`` (:func:`machine_id`).
+
+    Of the Ray actor that it is: ``actor`` and ``node``, ids in hexadecimal; None elsewhere.
+    """
+    import ray  # not at the top: vLLM's workers import this, and have no use for it
+
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "machine": machine_id(),
+        "actor": context.get_actor_id() if context is not None else None,
+        "node": context.get_node_id() if context is not None else None,
+    }
 
 
 def log_files() -> list[Path]:
@@ -37,7 +65,8 @@ def ray_log_tail(pid: int) -> str:
     time.sleep(0.2)  # its last lines
     if not ray.is_initialized():
         return ""
-    folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+    node: Any = ray._private.worker._global_node
+    folder = Path(node.get_logs_dir_path())
     paths = [path for end in ("err", "out") for path in sorted(folder.glob(f"worker-*-{pid}.{end}"))]
     texts = [path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip() for path in paths]
     return "\n".join(text for text in texts if text)

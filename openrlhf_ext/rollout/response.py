@@ -5,14 +5,29 @@ Importable without Ray, vLLM and torch. Shape suffixes: S = tokens of a sequence
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from openrlhf_ext.rollout.seeding import derived_seed
-from openrlhf_ext.rollout.token_versions import SPANS_KEY, Span
+from openrlhf_ext.rollout.token_versions import Span
+
+SPANS_KEY = "weight_versions"
+"""Where a response carries the spans of its whole token sequence; tokens that were not sampled are in none."""
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed below 2**63 that is a function of these numbers, the first of which may be a seed itself.
+
+    A group's is derived from the run's seed and the group's number, a completion's from its group's and its place in
+    the group, a later turn's from its completion's: a group that is asked for again draws the same samples, and two
+    groups of one prompt draw different ones.
+    """
+    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -108,3 +123,55 @@ class Response:
 def _cut(spans: Iterable[tuple[int, int]], length: int) -> Iterable[tuple[int, int]]:
     """The parts of ``spans`` below ``length``."""
     return ((int(start), min(int(stop), length)) for start, stop in spans if start < length)
+
+
+class ResponseRecorder:
+    """Stands in for the engine while one response is made, and afterwards says which weights its tokens came from.
+
+    Everything that executors know of an engine works; only the outputs of ``generate`` are noted in passing.
+    """
+
+    def __init__(self, engine: Any, seed: int | None = None) -> None:
+        """
+        Args:
+            seed: of the response, from which every request without one gets a seed of its own.
+        """
+        self._engine, self._seed, self._turns = engine, seed, 0
+        self._sampled: list[tuple[list[int], list[Span]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        """The engine's ``generate``."""
+        if self._seed is not None and sampling_params.seed is None:
+            sampling_params = sampling_params.clone()
+            sampling_params.seed = derived_seed(self._seed, self._turns)
+        self._turns += 1
+        output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
+        for completion in output.outputs:
+            self._sampled.append((list(completion.token_ids), completion.weight_versions))
+        return output
+
+    def annotate(self, response: Any) -> Any:
+        """Adds ``SPANS_KEY`` to a response in OpenRLHF's form; one of another form is left alone.
+
+        An action whose tokens no request returned counts as sampled with the oldest weights of the whole response.
+        """
+        if isinstance(response, dict) and "action_ranges" in response and self._sampled:
+            oldest = min((version for _, spans in self._sampled for version, _, _ in spans), default=0)
+            tokens = response["observation_tokens"]
+            response[SPANS_KEY] = [
+                (version, start + first, start + end)
+                for start, stop in response["action_ranges"]
+                for version, first, end in self._spans_of(list(tokens[start:stop]), oldest)
+            ]
+        return response
+
+    def _spans_of(self, tokens: list[int], oldest: int) -> list[Span]:
+        """Spans of an action's tokens, which may have been cut short; each request is used once."""
+        for index, (sampled, spans) in enumerate(self._sampled):
+            if sampled[: len(tokens)] == tokens:
+                del self._sampled[index]
+                return [(v, start, min(end, len(tokens))) for v, start, end in spans if start < len(tokens)]
+        return [(oldest, 0, len(tokens))] if tokens else []

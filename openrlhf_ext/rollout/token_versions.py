@@ -10,13 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from openrlhf_ext.rollout.seeding import derived_seed
-
 Span = tuple[int, int, int]
 """(version of the weights, first token, end)"""
-
-SPANS_KEY = "weight_versions"
-"""Where a response carries the spans of its whole token sequence; tokens that were not sampled are in none."""
 
 
 class TokenVersions:
@@ -46,58 +41,6 @@ class TokenVersions:
     def forget_all(self) -> None:
         """No request is in progress: what is left belongs to requests that were given up."""
         self._changes.clear()
-
-
-class ResponseRecorder:
-    """Stands in for the engine while one response is made, and afterwards says which weights its tokens came from.
-
-    Everything that executors know of an engine works; only the outputs of ``generate`` are noted in passing.
-    """
-
-    def __init__(self, engine: Any, seed: int | None = None) -> None:
-        """
-        Args:
-            seed: of the response, from which every request without one gets a seed of its own.
-        """
-        self._engine, self._seed, self._turns = engine, seed, 0
-        self._sampled: list[tuple[list[int], list[Span]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """The engine's ``generate``."""
-        if self._seed is not None and sampling_params.seed is None:
-            sampling_params = sampling_params.clone()
-            sampling_params.seed = derived_seed(self._seed, self._turns)
-        self._turns += 1
-        output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
-        for completion in output.outputs:
-            self._sampled.append((list(completion.token_ids), completion.weight_versions))
-        return output
-
-    def annotate(self, response: Any) -> Any:
-        """Adds ``SPANS_KEY`` to a response in OpenRLHF's form; one of another form is left alone.
-
-        An action whose tokens no request returned counts as sampled with the oldest weights of the whole response.
-        """
-        if isinstance(response, dict) and "action_ranges" in response and self._sampled:
-            oldest = min((version for _, spans in self._sampled for version, _, _ in spans), default=0)
-            tokens = response["observation_tokens"]
-            response[SPANS_KEY] = [
-                (version, start + first, start + end)
-                for start, stop in response["action_ranges"]
-                for version, first, end in self._spans_of(list(tokens[start:stop]), oldest)
-            ]
-        return response
-
-    def _spans_of(self, tokens: list[int], oldest: int) -> list[Span]:
-        """Spans of an action's tokens, which may have been cut short; each request is used once."""
-        for index, (sampled, spans) in enumerate(self._sampled):
-            if sampled[: len(tokens)] == tokens:
-                del self._sampled[index]
-                return [(v, start, min(end, len(tokens))) for v, start, end in spans if start < len(tokens)]
-        return [(oldest, 0, len(tokens))] if tokens else []
 
 
 def count_tokens(output_processor: Any) -> dict[str, int]:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
-from openrlhf_ext.rollout.sync import make_receiver
-from openrlhf_ext.rollout.sync.base import Link, WeightReceiver, WeightStreamAborted, WeightSyncError
+from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 
 class WeightSyncExtension:
-    """Mixed into vLLM's worker, which provides `rank`, `model_runner`, `vllm_config` and `reload_weights`."""
+    """Mixed into vLLM's worker, which provides the first four attributes."""
 
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Callable[..., None]
     _weight_receiver: WeightReceiver | None = None
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
@@ -31,11 +36,11 @@ class WeightSyncExtension:
 
         Args:
             plan: `BucketPlan.to_wire()`.
-            link: `Link.to_wire()`.
+            link: the attributes of a `Link`.
         """
         self.disconnect_weight_receiver()
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
-        self._weight_receiver = make_receiver(BucketPlan.from_wire(plan), Link.from_wire(link), self.rank)
+        self._weight_receiver = WeightReceiver.connect(BucketPlan.from_wire(plan), Link(**link), self.rank)
 
     def disconnect_weight_receiver(self) -> None:
         """Leave the group; a no-op outside of one."""

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, InvalidWeights
-from openrlhf_ext.rollout.identity import own_identity
+from openrlhf_ext.rollout.process import own_identity
 from openrlhf_ext.rollout.response import GroupRequest, Response
 
 

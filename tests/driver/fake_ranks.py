@@ -8,7 +8,7 @@ import time
 
 import ray
 
-from openrlhf_ext.rollout.identity import own_identity
+from openrlhf_ext.rollout.process import own_identity
 
 
 class Rank:

@@ -11,7 +11,7 @@ import ray
 from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.rollouts import Group, GroupRequests, PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor
-from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import SamplingEngine

@@ -28,10 +28,9 @@ from openrlhf_ext.driver.supervision import (
     is_engine_fault,
 )
 from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
-from openrlhf_ext.rollout.fleet import EngineFleet
+from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
-from openrlhf_ext.rollout.sync import EngineFailed, WeightStreamMismatch
-from openrlhf_ext.rollout.sync.base import EnginesAtFault
+from openrlhf_ext.rollout.sync.base import EngineFailed, EnginesAtFault, WeightStreamAborted
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import MisbehavingEngine, NotStarting, SleepyEngine, outcome
 from tests.driver.simulated import run_config
@@ -208,8 +207,8 @@ def test_a_weight_sync_is_repeated_without_the_engines_it_blames() -> None:
     assert recovering.repeat_until_sent(sync) == "sent"
     assert recovering.engines[0] is before[0] and recovering.engines[1] is not before[1]
     assert policy.told == [(2, [])], "the repeated sync brings the weights"
-    with pytest.raises(WeightStreamMismatch):
-        recovering.repeat_until_sent(lambda: ray.get(outcome.remote(WeightStreamMismatch("missing: ['norm']"))))
+    with pytest.raises(WeightStreamAborted):
+        recovering.repeat_until_sent(lambda: ray.get(outcome.remote(WeightStreamAborted("missing: ['norm']"))))
 
 
 def test_a_second_call_that_saw_the_same_fault_replaces_nothing() -> None:

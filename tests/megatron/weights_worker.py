@@ -12,10 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from openrlhf_ext.megatron import weights
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.export import export_hf
-from openrlhf_ext.megatron.model.load import load_hf
+from openrlhf_ext.megatron.model import load
+from openrlhf_ext.megatron.model.export import HFExporter
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from tests.megatron.slow_disk import let_others_wait, monitors, until
 from tests.patience import PATIENCE_S
@@ -40,7 +39,7 @@ def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str)
             folder = Path(target) / f"{Path(model).name}-{json.dumps(layout, sort_keys=True)}"
             policy = policy_of(model, layout, ranks)
             addresses = addresses or monitors()
-            policy.export_rows = partial(export_hf, policy.chunks, policy.shape, bucket_bytes=_SMALL_BUCKET_BYTES)
+            policy.export_rows = partial(HFExporter(policy.chunks, policy.shape).rows, _SMALL_BUCKET_BYTES)
             if dist.get_rank() == 0:
                 policy.export_rows = partial(_slowly, policy.export_rows, addresses)
             policy.save_hf(folder)
@@ -104,13 +103,13 @@ def peak_growth():
 
 def measure(model: str, layouts: list[dict], ranks: int, bucket: int, target: str) -> list[dict[str, int]]:
     """For each layout bytes above the rank's own shard while loading, exporting and saving, and the shard's."""
-    weights.BUCKET_BYTES = bucket
+    load.BUCKET_BYTES = bucket
     return [_measure(model, layout, ranks, bucket, target) for layout in layouts]
 
 
 def _measure(model: str, layout: dict, ranks: int, bucket: int, target: str) -> dict[str, int]:
     policy = policy_of(model, layout, ranks)
-    policy.export_rows = partial(export_hf, policy.chunks, policy.shape, bucket_bytes=bucket)
+    policy.export_rows = partial(HFExporter(policy.chunks, policy.shape).rows, bucket)
 
     def export() -> None:
         for _ in policy.export_rows():
@@ -119,7 +118,7 @@ def _measure(model: str, layout: dict, ranks: int, bucket: int, target: str) -> 
     export()  # warms allocators and connections up
     growth = {}
     for name, work in {
-        "load": partial(load_hf, policy.chunks, policy.shape, model),
+        "load": partial(load.load_hf, policy.chunks, policy.shape, model),
         "export": export,
         "save": partial(policy.save_hf, target),
     }.items():

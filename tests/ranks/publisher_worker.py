@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -12,13 +13,14 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
-from openrlhf_ext.rollout import sync
-from openrlhf_ext.rollout.sync import EngineFailed, SendReport, WeightSyncError
+from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
-from openrlhf_ext.rollout.sync.sender import largest_frame
-from openrlhf_ext.rollout.sync.shared_memory import HostMemory
-from openrlhf_ext.rollout.sync.stream import HEADER_BYTES, send_stream
+from openrlhf_ext.rollout.sync.memory import HostMemory
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan
+from openrlhf_ext.rollout.sync.sender import SendReport
+from openrlhf_ext.rollout.sync.stream import Fill, send_stream
 from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S
 
@@ -31,10 +33,11 @@ class LoopbackSender:
     fail_at: int | None = None
     sends_shared_memory = False
 
-    def __init__(self, plan: Any, engines: list, _tp: int, _timeout_s: float, staging: Any) -> None:
-        self.plan, self.engines = plan, engines
-        self.staging = staging or tuple(torch.empty(largest_frame(plan), dtype=torch.uint8) for _ in range(2))
-        LoopbackSender.sends_shared_memory = staging is not None
+    def __init__(
+        self, transport: str, plan: BucketPlan, staging: Staging, engines: list, _tp: int, _timeout_s: float
+    ) -> None:
+        self.plan, self.staging, self.engines = plan, staging, engines
+        LoopbackSender.sends_shared_memory = staging.shared
         self.connected = False
         self.frames = 0
 
@@ -44,12 +47,13 @@ class LoopbackSender:
     def close(self) -> None:
         self.connected = False
 
-    def send_buckets(self, source: Any, version: int) -> SendReport:
+    def send(self, fill: Fill, version: int) -> SendReport:
         self.frames = 0
-        send_stream(self, self.plan, self.staging, source, version)
+        end = SimpleNamespace(send=self.deliver)
+        send_stream(end, self.plan, self.staging, fill, version)
         return SendReport(0.0, self.plan.payload_bytes, 0.0)
 
-    def start(self, frame: torch.Tensor) -> LoopbackSender:
+    def deliver(self, frame: torch.Tensor) -> Callable[[], None]:
         if self.frames == LoopbackSender.fail_at:
             self.close()
             raise EngineFailed("rollout engine 1 failed: it was killed", [1])
@@ -58,15 +62,12 @@ class LoopbackSender:
         for engine in self.engines:
             engine.update(bucket.unpack(arrived))
         self.frames += 1
-        return self
-
-    def wait(self) -> None:
-        pass
+        return lambda: None
 
 
 def publish(cases: list[dict], ranks: int) -> list[str]:
     """Publishes every case's model twice, with a failure in between; returns what was wrong."""
-    sync.SENDERS["gloo"] = LoopbackSender
+    publishing.WeightSender = LoopbackSender
     problems = []
     for case in cases:
         policy_settings = replace(settings(case, ranks), optimizer=None)
@@ -92,7 +93,7 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     engines: list[dict] = [{}, {}]
     publisher = WeightPublisher(policy, SYNC, engines)
     problems = []
-    if LoopbackSender.sends_shared_memory != (shared and dist.get_rank() == 0):
+    if LoopbackSender.sends_shared_memory != (shared and publisher._exporter.takes_part):
         problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")
     publisher.connect()
     publisher.publish(1)

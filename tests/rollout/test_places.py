@@ -31,6 +31,6 @@ def test_an_engine_with_one_worker_takes_its_own_bundle():
 
 
 def test_without_gpus_a_colocated_engine_sits_in_its_first_bundle():
-    placements = launch._cpu_placements(2, 2, 1.0, GROUP, [3, 1, 0, 2])
+    placements = launch._cpu_placements(2, 2, GROUP, [3, 1, 0, 2])
     assert places(placements) == [(3, None), (0, None)]
     assert all(options["num_cpus"] == 0.2 and options["num_gpus"] == 0 for options, _ in placements)

@@ -1,10 +1,9 @@
-"""The frames of one update, over a channel made of queues: what arrives, and what is refused."""
+"""The frames of one update, over a group made of queues: what arrives, and what is refused."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,208 +11,149 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import (
-    WeightStreamAborted,
-    WeightStreamMismatch,
-    WeightSyncError,
-    WeightTransferFailed,
-)
-from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, TensorSpec
-from openrlhf_ext.rollout.sync.stream import TensorSource, WeightStream, frame_bytes, send_stream
+from openrlhf_ext.rollout.sync.base import Staging, WeightStreamAborted, WeightSyncError, WeightTransferFailed
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, Spec
+from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver, follow_stream, let_others_end, send_stream
 from tests.rollout.test_plan import random_tensor, spec_lists
+from tests.rollout.updates import fill_with, plan_of
 
 
-@dataclass
-class Frame:
-    """A frame that arrives at once."""
-
-    content: Tensor
-
-    def wait(self) -> Tensor:
-        return self.content
-
-
-@dataclass
-class QueueChannel:
+class QueueGroup:
     """Both ends in one process: frames that were sent, and what is received from them."""
 
-    frames: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    watch = None
 
-    def start(self, frame: Tensor | int) -> Frame:
-        if isinstance(frame, Tensor):
-            self.frames.put(frame.clone())
-            return Frame(frame)
+    def __init__(self) -> None:
+        self.frames: queue.SimpleQueue = queue.SimpleQueue()
+
+    def send(self, frame: Tensor) -> Callable[[], None]:
+        self.frames.put(frame.clone())
+        return lambda: None
+
+    def receive(self, nbytes: int) -> Callable[[], Tensor]:
         arrived = self.frames.get_nowait()
-        assert len(arrived) == frame
-        return Frame(arrived)
+        assert len(arrived) == nbytes
+        return lambda: arrived
+
+    def close(self) -> None:
+        pass
 
 
-def send(channel: QueueChannel, plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-    largest = max(frame_bytes(bucket) for bucket in plan.buckets)
-    staging = (torch.empty(largest, dtype=torch.uint8), torch.empty(largest, dtype=torch.uint8))
-    send_stream(channel, plan, staging, TensorSource(plan, tensors), version)
+def staging_of(plan: BucketPlan) -> Staging:
+    return Staging(tuple(torch.empty(plan.largest_frame, dtype=torch.uint8) for _ in range(2)))
 
 
-def transfer(plan: BucketPlan, tensors: Iterator[tuple[str, Tensor]], version: int = 1) -> QueueChannel:
-    channel = QueueChannel()
-    send(channel, plan, tensors, version)
-    return channel
+def transfer(plan: BucketPlan, fill: Fill, version: int = 1, group: QueueGroup | None = None) -> QueueGroup:
+    group = group or QueueGroup()
+    send_stream(group, plan, staging_of(plan), fill, version)
+    return group
 
 
-def receive(channel: QueueChannel, plan: BucketPlan, version: int) -> list[tuple[str, Tensor]]:
-    return list(WeightStream(channel, plan).receive(version))
+def receive(group: QueueGroup, plan: BucketPlan, version: int) -> list[tuple[str, Tensor]]:
+    return list(WeightReceiver(group, plan).receive(version))
 
 
-def model(*names: str, shape: tuple[int, ...] = (8,)) -> dict[str, Tensor]:
-    return {name: torch.randn(shape) for name in names}
-
-
-def plan_of(tensors: dict[str, Tensor], bucket_bytes: int = 64) -> BucketPlan:
-    return BucketPlan.build([TensorSpec(n, tuple(t.shape), t.dtype) for n, t in tensors.items()], bucket_bytes)
+def model(*names: str) -> dict[str, Tensor]:
+    return {name: torch.randn(8) for name in names}
 
 
 @settings(deadline=None, max_examples=40)
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 1000))
-def test_all_tensors_arrive_and_stay_intact(specs: list[TensorSpec], bucket_bytes: int) -> None:
+def test_all_tensors_arrive_and_stay_intact(specs: list[Spec], bucket_bytes: int) -> None:
     """Also those received first, while later frames arrive: vLLM keeps them until a layer is complete."""
     plan = BucketPlan.build(specs, bucket_bytes)
-    sent = {spec.name: random_tensor(spec) for spec in specs}
-    received = receive(transfer(plan, iter(sent.items())), plan, version=1)
-    assert [name for name, _ in received] == [spec.name for spec in specs]
+    sent = {slot.name: random_tensor(slot) for slot in plan.slots}
+    received = receive(transfer(plan, fill_with(sent)), plan, version=1)
+    assert [name for name, _ in received] == [name for name, _, _ in specs]
     assert all(torch.equal(tensor, sent[name]) for name, tensor in received)
 
 
-def test_non_contiguous_tensors_that_require_gradients_can_be_sent() -> None:
-    weight = torch.nn.Parameter(torch.randn(6, 4)).t()
-    received = dict(receive(transfer(plan_of({"w": weight}), iter([("w", weight)])), plan_of({"w": weight}), 1))
-    assert torch.equal(received["w"], weight)
+def test_an_error_while_filling_reaches_the_caller_and_the_receiver_refuses() -> None:
+    plan, group = plan_of(model("a", "b", "c"), 64), QueueGroup()
 
-
-@pytest.mark.parametrize(
-    ("names", "finding"),
-    [
-        (["a", "b", "d"], "missing: ['c']"),
-        (["a", "b", "c"], "missing: ['d']"),
-        (["a", "b", "c", "d", "e"], "not in the plan: ['e']"),
-        (["a", "b", "c", "d", "b"], "more than once: ['b']"),
-        (["a", "c", "b", "d"], "order: number 1 is c, the plan has b"),
-    ],
-)
-def test_wrong_names_are_listed_and_the_receiver_refuses(names: list[str], finding: str) -> None:
-    tensors = model("a", "b", "c", "d", "e")
-    plan = plan_of({name: tensors[name] for name in "abcd"})
-    channel = QueueChannel()
-    with pytest.raises(WeightStreamMismatch) as error:
-        send(channel, plan, ((name, tensors[name]) for name in names), 7)
-    assert finding in str(error.value)
-    with pytest.raises(WeightStreamAborted, match="gave up update 7"):
-        receive(channel, plan, 7)
-    assert channel.frames.empty()
-
-
-@pytest.mark.parametrize("wrong", [torch.randn(9), torch.randn(8).double()])
-def test_wrong_shape_or_dtype_is_named_with_both_values(wrong: Tensor) -> None:
-    tensors = model("a", "b")
-    with pytest.raises(WeightStreamMismatch, match=r"b: is \(\d,\) torch.float\d\d, the plan has \(8,\) torch.float32"):
-        transfer(plan_of(tensors), iter([("a", tensors["a"]), ("b", wrong)]))
-
-
-def test_the_rest_of_the_tensors_is_read_after_a_mismatch() -> None:
-    """Other ranks take part in producing them, and would wait for ever."""
-    tensors = model("a", "b", "c")
-    produced = []
-
-    def produce() -> Iterator[tuple[str, Tensor]]:
-        for name in ("b", "c", "a"):
-            produced.append(name)
-            yield name, tensors[name]
-
-    with pytest.raises(WeightStreamMismatch):
-        transfer(plan_of(tensors), produce())
-    assert produced == ["b", "c", "a"]
-
-
-def test_an_error_while_producing_tensors_reaches_the_caller_and_aborts_the_stream() -> None:
-    tensors = model("a", "b")
-    channel = QueueChannel()
-
-    def produce() -> Iterator[tuple[str, Tensor]]:
-        yield "a", tensors["a"]
-        raise ZeroDivisionError("export failed")
+    def fill(bucket: Bucket, content: Tensor | None) -> None:
+        if bucket.index == 1:
+            raise ZeroDivisionError("export failed")
 
     with pytest.raises(ZeroDivisionError, match="export failed"):
-        send(channel, plan_of(tensors), produce(), 1)
-    with pytest.raises(WeightStreamAborted):
-        receive(channel, plan_of(tensors), 1)
+        transfer(plan, fill, 7, group)
+    with pytest.raises(WeightStreamAborted, match="gave up update 7 at bucket 1 of 3"):
+        receive(group, plan, 7)
+    assert group.frames.empty()
 
 
 def test_another_version_or_plan_is_refused() -> None:
     tensors = model("a", "b")
+    plan = plan_of(tensors, 64)
     with pytest.raises(WeightSyncError, match="run different updates"):
-        receive(transfer(plan_of(tensors), iter(tensors.items()), version=3), plan_of(tensors), version=4)
-    renamed = plan_of(dict(zip("xy", tensors.values(), strict=True)))
+        receive(transfer(plan, fill_with(tensors), version=3), plan, version=4)
+    renamed = plan_of(dict(zip("xy", tensors.values(), strict=True)), 64)
     with pytest.raises(WeightSyncError, match="run different updates"):
-        receive(transfer(plan_of(tensors), iter(tensors.items())), renamed, version=1)
+        receive(transfer(plan, fill_with(tensors)), renamed, version=1)
 
 
-class JointSource:
-    """A source that notes in which order its parts are called, and fails when told to."""
+class Noted(Staging):
+    """Staging, filling and sending that note in which order they are called, and fail when told to."""
 
-    def __init__(self, fail_at: int | None = None) -> None:
+    watch = None
+
+    def __init__(self, fail_at: str = "", shared: bool = False) -> None:
+        self.plan = plan_of(model("a", "b", "c"), 64)
+        super().__init__(staging_of(self.plan).buffers)
         self.calls: list[str] = []
-        self.fail_at = fail_at
+        self.fail_at, self.sent, self.shared = fail_at, 0, shared
 
-    def fill(self, bucket: Bucket, content: Tensor) -> None:
-        self.calls.append(f"fill {bucket.index}")
-        if bucket.index == self.fail_at:
-            raise ZeroDivisionError("cannot fill")
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.fail_at:
+            raise WeightTransferFailed("gone") if call.startswith("sent") else ZeroDivisionError("cannot fill")
+
+    def fill(self, bucket: Bucket, content: Tensor | None) -> None:
+        self.note(f"fill {bucket.index}" if content is not None else f"skip {bucket.index}")
 
     def complete(self, bucket: Bucket) -> None:
-        self.calls.append(f"complete {bucket.index}")
+        self.note(f"complete {bucket.index}")
 
-    def drain(self) -> None:
-        self.calls.append("drain")
+    def send(self, frame: Tensor) -> Callable[[], None]:
+        number, self.sent = self.sent, self.sent + 1
+        self.note(f"send {number}")
+        return lambda: self.note(f"sent {number}")
 
+    def close(self) -> None:
+        pass
 
-class NotedChannel:
-    """Notes when frames are sent and waited for, in the source's list."""
-
-    def __init__(self, source: JointSource, fail_at: int | None = None) -> None:
-        self.source, self.fail_at, self.sent = source, fail_at, 0
-
-    def start(self, frame: Tensor) -> NotedChannel:
-        self.source.calls.append(f"send {self.sent}")
-        self.sent += 1
-        return self
-
-    def wait(self) -> None:
-        self.source.calls.append(f"sent {self.sent - 1}")
-        if self.sent - 1 == self.fail_at:
-            raise WeightTransferFailed("gone")
-
-
-def joint(source: JointSource, channel: NotedChannel) -> list[str]:
-    plan = plan_of(model("a", "b", "c"))
-    staging = (torch.empty(128, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8))
-    send_stream(channel, plan, staging, source, 1)
-    return source.calls
+    def lead(self) -> list[str]:
+        send_stream(self, self.plan, self, self.fill, 1)
+        return self.calls
 
 
 def test_a_bucket_is_filled_while_the_one_before_is_under_way_and_completed_when_its_buffer_is_free() -> None:
-    source = JointSource()
-    assert joint(source, NotedChannel(source)) == [
+    assert Noted().lead() == [
         "fill 0", "complete 0", "send 0",
         "fill 1", "sent 0", "complete 1", "send 1",
-        "fill 2", "sent 1", "complete 2", "send 2", "sent 2", "drain",
+        "fill 2", "sent 1", "complete 2", "send 2", "sent 2",
     ]  # fmt: skip
 
 
 def test_after_a_failure_the_other_ranks_are_let_go() -> None:
-    source = JointSource(fail_at=1)
+    noted = Noted(fail_at="fill 1")
     with pytest.raises(ZeroDivisionError):
-        joint(source, NotedChannel(source))
-    assert source.calls[-4:] == ["sent 0", "complete 1", "send 1", "drain"]
-    source = JointSource()
+        noted.lead()
+    assert noted.calls[3:] == ["fill 1", "sent 0", "complete 1", "send 1", "skip 2", "complete 2"]
+    noted = Noted(fail_at="sent 0")
     with pytest.raises(WeightTransferFailed):
-        joint(source, NotedChannel(source, fail_at=0))
-    assert source.calls[-2:] == ["sent 0", "drain"]
+        noted.lead()
+    assert noted.calls[3:] == ["fill 1", "sent 0", "complete 1", "skip 2", "complete 2"]
+    noted = Noted()
+    let_others_end(noted.plan, noted, noted.fill)
+    assert noted.calls == ["skip 0", "complete 0", "skip 1", "complete 1", "skip 2", "complete 2"]
+
+
+def test_ranks_that_do_not_send_go_on_to_the_end() -> None:
+    noted = Noted()
+    follow_stream(noted.plan, noted, noted.fill)
+    assert noted.calls == ["skip 0", "complete 0", "skip 1", "complete 1", "skip 2", "complete 2"]
+    noted = Noted(fail_at="fill 1", shared=True)
+    with pytest.raises(ZeroDivisionError):
+        follow_stream(noted.plan, noted, noted.fill)
+    assert noted.calls == ["fill 0", "complete 0", "fill 1", "complete 1", "complete 2"]

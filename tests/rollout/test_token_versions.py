@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.token_versions import SPANS_KEY, ResponseRecorder, TokenVersions, count_tokens
+from openrlhf_ext.rollout.response import SPANS_KEY, ResponseRecorder
+from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
 
 
 @given(

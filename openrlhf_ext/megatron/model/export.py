@@ -1,204 +1,279 @@
-"""The parameters of all ranks as Hugging Face tensors on rank 0, some rows at a time.
+"""The parameters of all ranks as Hugging Face tensors: for the rollout engines, for files, for checks.
 
-Exporting streams along the declarative map (``weight_map``), one tensor after the other and large tensors in pieces of
-consecutive rows, so that no rank holds more than one bucket above its own shard, however large an embedding is.
+The unit is a ``Part``, consecutive rows of a tensor. Every rank knows from the declarative map alone (``weight_map``)
+which entries of which part it holds, so that many parts travel together and no rank holds more above its own shard than
+what travels, however large an embedding is:
+
+- where all ranks of the replica see the memory that the parts go to (one host), each copies its own entries to their
+  place (``HFExporter.write``): nothing is sent;
+- elsewhere each rank sends what it holds of the parts to rank 0 as one message (``HFExporter.gather``).
+
+The weight sync asks for the tensors of a bucket at a time (``openrlhf_ext.ranks.publishing``), files and checks for all
+rows one after the other (``HFExporter.rows``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_files import HFRows
-from openrlhf_ext.megatron.model.load import BUCKET_BYTES, Chunks, chunk_list, model_rules
+from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import Piece, Rule, hf_shapes, hf_tensors, owned_rules, placement
 from openrlhf_ext.megatron.phases import phase
 from openrlhf_ext.megatron.turns import Turns
 
 
-def export_hf(
-    model: Chunks,
-    shape: ModelShape,
-    value: Callable[[torch.nn.Parameter], Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[HFRows]:
-    """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
+class Part(NamedTuple):
+    """Rows [start, stop) of the Hugging Face tensor ``name``; entries of a vector count as rows."""
 
-    All ranks have to exhaust the iterator. Only global rank 0 receives rows, from the ranks of the first data-parallel
-    replica (and there of the first context-parallel rank); these wait for rank 0 to ask for the next ones in no
-    collective (``turns``), so rank 0 may do with them what it likes, for as long as it likes.
+    name: str
+    start: int
+    stop: int
 
-    Args:
-        model: the model, or this rank's chunks of it.
-        value: what to export of a parameter (default: its data; tests export gradients).
-        dtype: dtype of what ``value`` returns (default: that of the parameters).
-        bucket_bytes: what a rank may hold above its shard: some rows, and what another rank sends of them.
+
+class _Tensor(NamedTuple):
+    """Where a Hugging Face tensor comes from: ``number`` of the ``rule``'s, given by the pipeline ``stage``."""
+
+    stage: int
+    rule: Rule
+    number: int
+    shape: tuple[int, ...]
+
+
+class HFExporter:
+    """One rank's part in exporting a model. Nothing here is a collective but ``gather`` and ``rows``.
+
+    The exporting ranks are those of the first replica (data- and context-parallel rank 0): ``takes_part`` says whether
+    this rank is one. Global rank 0 always is, and what is gathered comes together there.
     """
-    turns = Turns()
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return
-    chunks = chunk_list(model)
-    value = value or (lambda p: p.detach())
-    own = _own_parameters(chunks, shape)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    gatherer = _Gatherer(dtype or chunks[0].config.params_dtype)
-    for owner, rule in owned_rules(shape, stages, chunks[0].config.virtual_pipeline_model_parallel_size or 1):
-        shard = value(own[rule.hf_names]) if stage == owner else None
-        for part in _parts(rule, shape, bucket_bytes // 2 // gatherer.dtype.itemsize):
+
+    def __init__(
+        self,
+        chunks: Sequence[HiddenStateGPTModel],
+        shape: ModelShape,
+        value: Callable[[torch.nn.Parameter], Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            chunks: this rank's of the model; their parameters are read at every export.
+            value: what to export of a parameter, of the parameter's shape: its gradient; None: its data.
+        """
+        self._shape, self._value = shape, value or torch.Tensor.detach
+        self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.takes_part = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        self._group = parallel_state.get_model_parallel_group()
+        self._places = _places(self._group, self._tp_size)
+        self._is_connected = len(self._places) == 1
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        chunks_per_stage = chunks[0].config.virtual_pipeline_model_parallel_size or 1
+        self._tensors = {
+            name: _Tensor(stage, rule, index, hf_shapes(rule, shape)[index])
+            for stage, rule in owned_rules(shape, stages, chunks_per_stage)
+            for index, name in enumerate(rule.hf_names)
+        }
+        self._own: dict[str, torch.nn.Parameter] = {}
+        for chunk in chunks:
+            parameters = dict(chunk.named_parameters())
+            for rule in model_rules(chunk, shape):  # tied embeddings exist on two stages, of which one gives them
+                names = [name for name in rule.hf_names if self._tensors[name].stage == self._stage]
+                self._own |= {name: parameters[rule.parameter] for name in names}
+
+    def whole(self, name: str) -> Part:
+        """All rows of a tensor."""
+        return Part(name, 0, self._tensors[name].shape[0])
+
+    # ---- everybody writes -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write(self, parts: Sequence[Part], targets: Sequence[Tensor]) -> None:
+        """Copy what this rank holds of each part to its place.
+
+        Args:
+            targets: where the parts go, of their shapes: memory that all exporting ranks see.
+        """
+        if self.takes_part:
+            for part, target in zip(parts, targets, strict=True):
+                for piece, values in self._held(part):
+                    piece.of_tensor(target).copy_(values)
+
+    def _held(self, part: Part) -> Iterator[tuple[Piece, Tensor]]:
+        """What this rank gives of the rows: its place in them, and the values."""
+        if part.name in self._own:
+            shard = self._value(self._own[part.name])
+            if self._tensors[part.name].rule.axis == 1:
+                shard = shard[part.start : part.stop]
+            for piece in self._pieces(part, self._tp_rank):
+                yield piece, piece.of_shard(shard)
+
+    def _pieces(self, part: Part, tp_rank: int) -> list[Piece]:
+        """What a tensor-parallel rank of the stage gives of the rows."""
+        _, rule, number, _ = self._tensors[part.name]
+        pieces = [piece for piece in placement(rule, self._shape, tp_rank, self._tp_size) if piece.tensor == number]
+        if rule.axis == 1 or part == self.whole(part.name):
+            return pieces
+        return [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]
+
+    # ---- one message per rank ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, parts: Sequence[Part], targets: Sequence[Tensor] | None) -> None:
+        """Bring the parts together on global rank 0; a collective of the exporting ranks.
+
+        Args:
+            parts: the same on every rank.
+            targets: rank 0: where they go, on any device; None to drop them. Other ranks: ignored.
+        """
+        if not self.takes_part:
+            return
+        self._connect()
+        if dist.get_rank() != 0:
+            self._send(parts)
+            return
+        messages = self._receive(parts)
+        if targets is not None:
+            self.write(parts, targets)
+            for tp_rank, stage, message in messages:
+                self._unpack(parts, tp_rank, stage, message, targets)
+
+    def _connect(self) -> None:
+        """All ranks of a group have to take part in its first call, and of some parts one may have nothing to send
+        (NCCL; torch/distributed/distributed_c10d.py, ``batch_isend_irecv``)."""
+        if not self._is_connected:
+            like = next(iter(self._own.values()))
+            dist.all_reduce(torch.zeros(1, device=like.device), group=self._group)
+            self._is_connected = True
+
+    def _send(self, parts: Sequence[Part]) -> None:
+        pieces = [values.flatten() for part in parts for _, values in self._held(part)]
+        if pieces:
+            _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), 0, self._group)])
+
+    def _receive(self, parts: Sequence[Part]) -> list[tuple[int, int, Tensor]]:
+        """(tensor-parallel rank, stage, message) of every other rank that gives something."""
+        like = self._value(next(iter(self._own.values())))
+        messages, operations = [], []
+        for rank, (tp_rank, stage) in self._places.items():
+            size = sum(math.prod(shape) for _, _, shape in self._contents(parts, tp_rank, stage))
+            if rank != 0 and size:
+                message = torch.empty(size, dtype=like.dtype, device=like.device)
+                messages.append((tp_rank, stage, message))
+                operations.append(dist.P2POp(dist.irecv, message, rank, self._group))
+        _wait_all(operations)
+        return messages
+
+    def _contents(self, parts: Sequence[Part], tp_rank: int, stage: int) -> Iterator[tuple[int, Piece, list[int]]]:
+        """What the message of a rank consists of: number of the part, piece, and the piece's shape."""
+        for number, part in enumerate(parts):
+            tensor = self._tensors[part.name]
+            if tensor.stage == stage:
+                for piece in self._pieces(part, tp_rank):
+                    shape = [part.stop - part.start, *tensor.shape[1:]]
+                    shape[piece.dim] = piece.length
+                    yield number, piece, shape
+
+    def _unpack(
+        self, parts: Sequence[Part], tp_rank: int, stage: int, message: Tensor, targets: Sequence[Tensor]
+    ) -> None:
+        start = 0
+        for number, piece, shape in self._contents(parts, tp_rank, stage):
+            end = start + math.prod(shape)
+            piece.of_tensor(targets[number]).copy_(message[start:end].view(shape))
+            start = end
+
+    # ---- all rows, one after the other ------------------------------------------------------------------------------
+
+    def rows(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[HFRows]:
+        """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
+
+        All ranks have to exhaust the iterator. The exporting ranks wait for rank 0 to ask for the next rows in no
+        collective (``turns``), so rank 0 may do with them what it likes, for as long as it likes.
+
+        Args:
+            bucket_bytes: what a rank may hold above its shard: some rows, and what other ranks send of them.
+        """
+        turns = Turns()
+        if not self.takes_part:
+            return
+        like = self._value(next(iter(self._own.values())))
+        memory = like.new_empty(0)
+        for parts in self._batches(bucket_bytes // 2 // like.itemsize):
             with phase("exporting the weights"):
                 turns.next()
-                values = gatherer.to_rank_0(part, shard, owner)
-            if values is not None:
-                yield HFRows(part.name, part.start, values)
+                targets = None
+                if dist.get_rank() == 0:
+                    sizes = [math.prod(self._shape_of(part)) for part in parts]
+                    if memory.numel() < sum(sizes):
+                        del memory  # gives the smaller one back first
+                        memory = like.new_empty(sum(sizes))
+                    places = memory[: sum(sizes)].split(sizes)
+                    targets = [place.view(self._shape_of(part)) for place, part in zip(places, parts, strict=True)]
+                self.gather(parts, targets)
+                if like.is_cuda:
+                    torch.cuda.current_stream().synchronize()  # NCCL's calls return before the peer has arrived
+            for part, target in zip(parts, targets or (), strict=False):
+                yield HFRows(part.name, part.start, target)
+
+    def _shape_of(self, part: Part) -> tuple[int, ...]:
+        return (part.stop - part.start, *self._tensors[part.name].shape[1:])
+
+    def _batches(self, most_entries: int) -> Iterator[list[Part]]:
+        """All parts of all tensors in order, as many at a time as have ``most_entries`` together, at least one row."""
+        batch: list[Part] = []
+        room = most_entries
+        for part in self._parts(most_entries):
+            entries = math.prod(self._shape_of(part))
+            if batch and entries > room:
+                yield batch
+                batch, room = [], most_entries
+            batch.append(part)
+            room -= entries
+        yield batch
+
+    def _parts(self, most_entries: int) -> Iterator[Part]:
+        for name, tensor in self._tensors.items():
+            step = max(1, most_entries // math.prod(tensor.shape[1:]))
+            for start in range(0, tensor.shape[0], step):
+                yield Part(name, start, min(start + step, tensor.shape[0]))
 
 
 def whole_tensors(rows: Iterable[HFRows], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the tensors that ``export_hf`` yields in rows, of which a caller can hold the largest.
+    """(name, tensor) of the tensors that ``HFExporter.rows`` yields in rows, of which a caller can hold the largest.
 
     A tensor may be memory that is used again for the next: copy what has to last.
     """
     shapes = {tensor.name: tensor.shape for tensor in hf_tensors(shape)}
     whole: Tensor | None = None
     for part in rows:
-        end = part.start + len(part.values)
         wanted = shapes[part.name]
         if len(part.values) == wanted[0]:
             yield part.name, part.values
             continue
-        if part.start == 0:
+        if whole is None or part.start == 0:
             whole = part.values.new_empty(wanted)
+        end = part.start + len(part.values)
         whole[part.start : end] = part.values
         if end == wanted[0]:
             yield part.name, whole
 
 
-def _own_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[tuple[str, ...], torch.nn.Parameter]:
-    """This rank's parameters by the HF tensors they are made of."""
-    own: dict[tuple[str, ...], torch.nn.Parameter] = {}
-    for chunk in chunks:
-        parameters = dict(chunk.named_parameters())
-        own |= {rule.hf_names: parameters[rule.parameter] for rule in model_rules(chunk, shape)}
-    return own
+def _places(group: dist.ProcessGroup, tp_size: int) -> dict[int, tuple[int, int]]:
+    """(tensor-parallel rank, stage) of every rank of a model-parallel group, by global rank."""
+    # the group is made by 'tp-pp' (parallel_state.py:999): tensor-parallel neighbors stand together
+    return {rank: (i % tp_size, i // tp_size) for i, rank in enumerate(dist.get_process_group_ranks(group))}
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Rows [start, stop) of HF tensor number ``tensor`` of a rule."""
-
-    rule: Rule
-    model: ModelShape
-    tensor: int
-    start: int
-    stop: int
-
-    @property
-    def name(self) -> str:
-        return self.rule.hf_names[self.tensor]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.stop - self.start, *hf_shapes(self.rule, self.model)[self.tensor][1:])
-
-    def pieces(self, rank: int, size: int) -> list[Piece]:
-        """What tensor-parallel rank ``rank`` gives of the rows, to be cut out of ``rows_of`` its shard."""
-        found = [p for p in placement(self.rule, self.model, rank, size) if p.tensor == self.tensor]
-        if self.rule.axis == 0:
-            found = [p.between(self.start, self.stop) for p in found]
-        return [p for p in found if p.length]
-
-    def rows_of(self, shard: Tensor) -> Tensor:
-        """The shard, of one that is cut by columns only the part's rows."""
-        return shard if self.rule.axis == 0 else shard[self.start : self.stop]
-
-    def piece_shape(self, piece: Piece) -> list[int]:
-        shape = list(self.shape)
-        shape[piece.dim] = piece.length
-        return shape
-
-
-def _parts(rule: Rule, model: ModelShape, most_entries: int) -> Iterator[_Part]:
-    for tensor, whole in enumerate(hf_shapes(rule, model)):
-        rows = max(1, most_entries // math.prod(whole[1:]))
-        for start in range(0, whole[0], rows):
-            yield _Part(rule, model, tensor, start, min(start + rows, whole[0]))
-
-
-class _Gatherer:
-    """This rank's share in bringing rows to rank 0, in two pieces of memory that are used again and again."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._rank = parallel_state.get_tensor_model_parallel_rank()
-        self._size = parallel_state.get_tensor_model_parallel_world_size()
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        self._memory: dict[str, Tensor] = {}
-
-    def to_rank_0(self, part: _Part, shard: Tensor | None, owner: int) -> Tensor | None:
-        """The rows on global rank 0, None elsewhere.
-
-        Args:
-            shard: this rank's shard of the rule's parameter, on the ranks of the pipeline stage ``owner``.
-        """
-        values = self._gather(part, shard) if self._stage == owner else None
-        if owner != 0 and self._rank == 0:
-            values = self._to_first_stage(part, values, owner)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # NCCL's calls return before the peer has arrived
-        return values
-
-    def _gather(self, part: _Part, shard: Tensor) -> Tensor | None:
-        """The rows on tensor-parallel rank 0 of the stage, None on its others."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        rows, own = part.rows_of(shard), part.pieces(self._rank, self._size)
-        if self._rank != 0:
-            if own:
-                message = torch.cat([piece.of_shard(rows).flatten() for piece in own])
-                dist.send(message, dst=dist.get_global_rank(group, 0), group=group)
-            return None
-        if len(own) == 1 and own[0].length == part.shape[own[0].dim]:
-            return own[0].of_shard(rows)  # all of it is here
-        values = self._take("rows", math.prod(part.shape)).view(part.shape)
-        for piece in own:
-            piece.of_tensor(values).copy_(piece.of_shard(rows))
-        for rank in range(1, self._size):
-            self._receive(part, rank, values, group)
-        return values
-
-    def _receive(self, part: _Part, rank: int, values: Tensor, group: dist.ProcessGroup) -> None:
-        """Puts into ``values`` what another tensor-parallel rank gives of the rows."""
-        pieces = part.pieces(rank, self._size)
-        if not pieces:
-            return
-        lengths = [math.prod(part.piece_shape(piece)) for piece in pieces]
-        message = self._take("message", sum(lengths))
-        dist.recv(message, src=dist.get_global_rank(group, rank), group=group)
-        for piece, received in zip(pieces, message.split(lengths), strict=True):
-            piece.of_tensor(values).copy_(received.view(part.piece_shape(piece)))
-
-    def _to_first_stage(self, part: _Part, values: Tensor | None, owner: int) -> Tensor | None:
-        """From the first rank of the stage ``owner`` to global rank 0."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if self._stage == owner:
-            dist.send(values.contiguous(), dst=dist.get_global_rank(group, 0), group=group)
-        if self._stage != 0:
-            return None
-        received = self._take("rows", math.prod(part.shape)).view(part.shape)
-        dist.recv(received, src=dist.get_global_rank(group, owner), group=group)
-        return received
-
-    def _take(self, what: str, entries: int) -> Tensor:
-        """(entries,) memory; what was taken before under this name is lost."""
-        if what not in self._memory or self._memory[what].numel() < entries:
-            self._memory[what] = torch.empty(0)  # gives the smaller one back first
-            self._memory[what] = torch.empty(entries, dtype=self.dtype, device=self._device)
-        return self._memory[what][:entries]
+def _wait_all(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()

@@ -240,7 +240,7 @@ def _write_shards(
 ) -> None:
     remaining = iter(rows)
     files = list(_split(tensors, dtype, limit))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, held in enumerate(files, start=1):
         name = _SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weight_map |= {tensor.name: name for tensor in held}

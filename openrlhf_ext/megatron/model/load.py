@@ -27,8 +27,6 @@ from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import Rule, Run, fill_shard, shard_runs, stage_rules
 
-Chunks = HiddenStateGPTModel | Sequence[HiddenStateGPTModel]
-
 BUCKET_BYTES = 256 << 20
 """What a rank may hold above its shard while weights are loaded or exported."""
 
@@ -40,14 +38,10 @@ def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
     return stage_rules(shape, layers, model.pre_process, model.post_process)
 
 
-def chunk_list(model: Chunks) -> list[HiddenStateGPTModel]:
-    return list(model) if isinstance(model, Sequence) else [model]
-
-
-def load_hf(model: Chunks, shape: ModelShape, path: str | Path) -> None:
+def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
     """Fills this rank's parameters from an HF checkpoint, reading only the rank's own part of every tensor.
 
-    Not a collective. ``model`` is the model or this rank's chunks of it. The checkpoint may be fp32, bf16 or fp16
+    Not a collective. ``chunks`` are this rank's of the model. The checkpoint may be fp32, bf16 or fp16
     whatever the parameters are: values are then rounded. The value head of a critic stays as it is if the checkpoint
     has none (that of a language model).
 
@@ -61,7 +55,7 @@ def load_hf(model: Chunks, shape: ModelShape, path: str | Path) -> None:
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     problems = unaccounted_tensors(checkpoint, shape)
     targets: list[tuple[Rule, torch.nn.Parameter]] = []
-    for chunk in chunk_list(model):
+    for chunk in chunks:
         rules, parameters = model_rules(chunk, shape), dict(chunk.named_parameters())
         for what, names in unaccounted_parameters(rules, shape, parameters, size).items():
             problems.setdefault(what, []).extend(names)

@@ -147,7 +147,7 @@ class HFTensor:
 
 
 def hf_tensors(shape: ModelShape) -> list[HFTensor]:
-    """Every tensor of the HF checkpoint, in the order in which ``export_hf`` yields them."""
+    """Every tensor of the HF checkpoint, in the order in which ``HFExporter.rows`` yields them."""
     rules = stage_rules(shape, range(shape.num_layers), first=True, last=True)
     return [HFTensor(n, s) for rule in rules for n, s in zip(rule.hf_names, hf_shapes(rule, shape), strict=True)]
 

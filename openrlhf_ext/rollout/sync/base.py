@@ -1,14 +1,25 @@
-"""What every weight-sync transport offers, and how it fails."""
+"""What a weight-sync transport is, and how a sync fails. docs/weight_sync.md shows how to add a transport.
+
+A transport moves frames (byte vectors) in order from policy rank 0 to every worker of every engine. What the frames
+hold, who fills them and who loads them is the same for all of them: ``plan``, ``stream``, ``sender``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.plan import Bucket
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
+
+# ---- failures -------------------------------------------------------------------------------------------------------
 
 
 class WeightSyncError(RuntimeError):
@@ -51,14 +62,77 @@ class EngineFailed(EnginesAtFault):
     """An engine failed to do its part; the message holds its own error."""
 
 
-class WeightStreamMismatch(WeightSyncError):
-    """The tensors handed to the sender are not those of the plan; the message lists the names."""
-
-
 class WeightStreamAborted(WeightSyncError):
     """The sender gave up in the middle of a stream; the reason is in the sender's own error."""
 
     MARK = "the sender gave up"
+
+
+# ---- what a transport is made of ------------------------------------------------------------------------------------
+
+
+class SendingEnd(Protocol):
+    """Policy rank 0's end of a group."""
+
+    watch: Callable[[], None] | None
+    """Set for every update, for `wait_until`."""
+
+    def send(self, frame: Tensor) -> Callable[[], object]:
+        """Begin to send a uint8 vector to every receiver.
+
+        Returns:
+            What waits, at most as long as the transport's timeout, until the frame's memory may be used again; raises
+            WeightTransferFailed.
+        """
+
+    def close(self) -> None:
+        """Leave the group; transfers of the other ranks fail."""
+
+
+class ReceivingEnd(Protocol):
+    """An engine worker's end of a group."""
+
+    def receive(self, nbytes: int) -> Callable[[], Tensor]:
+        """Begin to receive the next frame.
+
+        Returns:
+            What waits, at most as long as the transport's timeout, for the frame: a uint8 vector that nothing else
+            will write to as long as a tensor on it is left; raises WeightTransferFailed.
+        """
+
+    def close(self) -> None:
+        """Leave the group, so that the sender is not left waiting."""
+
+
+class Staging:
+    """What one policy rank has of the two buffers that frames are sent from: one is filled while the other is sent.
+
+    Here rank 0 has them and the other ranks nothing. Transports with memory that several processes see override this.
+
+    Attributes:
+        buffers: two uint8 vectors, each large enough for the largest frame; None on a rank that has none.
+        shared: every exporting rank sees rank 0's buffers, and fills its own part of a frame.
+        handles: how engine workers open the buffers, if they do: strings and numbers, by the device they are on.
+    """
+
+    shared = False
+
+    def __init__(self, buffers: tuple[Tensor, Tensor] | None) -> None:
+        self.buffers = buffers
+        self.handles: dict[str, Any] = {}
+
+    def frame(self, bucket: Bucket) -> Tensor:
+        """Where the frame of ``bucket`` is put together."""
+        if self.buffers is None:
+            raise WeightSyncError("this rank has no staging buffers: policy rank 0 sends, and no other")
+        return self.buffers[bucket.index % 2][: bucket.frame_bytes]
+
+    def content(self, bucket: Bucket) -> Tensor | None:
+        """Where a rank other than 0 puts its part of the bucket; None: rank 0 asks for it."""
+        return self.frame(bucket)[HEADER_BYTES:] if self.shared else None
+
+    def complete(self, bucket: Bucket) -> None:
+        """Called on every policy rank when its part of the bucket is filled; returns when the frame may be sent."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +140,12 @@ class Link:
     """How an engine's workers reach the sender.
 
     Attributes:
-        transport: name of the transport.
+        transport: its name, see ``find_transport``.
         address, port: of the sender's TCPStore.
         first_rank: rank of the engine's first worker in the group; the others follow.
-        world_size: ranks of the group: the sender and every worker of every engine.
+        world_size: ranks of the group: the sender, which is rank 0, and every worker of every engine.
         timeout_s: limit of joining, and of every transfer.
-        buffers: shared-memory transports: how to open the sender's buffers, by the device they are on.
+        handles: see ``Staging``.
     """
 
     transport: str
@@ -80,81 +154,102 @@ class Link:
     first_rank: int
     world_size: int
     timeout_s: float
-    buffers: dict[str, Any] = field(default_factory=dict)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Link:
-        """The link that `to_wire` described."""
-        return cls(**wire)
+    handles: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class SendReport:
-    """One finished update.
+class Transport(ABC):
+    """One way of moving frames. Each has a file of its own, with both ends and an instance named ``TRANSPORT``.
+
+    A group is built when the engines connect, beside the default process group (vLLM and Megatron each own theirs),
+    around a TCPStore of the sender; after a failure it is left and built anew.
 
     Attributes:
-        seconds: until the last engine had loaded everything and dropped its prefix cache.
-        nbytes: bytes of all tensors (each engine worker receives so many).
-        load_s: seconds that the slowest engine worker spent loading, not waiting for weights.
+        needs_gpu: it cannot work on a machine without GPUs.
+        device: where the default staging buffers are.
     """
 
-    seconds: float
-    nbytes: int
-    load_s: float
+    needs_gpu = False
 
+    @property
+    def device(self) -> torch.device:
+        """Where frames are: host memory."""
+        return torch.device("cpu")
 
-class BucketSource(Protocol):
-    """Where the sender's buckets come from. Several policy ranks may work on one bucket."""
+    def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
+        """The rank's staging buffers; a collective of all policy ranks.
 
-    def fill(self, bucket: Bucket, content: Tensor) -> None:
-        """Put the bucket's tensors, or this process's part of them, into `content` (uint8, at least its size).
-
-        Runs while the bucket before is under way.
+        Args:
+            plan: what is sent.
+            exporting: ranks that hold the exported weights, of which rank 0 is the first.
+            timeout_s: limit of collectives.
         """
+        if dist.is_initialized() and dist.get_rank() != exporting[0]:
+            return Staging(None)
+        first, second = (torch.empty(plan.largest_frame, dtype=torch.uint8, device=self.device) for _ in range(2))
+        return Staging((first, second))
 
-    def complete(self, bucket: Bucket) -> None:
-        """Return when the whole frame is ready to be sent. The bucket before has left its buffer by now.
+    def worker_violation(self, handles: dict[str, Any]) -> str | None:
+        """Why this engine worker cannot receive from a sender with these handles; asked before it joins anything."""
+        return None
 
-        Called after a failed `fill` too: the frame then only says so.
-        """
+    @abstractmethod
+    def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> SendingEnd:
+        """Make rank 0's end of the group. Every worker is about to make its own at the same time."""
 
-    def drain(self) -> None:
-        """Called once at the end, also after a failure: let the other ranks that work on the rest come to an end."""
-
-
-class WeightSender(Protocol):
-    """The policy's end, in one process (policy rank 0) however many ranks the policy has."""
-
-    connected: bool
-
-    def connect(self) -> None:
-        """Build the group with every worker of every engine. Call again after any failure."""
-
-    def send(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> SendReport:
-        """Replace the weights of all engines by these tensors. Afterwards they sample as `version`."""
-
-    def send_buckets(self, source: BucketSource, version: int) -> SendReport:
-        """The same, from whoever fills buckets."""
-
-    def close(self) -> None:
-        """Leave the group."""
+    @abstractmethod
+    def open_receiver(self, store: dist.Store, link: Link, rank: int) -> ReceivingEnd:
+        """Make the end of the worker that has this rank in the group."""
 
 
-class WeightReceiver(Protocol):
-    """An engine worker's end.
+# ---- waiting and meeting --------------------------------------------------------------------------------------------
 
-    Attributes:
-        waited_s: seconds that the last `receive` waited for weights.
+LOOK_AT_ENGINES_S = 0.1
+"""How often engines are looked after while a call cannot be interrupted."""
+
+PRESENT, GO, YES, NO = "present/{}", "go", "yes", "no"
+"""Keys and values in the sender's TCPStore."""
+
+
+def wait_until(
+    is_done: Callable[[], bool],
+    watch: Callable[[], None] | None,
+    timeout_s: float,
+    late: Callable[[], str],
+    longest_pause_s: float = 0.002,
+) -> None:
+    """Ask again and again whether a transfer is done.
+
+    Args:
+        watch: of the sending end: looks after the engines, now and then; raises what explains that it never ends.
+        late: what to say when the time has passed.
+        longest_pause_s: between two questions.
+
+    Raises:
+        WeightTransferFailed: `timeout_s` passed.
     """
+    pause_s = 0.0002
+    start = last_look = time.monotonic()
+    while not is_done():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_pause_s)
+        now = time.monotonic()
+        if watch is not None and now - last_look > LOOK_AT_ENGINES_S:
+            watch()
+            last_look = now
+        if now - start > timeout_s:
+            raise WeightTransferFailed(late())
 
-    waited_s: float
 
-    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the plan. A tensor stays valid as long as it is referenced."""
+def join(link: Link, rank: int) -> dist.TCPStore:
+    """An engine worker's way into the group: returns when every worker is at the door and the sender says so.
 
-    def close(self) -> None:
-        """Leave the group, so that the sender is not left waiting."""
+    Raises:
+        WeightStreamAborted: the sender gave up building the group.
+    """
+    store = dist.TCPStore(
+        link.address, link.port, is_master=False, timeout=timedelta(seconds=link.timeout_s), wait_for_workers=False
+    )
+    store.set(PRESENT.format(rank), "")
+    if store.get(GO).decode() != YES:
+        raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
+    return store

@@ -1,54 +1,87 @@
-"""Weight sync over gloo: on every device, through host memory."""
+"""Weight sync over gloo: on every device, through host memory.
+
+Where the policy's ranks that hold the weights run on one host, rank 0's staging buffers are shared memory, and every
+rank puts its own part of a bucket into them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from openrlhf_ext.rollout.sync.collective import CollectiveReceiver, CollectiveSender
+from openrlhf_ext.rollout.sync.base import Staging
+from openrlhf_ext.rollout.sync.broadcast import BroadcastTransport
+from openrlhf_ext.rollout.sync.memory import HostMemory
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
+
+logger = logging.getLogger(__name__)
 
 
-class Gloo:
+class Gloo(BroadcastTransport):
     """torch's gloo process group, on the network interface that leads to the sender."""
 
-    polled = False
+    def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
+        """Memory that all exporting ranks see if they are on one host, rank 0's own otherwise."""
+        if len(exporting) > 1:
+            group = dist.new_group(list(exporting), timeout=timedelta(seconds=timeout_s), backend="gloo")
+            if dist.get_rank() in exporting and (buffers := _share_buffers(plan, group)) is not None:
+                return SharedStaging(buffers, group)
+        return super().staging(plan, exporting, timeout_s)
 
-    def device(self) -> torch.device:
-        """Host memory."""
-        return torch.device("cpu")
-
-    def open(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> ProcessGroupGloo:
+    def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
         """Connect to every other rank."""
-        options = ProcessGroupGloo._Options()
+        kind: Any = ProcessGroupGloo  # its options are in no type stub
+        options = kind._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [_gloo_device(address)]
-        return ProcessGroupGloo(store, rank, world_size, options)
+        return kind(store, rank, world_size, options)
 
-    def failure(self, work: dist.Work) -> str | None:
-        """Gloo's wait raises."""
+
+class SharedStaging(Staging):
+    """Buffers that every exporting rank sees.
+
+    A rank writes to a buffer after the barrier of the bucket before; rank 0 enters that one when the buffer is free.
+    """
+
+    shared = True
+
+    def __init__(self, buffers: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> None:
+        super().__init__(buffers)
+        self._group = group
+
+    def complete(self, bucket: Bucket) -> None:
+        """All exporting ranks have written."""
+        dist.barrier(group=self._group)
+
+
+def _share_buffers(plan: BucketPlan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor] | None:
+    """Rank 0's buffers on every rank of the group; None if they are not all on one host, or cannot share memory."""
+    made = [HostMemory.create(plan.largest_frame) for _ in range(2)] if dist.get_rank() == 0 else []
+    handles = [[memory.handle for memory in made]]
+    dist.broadcast_object_list(handles, src=0, group=group)
+    opened, problem = made, None
+    if dist.get_rank() != 0:
+        try:
+            opened = [HostMemory.open(handle) for handle in handles[0]]
+        except OSError as error:
+            problem = f"rank {dist.get_rank()}: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    for memory in made:
+        memory.close()
+    if any(problems):
+        if dist.get_rank() == 0:
+            logger.info("weights are gathered by messages, not in shared memory: %s", list(filter(None, problems)))
         return None
-
-    def abort(self, group: Any) -> None:
-        """Dropping the last reference closes the connections."""
-
-
-class GlooWeightSender(CollectiveSender):
-    """The policy's end."""
-
-    transport = "gloo"
-    collective = Gloo()
-
-
-class GlooWeightReceiver(CollectiveReceiver):
-    """An engine worker's end."""
-
-    collective = Gloo()
+    return opened[0].tensor, opened[1].tensor
 
 
 def _gloo_device(peer_address: str) -> Any:
@@ -58,3 +91,6 @@ def _gloo_device(peer_address: str) -> Any:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer_address, 9))  # sends nothing: only asks the routing table
         return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+
+
+TRANSPORT = Gloo()

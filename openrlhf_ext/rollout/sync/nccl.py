@@ -15,22 +15,24 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_ext.rollout.sync.base import WeightSyncError
-from openrlhf_ext.rollout.sync.collective import CollectiveReceiver, CollectiveSender
+from openrlhf_ext.rollout.sync.broadcast import BroadcastTransport
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class Nccl:
+class Nccl(BroadcastTransport):
     """torch's NCCL process group on this process's current GPU."""
 
+    needs_gpu = True
     polled = True
-    """`Work.wait` only makes the current stream wait; and the deadline has to be ours, see `open`."""
+    """`Work.wait` only makes the current stream wait; and the deadline has to be ours, see `open_group`."""
 
+    @property
     def device(self) -> torch.device:
         """The current GPU."""
         return torch.device("cuda", torch.cuda.current_device())
 
-    def open(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
+    def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
         """Join, and build the communicator.
 
         The group's watchdog ends the whole process when a peer is lost or a transfer takes too long. Here both are
@@ -45,9 +47,9 @@ class Nccl:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=2 * timeout_s)
         with _variable(_HANDLING, "0"):
-            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         # the communicator is built by the first collective: here, with everybody present, and not within an update
-        group.allreduce([torch.zeros(1, device=self.device())], dist.AllreduceOptions()).wait()
+        group.allreduce([torch.zeros(1, device=self.device)], dist.AllreduceOptions()).wait()
         torch.cuda.synchronize()
         return group
 
@@ -59,19 +61,6 @@ class Nccl:
     def abort(self, group: Any) -> None:
         """End what is under way and free the communicator."""
         group.abort()
-
-
-class NcclWeightSender(CollectiveSender):
-    """The policy's end."""
-
-    transport = "nccl"
-    collective = Nccl()
-
-
-class NcclWeightReceiver(CollectiveReceiver):
-    """An engine worker's end; tensors arrive on its GPU."""
-
-    collective = Nccl()
 
 
 @contextmanager
@@ -86,3 +75,6 @@ def _variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+TRANSPORT = Nccl()

@@ -1,110 +1,103 @@
-"""One weight update as a sequence of frames: transport-independent.
+"""One weight update as a sequence of frames, the same for every transport.
 
-A frame is a bucket behind a 64-byte header, so that each bucket is one collective and still carries what lets a
-receiver refuse it: plan, version, position, and whether the sender has given up. An abort therefore reaches the
-receivers in order, and the group stays usable.
+A frame is a bucket behind a 64-byte header, so that each bucket is one transfer and still carries what lets a receiver
+refuse it: plan, version, position, and whether the sender has given up. An abort therefore reaches the receivers in
+order, and the group stays usable.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
-    BucketSource,
+    Link,
+    ReceivingEnd,
+    SendingEnd,
+    Staging,
     WeightStreamAborted,
-    WeightStreamMismatch,
     WeightSyncError,
+    join,
 )
-from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, TensorSpec
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
 
-HEADER_BYTES = 64
 _MAGIC = 0x57454947485453
 _CONTENT, _ABORT = 0, 1
 
-
-class Transfer(Protocol):
-    """A frame on its way out."""
-
-    def wait(self) -> None:
-        """Block, with the channel's deadline, until the frame may be reused."""
+Fill = Callable[[Bucket, Tensor | None], None]
+"""``fill(bucket, content)`` puts a bucket's tensors, or this rank's part of them, into ``content``: a uint8 vector of
+the bucket's size. Without ``content`` it only does what other ranks wait for."""
 
 
-class SendingChannel(Protocol):
-    """The sender's end of a group: frames go to all others, in order."""
-
-    def start(self, frame: Tensor) -> Transfer:
-        """Begin sending a uint8 vector; it must stay as it is until the transfer's `wait` returns."""
-
-
-class Arrival(Protocol):
-    """A frame on its way in."""
-
-    def wait(self) -> Tensor:
-        """Block, with the channel's deadline, until the frame is there: memory that nothing else will write to."""
-
-
-class ReceivingChannel(Protocol):
-    """A receiver's end of a group."""
-
-    def start(self, nbytes: int) -> Arrival:
-        """Begin to receive the next frame."""
-
-
-def frame_bytes(bucket: Bucket) -> int:
-    """Size of the frame that carries `bucket`."""
-    return HEADER_BYTES + bucket.nbytes
-
-
-def send_stream(
-    channel: SendingChannel, plan: BucketPlan, staging: tuple[Tensor, Tensor], source: BucketSource, version: int
-) -> None:
-    """Send all buckets of the plan; filling of one overlaps the sending of the one before.
+def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int) -> None:
+    """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before.
 
     Args:
-        channel: the group.
+        end: the group.
         plan: what to send.
-        staging: two uint8 vectors, each large enough for the largest frame.
-        source: who fills the buckets.
+        staging: of this rank.
+        fill: called once for every bucket, in order, also after a failure.
         version: number of this set of weights.
 
     Raises:
-        Exception: what `source` raised, for instance `WeightStreamMismatch`. The receivers have then been told to
-            refuse the update. Its frame may still be under way: `staging` is free once the receivers have answered.
-        WeightTransferFailed: from the channel.
+        Exception: what ``fill`` raised. The receivers have then been told to refuse the update. Its frame may still be
+            under way: ``staging`` is free once the receivers have answered.
+        WeightTransferFailed: from the transport.
     """
-    under_way: Transfer | None = None
+    filled = completed = 0
+    wait: Callable[[], object] | None = None
     try:
         for bucket in plan.buckets:
-            frame = staging[bucket.index % 2][: frame_bytes(bucket)]
-            failure = _fill(source, bucket, frame[HEADER_BYTES:])
-            _finish(under_way)
+            frame = staging.frame(bucket)
+            filled += 1
+            failure = _failure(fill, bucket, frame[HEADER_BYTES:])
+            if wait is not None:
+                wait()
             _stamp(frame, plan, version, bucket.index, _CONTENT if failure is None else _ABORT)
-            source.complete(bucket)
-            under_way = channel.start(frame)
+            completed += 1
+            staging.complete(bucket)
+            wait = end.send(frame)
             if failure is not None:
                 raise failure
-        _finish(under_way)
+        if wait is not None:
+            wait()
     finally:
-        source.drain()
+        let_others_end(plan, staging, fill, filled, completed)
 
 
-def _fill(source: BucketSource, bucket: Bucket, content: Tensor) -> Exception | None:
-    """What went wrong, if anything: the receivers have to hear of it before it is raised."""
+def let_others_end(plan: BucketPlan, staging: Staging, fill: Fill, filled: int = 0, completed: int = 0) -> None:
+    """Rank 0's part in the buckets that it does not send, which the ranks that ``follow_stream`` work on."""
+    for bucket in plan.buckets[completed:]:
+        if bucket.index >= filled:
+            fill(bucket, None)
+        staging.complete(bucket)
+
+
+def follow_stream(plan: BucketPlan, staging: Staging, fill: Fill) -> None:
+    """The part of a rank that does not send; a failure is raised when no other rank waits for this one any more."""
+    failure: Exception | None = None
+    for bucket in plan.buckets:
+        failure = failure or _failure(fill, bucket, staging.content(bucket))
+        staging.complete(bucket)
+    if failure is not None:
+        raise failure
+
+
+def _failure(fill: Fill, bucket: Bucket, content: Tensor | None) -> Exception | None:
+    """What went wrong, if anything: others have to hear of it before it is raised."""
     try:
-        source.fill(bucket, content)
+        fill(bucket, content)
     except Exception as error:
         return error
     return None
 
 
-class WeightStream:
-    """The receiving side of updates.
+class WeightReceiver:
+    """An engine worker's end of updates.
 
     A frame's memory is not used again as long as a tensor of it is there: vLLM's layerwise reload keeps the tensors of
     a layer until the layer is complete. The next frame is asked for while the tensors of one are being used, so that
@@ -114,13 +107,26 @@ class WeightStream:
         waited_s: seconds that the last `receive` waited for frames.
     """
 
-    def __init__(self, channel: ReceivingChannel, plan: BucketPlan) -> None:
-        self._channel = channel
+    def __init__(self, end: ReceivingEnd, plan: BucketPlan) -> None:
+        self.end = end
         self._plan = plan
         self.waited_s = 0.0
 
+    @classmethod
+    def connect(cls, plan: BucketPlan, link: Link, worker: int) -> WeightReceiver:
+        """Join the sender's group when it is complete, as the engine's worker number `worker`.
+
+        Raises:
+            WeightSyncError: the transport cannot work here, or the sender gave up.
+        """
+        transport = find_transport(link.transport)
+        if (violation := transport.worker_violation(link.handles)) is not None:
+            raise WeightSyncError(violation)
+        rank = link.first_rank + worker
+        return cls(transport.open_receiver(join(link, rank), link, rank), plan)
+
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of a whole update.
+        """Yield `(name, tensor)` of a whole update, on the transport's device.
 
         Raises:
             WeightStreamAborted: the sender gave up.
@@ -128,139 +134,19 @@ class WeightStream:
         """
         self.waited_s = 0.0
         buckets = self._plan.buckets
-        arrival = self._channel.start(frame_bytes(buckets[0]))
+        wait = self.end.receive(buckets[0].frame_bytes)
         for bucket in buckets:
-            frame = self._take(arrival)
+            start = time.monotonic()
+            frame = wait()
+            self.waited_s += time.monotonic() - start
             _check_header(frame, self._plan, version, bucket.index)
             if bucket is not buckets[-1]:
-                arrival = self._channel.start(frame_bytes(buckets[bucket.index + 1]))
+                wait = self.end.receive(buckets[bucket.index + 1].frame_bytes)
             yield from bucket.unpack(frame[HEADER_BYTES:])
 
-    def _take(self, arrival: Arrival) -> Tensor:
-        start = time.monotonic()
-        frame = arrival.wait()
-        self.waited_s += time.monotonic() - start
-        return frame
-
-
-class StreamReceiver:
-    """What is the same for an engine worker's end of every transport, see `WeightReceiver`."""
-
-    _stream: WeightStream
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the last `receive` waited for weights."""
-        return self._stream.waited_s
-
-    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield every `(name, tensor)` of the plan, on the transport's device."""
-        return self._stream.receive(version)
-
-
-class TensorSource:
-    """Buckets packed from an iterable of tensors, whose producers on other ranks take part in collectives.
-
-    `fill` raises WeightStreamMismatch unless the tensors are exactly those of the plan, in its order; by then they have
-    been read to their end.
-    """
-
-    def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._plan = plan
-        self._arrivals = _Arrivals(plan, tensors)
-
-    def fill(self, bucket: Bucket, content: Tensor) -> None:
-        """Copy the bucket's tensors, from any device."""
-        is_whole = _pack(bucket, self._arrivals, content)
-        if not is_whole or bucket is self._plan.buckets[-1]:
-            self._arrivals.require_exact()
-
-    def complete(self, bucket: Bucket) -> None:
-        """Nobody else has a part in it."""
-
-    def drain(self) -> None:
-        """Read to the end."""
-        self._arrivals.read_to_end()
-
-
-class _Arrivals:
-    """Takes tensors in the order of the plan and remembers every way in which they differ from it."""
-
-    def __init__(self, plan: BucketPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._specs = plan.specs
-        self._tensors = iter(tensors)
-        self._names: list[str] = []
-        self._violations: list[str] = []
-        self._failure: Exception | None = None
-
-    def take(self, spec: TensorSpec) -> Tensor | None:
-        """The next tensor if it is `spec`, else None."""
-        arrived = self._next()
-        if arrived is None or arrived[0] != spec.name or self._violations:
-            return None
-        return arrived[1]
-
-    def read_to_end(self) -> None:
-        """Go through what is left."""
-        while self._next() is not None:
-            pass
-
-    def require_exact(self) -> None:
-        """Read to the end; raise unless the tensors were those of the plan, in its order."""
-        self.read_to_end()
-        if self._failure is not None:
-            raise self._failure
-        planned = [spec.name for spec in self._specs]
-        if self._names != planned or self._violations:
-            raise WeightStreamMismatch(_difference(planned, self._names, self._violations))
-
-    def _next(self) -> tuple[str, Tensor] | None:
-        try:
-            name, tensor = next(self._tensors)
-        except StopIteration:
-            return None
-        except Exception as error:  # kept for require_exact; an iterator that has raised is at its end
-            self._failure = error
-            return None
-        self._compare(name, tensor)
-        return name, tensor
-
-    def _compare(self, name: str, tensor: Tensor) -> None:
-        position = len(self._names)
-        self._names.append(name)
-        spec = self._specs[position] if position < len(self._specs) else None
-        if spec is not None and spec.name == name and (violation := spec.violation(tensor)) is not None:
-            self._violations.append(violation)
-
-
-def _difference(planned: list[str], arrived: list[str], violations: list[str]) -> str:
-    findings = {
-        "missing": sorted(set(planned) - set(arrived)),
-        "not in the plan": sorted(set(arrived) - set(planned)),
-        "more than once": sorted(name for name, count in Counter(arrived).items() if count > 1),
-        "wrong shape or dtype": violations,
-    }
-    lines = [f"- {what}: {names}" for what, names in findings.items() if names]
-    if not lines:
-        at = next(i for i, (a, b) in enumerate(zip(arrived, planned, strict=True)) if a != b)
-        lines = [f"- order: number {at} is {arrived[at]}, the plan has {planned[at]}"]
-    title = "the exported tensors are not those of the weight-sync plan; no engine keeps this update:"
-    return "\n".join([title, *lines])
-
-
-def _pack(bucket: Bucket, arrivals: _Arrivals, content: Tensor) -> bool:
-    """Copy the bucket's tensors into the buffer; False as soon as one does not fit the plan."""
-    for slot in bucket.slots:
-        tensor = arrivals.take(slot.spec)
-        if tensor is None:
-            return False
-        slot.view(content).copy_(tensor.detach())
-    return True
-
-
-def _finish(transfer: Transfer | None) -> None:
-    if transfer is not None:
-        transfer.wait()
+    def close(self) -> None:
+        """Leave the group; a sender in the middle of a stream fails instead of waiting."""
+        self.end.close()
 
 
 def _stamp(frame: Tensor, plan: BucketPlan, version: int, index: int, status: int) -> None:

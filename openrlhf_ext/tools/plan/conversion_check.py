@@ -135,7 +135,9 @@ def compare_export(
 
     Bits are compared, not values: NaNs and the two zeros count.
     """
-    different, rows, parameters = set(), Counter(), 0
+    different: set[str] = set()
+    rows: Counter[str] = Counter()
+    parameters = 0
     for part in exported:
         rows[part.name] += len(part.values)
         parameters += part.values.numel()
@@ -187,7 +189,8 @@ def transformers_logprobs(
     """The same from transformers' model, one sequence at a time, softmax in fp32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    model.to(device).eval()
     rows = []
     for sequence in (s.to(device) for s in sequences):
         log_p = model(sequence[None]).logits[0, :-1].float().log_softmax(-1)

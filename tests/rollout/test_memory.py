@@ -1,8 +1,10 @@
-"""Memory of frames is used again, but never under a tensor that is still there."""
+"""Host memory: frames use it again, but never under a tensor that is still there; processes share it."""
 
 from __future__ import annotations
 
-from openrlhf_ext.rollout.sync.frames import FramePool
+import pytest
+
+from openrlhf_ext.rollout.sync.memory import FramePool, HostMemory
 
 
 def test_memory_is_lent_again_when_the_last_tensor_on_it_is_gone() -> None:
@@ -27,3 +29,14 @@ def test_blocks_that_are_too_small_are_replaced() -> None:
     pool.take(10)
     frame = pool.take(1000)
     assert len(frame) == 1000 and len(pool._blocks) == 1
+
+
+def test_memory_of_another_host_or_of_a_process_that_has_closed_it_cannot_be_opened() -> None:
+    memory = HostMemory.create(100)
+    memory.tensor[3] = 7
+    assert HostMemory.open(memory.handle).tensor[3] == 7
+    memory.close()
+    with pytest.raises(OSError):
+        HostMemory.open(memory.handle)
+    with pytest.raises(OSError, match="on another machine"):
+        HostMemory.open("elsewhere:1:2")

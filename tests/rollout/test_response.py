@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.seeding import derived_seed
+from openrlhf_ext.rollout.response import derived_seed
 
 seeds = st.integers(0, 2**63 - 1)
 
