@@ -28,12 +28,6 @@ from openrlhf_ext.megatron.step.packing import PackedBatch
 
 logger = logging.getLogger(__name__)
 
-_CLASSIFIERS = {
-    "qwen2": "Qwen2ForSequenceClassification",
-    "qwen3": "Qwen3ForSequenceClassification",
-    "llama": "LlamaForSequenceClassification",
-}
-
 
 class MegatronCritic(MegatronModel):
     """A value model on Megatron-core, this rank's share of it."""
@@ -121,7 +115,7 @@ class MegatronCritic(MegatronModel):
 
     def _hf_config_changes(self) -> dict[str, Any]:
         return {
-            "architectures": [_CLASSIFIERS[self.shape.model_type]],
+            "architectures": [self.shape.family.critic_class],
             "id2label": {"0": "value"},  # one label: transformers derives num_labels from it
             "label2id": {"value": 0},
             "value_head_prefix": self.shape.value_head,

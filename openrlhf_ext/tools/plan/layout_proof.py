@@ -170,7 +170,7 @@ def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterato
             rules[name] = holder.rule
     for name in (t.name for t in hf_tensors(shape)):
         at = stages.pop(name, {})
-        copies = 2 if shape.tied_embeddings and name == "model.embed_tokens.weight" else 1
+        copies = 2 if shape.tied_embeddings and name == shape.family.embedding else 1
         if not 1 <= len(at) <= copies:
             yield f"{name} is held by the pipeline stages {sorted(at)}, one is right"
         for stage, ranks in at.items():
@@ -208,7 +208,7 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
     ours = {t.name: t.shape for t in hf_tensors(shape)}
     if shape.value_head is not None:
-        theirs.pop("lm_head.weight", None)
+        theirs.pop(shape.family.output, None)
         ours.pop(f"{shape.value_head}.weight")
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
