@@ -133,7 +133,7 @@ def _start(actor: type, config: Any, what: str, ranks: int, megatron: Any, place
         world_size=ranks,
         model_parallel_size=layout.model_parallel_size,
         tensor_size=layout.tensor_parallel_size,
-        block_size=layout.tensor_parallel_size * layout.context_parallel_size,
+        block_size=layout.near_ranks,
     )
     group.async_run_method("load_libraries")
     return group

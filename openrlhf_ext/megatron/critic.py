@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.base import MegatronModel, NonFiniteUpdateError, one, planned_rows
+from openrlhf_ext.megatron.decoder import MegatronModel, NonFiniteUpdateError, one, planned_rows
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.load import new_value_head
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape

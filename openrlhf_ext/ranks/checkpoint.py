@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
-from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.deadlines.watchdog import phase
 
 if TYPE_CHECKING:
-    from openrlhf_ext.megatron.base import MegatronModel
+    from openrlhf_ext.megatron.decoder import MegatronModel
 
 
 class CheckpointedRank:

@@ -8,7 +8,7 @@ import numpy as np
 
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.driver.values import ValueMiniBatch
-from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import CriticSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.actor import RankActor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from openrlhf_ext.megatron.base import MegatronModel
+    from openrlhf_ext.megatron.decoder import MegatronModel
     from openrlhf_ext.megatron.memory.offload import Swap
 
 

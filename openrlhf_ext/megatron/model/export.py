@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from openrlhf_ext.megatron.deadlines.gate import Gate
+from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.model.hf_files import HFRows
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES, Chunks, chunk_list, model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import Piece, Rule, hf_shapes, hf_tensors, owned_rules, placement
-from openrlhf_ext.megatron.phases import phase
-from openrlhf_ext.megatron.turns import Turns
 
 
 def export_hf(
@@ -34,7 +34,7 @@ def export_hf(
 
     All ranks have to exhaust the iterator. Only global rank 0 receives rows, from the ranks of the first data-parallel
     replica (and there of the first context-parallel rank); these wait for rank 0 to ask for the next ones in no
-    collective (``turns``), so rank 0 may do with them what it likes, for as long as it likes.
+    collective (``deadlines.gate``), so rank 0 may do with them what it likes, for as long as it likes.
 
     Args:
         model: the model, or this rank's chunks of it.
@@ -42,7 +42,7 @@ def export_hf(
         dtype: dtype of what ``value`` returns (default: that of the parameters).
         bucket_bytes: what a rank may hold above its shard: some rows, and what another rank sends of them.
     """
-    turns = Turns()
+    gate = Gate()
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
     chunks = chunk_list(model)
@@ -55,7 +55,7 @@ def export_hf(
         shard = value(own[rule.hf_names]) if stage == owner else None
         for part in _parts(rule, shape, bucket_bytes // 2 // gatherer.dtype.itemsize):
             with phase("exporting the weights"):
-                turns.next()
+                gate.next()
                 values = gatherer.to_rank_0(part, shard, owner)
             if values is not None:
                 yield HFRows(part.name, part.start, values)
