@@ -81,7 +81,7 @@ def dry_run(config) -> int:
 def layout_proofs(config) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.driver.settings import parallel_layout
-    from openrlhf_ext.megatron.base import DTYPES
+    from openrlhf_ext.megatron.decoder import DTYPES
     from openrlhf_ext.tools.plan.layout_proof import prove_layout
     from openrlhf_ext.tools.plan.table import format_proof
 

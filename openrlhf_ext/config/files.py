@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from openrlhf_ext.megatron.families import UnsupportedModelError, family_of
 from openrlhf_ext.options import PathKind
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -87,7 +88,6 @@ def dataset_refs(value: str) -> Iterator[DatasetRef]:
         yield DatasetRef(path.strip(), folder.strip() or None)
 
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _JSON_HEAD_BYTES = 1 << 20
 _SCAN_BYTES = 16 << 20
@@ -117,8 +117,8 @@ def read_model_facts(folder: str) -> ModelFacts:
     """Reads ``folder/config.json``.
 
     Raises:
-        InputError: the folder or the file is absent or unreadable, the model type is not one of
-            ``SUPPORTED_MODEL_TYPES``, or a dimension is missing.
+        InputError: the folder or the file is absent or unreadable, the model type is that of no
+            family, or a dimension is missing.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -129,10 +129,10 @@ def read_model_facts(folder: str) -> ModelFacts:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(shape, dict):
         raise InputError(f"{path} must hold a mapping, got {type(shape).__name__}")
-    if shape.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise InputError(f"model_type in {path} must be one of {supported}, got {shape.get('model_type')!r}")
-    return _model_facts(shape, path)
+    try:
+        return _model_facts(family_of(shape.get("model_type", "")).usual(shape), path)
+    except UnsupportedModelError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _model_facts(shape: dict[str, Any], path: Path) -> ModelFacts:

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.megatron.phases import Address, describe_ranks
+from openrlhf_ext.megatron.deadlines.watchdog import Address, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 
@@ -87,7 +87,7 @@ class RaySession:
         self.remember_children()
 
     def watch(self, group: str, addresses: list[Address]) -> None:
-        """Where the ranks of a group say what they are doing (``megatron.phases``), for reports of deadlines."""
+        """Where the ranks of a group say what they are doing (``megatron.deadlines``), for reports."""
         self._groups[group] = addresses
 
     def remember_children(self) -> None:

@@ -38,8 +38,8 @@ from torch import Tensor
 from openrlhf_ext.checkpoints import Block, CheckpointError, FileEntry, Piece, TensorIndex, TensorReader, write_pieces
 from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
-from openrlhf_ext.megatron.base import MegatronModel
-from openrlhf_ext.megatron.turns import wait_for_all
+from openrlhf_ext.megatron.deadlines.gate import wait_for_all
+from openrlhf_ext.megatron.decoder import MegatronModel
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.base import MegatronModel, NonFiniteUpdateError, one, planned_rows
+from openrlhf_ext.megatron.decoder import MegatronModel, NonFiniteUpdateError, one, planned_rows
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.load import new_value_head
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
@@ -27,12 +27,6 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
 logger = logging.getLogger(__name__)
-
-_CLASSIFIERS = {
-    "qwen2": "Qwen2ForSequenceClassification",
-    "qwen3": "Qwen3ForSequenceClassification",
-    "llama": "LlamaForSequenceClassification",
-}
 
 
 class MegatronCritic(MegatronModel):
@@ -121,7 +115,7 @@ class MegatronCritic(MegatronModel):
 
     def _hf_config_changes(self) -> dict[str, Any]:
         return {
-            "architectures": [_CLASSIFIERS[self.shape.model_type]],
+            "architectures": [self.shape.family.critic_class],
             "id2label": {"0": "value"},  # one label: transformers derives num_labels from it
             "label2id": {"value": 0},
             "value_head_prefix": self.shape.value_head,

@@ -1,7 +1,8 @@
-"""How the ranks of a run are arranged.
+"""How the ranks of a run are arranged: the one place that knows the order of ranks.
 
 Ranks are ordered tp-cp-ep-pp-dp (tensor parallelism varies fastest, data parallelism slowest), because OpenRLHF's actor
-group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank.
+group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank. Who belongs to which replica, stage and tensor
+group is asked of ``ParallelLayout``, and not computed from a rank's number anywhere else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RANK_ORDER = "tp-cp-ep-pp-dp"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Coordinates of a rank: within its tensor- and context-parallel groups, its pipeline stage, its replica."""
+
+    tensor: int
+    context: int
+    stage: int
+    replica: int
 
 
 @dataclass(frozen=True)
@@ -41,3 +52,46 @@ class ParallelLayout:
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.model_parallel_size
+
+    def place(self, rank: int) -> RankPlace:
+        """Where a global rank is."""
+        rest, at = rank, {}
+        for axis in RANK_ORDER.split("-"):
+            rest, at[axis] = divmod(rest, self._sizes[axis])
+        return RankPlace(at["tp"], at["cp"], at["pp"], at["dp"])
+
+    def ranks(
+        self,
+        *,
+        tensor: int | None = None,
+        context: int | None = None,
+        stage: int | None = None,
+        replica: int | None = None,
+    ) -> tuple[int, ...]:
+        """The global ranks with these coordinates, ascending; None takes all of an axis."""
+        wanted = (tensor, context, stage, replica)
+
+        def matches(place: RankPlace) -> bool:
+            found = (place.tensor, place.context, place.stage, place.replica)
+            return all(one in (None, other) for one, other in zip(wanted, found, strict=True))
+
+        return tuple(rank for rank in range(self.world_size) if matches(self.place(rank)))
+
+    def answers_for_replica(self, rank: int) -> bool:
+        """Whether the rank is the one of its replica whose answers the driver takes: the first."""
+        return rank == self.ranks(replica=self.place(rank).replica)[0]
+
+    @property
+    def near_ranks(self) -> int:
+        """How many neighboring ranks talk in every layer, and should be on one node: tensor times context parallel."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "tp": self.tensor_parallel_size,
+            "cp": self.context_parallel_size,
+            "ep": 1,
+            "pp": self.pipeline_parallel_size,
+            "dp": self.data_parallel_size,
+        }

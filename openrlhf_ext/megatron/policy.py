@@ -15,19 +15,19 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
-from openrlhf_ext.megatron.base import (
+from openrlhf_ext.megatron.decoder import (
     MegatronModel,
     NonFiniteUpdateError,
-    initialize_distributed,
     one,
     planned_rows,
 )
-from openrlhf_ext.megatron.memory.reference import HostReference
+from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
-from openrlhf_ext.megatron.step.grad_norms import gradient_norms
+from openrlhf_ext.megatron.step.optimizer import gradient_norms
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
 if TYPE_CHECKING:
@@ -142,11 +142,11 @@ class MegatronPolicy(MegatronModel):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def host_copy(self, path: str) -> HostReference:
+    def host_copy(self, path: str) -> FrozenCopy:
         """The weights of a checkpoint of this shape, this rank's share of them in host memory. Not a collective."""
         if path == self.settings.model_path:
-            return HostReference(self.chunks)
-        return HostReference(self.chunks, load=lambda: load_hf(self.chunks, self.shape, path))
+            return FrozenCopy(self.chunks)
+        return FrozenCopy(self.chunks, load=lambda: load_hf(self.chunks, self.shape, path))
 
     def hf_specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """(name, shape, dtype) of every tensor that ``export`` yields, in order."""

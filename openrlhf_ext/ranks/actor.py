@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.megatron.phases import start_monitor
+from openrlhf_ext.megatron.deadlines.watchdog import start_watchdog
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.rollout.process import own_identity
 
@@ -52,12 +52,12 @@ class RankActor:
 
     def join(self, settings: PolicySettings) -> dict[str, Any]:
         """Joins the process group of the model; returns what the process is."""
-        from openrlhf_ext.megatron.base import initialize_distributed
+        from openrlhf_ext.megatron.distributed import initialize_distributed
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
-        self.is_first_of_replica = dist.get_rank() % settings.layout.model_parallel_size == 0
-        address = start_monitor(settings.collective_timeout_s)
+        self.is_first_of_replica = settings.layout.answers_for_replica(dist.get_rank())
+        address = start_watchdog(settings.collective_timeout_s)
         return {"rank": dist.get_rank(), "phases": address, **own_identity()}
 
     def empty_cache(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from openrlhf_ext.algorithms.segments import plain
-from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import CriticSettings, PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.actor import RankActor

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
-from openrlhf_ext.megatron.phases import phase
+from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.ranks.actor import RankActor
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def test_a_hub_name_skips_the_rules_about_the_model_with_a_warning(load):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "mixtral"}, "must be one of qwen2, qwen3, llama, got 'mixtral'"),
+        ({"model_type": "mixtral"}, "model_type must be one of llama, qwen2, qwen3, got 'mixtral'"),
         ({"num_hidden_layers": None}, "must hold a positive integer num_hidden_layers, got None"),
         ({"num_attention_heads": "8"}, "must hold a positive integer num_attention_heads, got '8'"),
     ],

@@ -13,7 +13,7 @@ from openrlhf_ext.driver.cluster import RaySession, start_with_retries
 from openrlhf_ext.driver.supervision import DeadlineExceeded
 from openrlhf_ext.rewards.errors import RewardFailureLimit
 from openrlhf_ext.rollout.process import own_identity
-from tests.megatron.test_phases import monitors
+from tests.megatron.test_watchdog import monitors
 from tests.patience import PATIENCE_S
 
 

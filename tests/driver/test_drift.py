@@ -7,7 +7,7 @@ import torch
 
 from openrlhf_ext.driver import drift
 from openrlhf_ext.driver.drift import DriftCheck, DriftError
-from openrlhf_ext.megatron.digest import digest
+from openrlhf_ext.megatron.memory.frozen import digest
 from openrlhf_ext.megatron.policy import LogprobEntropy
 from openrlhf_ext.reporting import is_documented
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.megatron import checkpoint, phases
+from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.deadlines import watchdog
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
@@ -97,7 +98,7 @@ def reading_slowly() -> Iterator[None]:
 
     checkpoint._restore_random_states = read_late if dist.get_rank() == 0 else read
     try:
-        with phases.phase("loading a checkpoint"):
+        with watchdog.phase("loading a checkpoint"):
             yield
     finally:
         checkpoint._restore_random_states = read

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.patience import PATIENCE_S

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.megatron import base, critic, policy
+from openrlhf_ext.megatron import critic, decoder, policy
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.meta import fake_rank
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings
 from openrlhf_ext.megatron.step.packing import pack
 from tests.megatron.exactness import algorithms, make_batch, rollout
@@ -28,7 +28,7 @@ class OnMeta:
         self.device = META
         self.config.use_cpu_initialization = True
         with META:
-            chunk = base.build_model(self.shape, self.config, meta=True)
+            chunk = decoder.build_model(self.shape, self.config, meta=True)
         chunk.rotary_pos_emb.inv_freq = chunk.rotary_pos_emb.inv_freq.to(META)
         return [chunk]
 
@@ -67,7 +67,7 @@ def path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def counts_on_the_cpu(monkeypatch):
     """Megatron counts tokens where it believes the device to be."""
-    for module in (base, policy, critic):
+    for module in (decoder, policy, critic):
         monkeypatch.setattr(module, "one", lambda device: torch.ones((), dtype=torch.int))
 
 

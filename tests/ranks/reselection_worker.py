@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.megatron.base import MegatronModel, initialize_distributed
+from openrlhf_ext.megatron.decoder import MegatronModel
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.policy import reselected

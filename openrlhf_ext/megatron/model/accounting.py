@@ -69,7 +69,7 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
     names = checkpoint.names
     # a tied checkpoint may carry a copy of the embedding; old ones carry the rotary table
     ignorable = {n for n in names if n.endswith("rotary_emb.inv_freq")} | (
-        {"lm_head.weight"} if shape.tied_embeddings or shape.value_head is not None else set()
+        {shape.family.output} if shape.tied_embeddings or shape.value_head is not None else set()
     )
     headers = {name: checkpoint.header(name) for name in names & known.keys()}
     problems = {

@@ -28,8 +28,6 @@ from openrlhf_ext.megatron.model.hf_files import HFRows
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import Piece, Rule, hf_shapes, hf_tensors, owned_rules, placement
-from openrlhf_ext.megatron.phases import phase
-from openrlhf_ext.megatron.turns import Turns
 
 
 class Part(NamedTuple):
@@ -197,19 +195,19 @@ class HFExporter:
         """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
 
         All ranks have to exhaust the iterator. The exporting ranks wait for rank 0 to ask for the next rows in no
-        collective (``turns``), so rank 0 may do with them what it likes, for as long as it likes.
+        collective (``deadlines.gate``), so rank 0 may do with them what it likes, for as long as it likes.
 
         Args:
             bucket_bytes: what a rank may hold above its shard: some rows, and what other ranks send of them.
         """
-        turns = Turns()
+        gate = Gate()
         if not self.takes_part:
             return
         like = self._value(next(iter(self._own.values())))
         memory = like.new_empty(0)
         for parts in self._batches(bucket_bytes // 2 // like.itemsize):
             with phase("exporting the weights"):
-                turns.next()
+                gate.next()
                 targets = None
                 if dist.get_rank() == 0:
                     sizes = [math.prod(self._shape_of(part)) for part in parts]

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
-# the one scaled variant that megatron-core's RotaryEmbedding implements (rope_utils, Llama 3)
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+from openrlhf_ext.megatron.families import family_of
+from openrlhf_ext.megatron.model.family import Family, UnsupportedModelError, rope_settings, rope_type
 
-
-class UnsupportedModelError(ValueError):
-    """The checkpoint uses something the Megatron policy does not build."""
+__all__ = ["ModelShape", "UnsupportedModelError", "read_model_shape", "read_value_shape"]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions and switches of a dense decoder of the Qwen2/2.5, Qwen3 or Llama family."""
+    """Dimensions and switches of a dense decoder of one of the ``families``."""
 
-    model_type: Literal["qwen2", "qwen3", "llama"]
+    model_type: str
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -36,6 +33,11 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     value_head: str | None = None  # a critic: HF name of the value head that replaces the vocabulary projection
+
+    @property
+    def family(self) -> Family:
+        """Names of the tensors in the checkpoint."""
+        return family_of(self.model_type)
 
     @property
     def attention_length(self) -> float:
@@ -59,29 +61,7 @@ def read_model_shape(model_path: str | Path) -> ModelShape:
     Raises:
         UnsupportedModelError: model type, rotary scaling, activation or bias that is not built.
     """
-    config = json.loads((Path(model_path) / "config.json").read_text())
-    problems = list(_problems(config))
-    if problems:
-        raise UnsupportedModelError(f"{model_path}: " + "; ".join(problems))
-    heads = config["num_attention_heads"]
-    rope = _rope(config)
-    return ModelShape(
-        model_type=config["model_type"],
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        max_positions=config.get("max_position_embeddings", 32768),
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling_factor=float(rope["factor"]) if _rope_type(rope) == "llama3" else None,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=config["model_type"] == "qwen2",
-        qk_norm=config["model_type"] == "qwen3",
-    )
+    return _shape(_config(model_path), model_path)
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
@@ -90,37 +70,38 @@ def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
     Args:
         value_head: HF name of the value head; an entry ``value_head_prefix`` of ``config.json`` wins.
     """
-    config = json.loads((Path(model_path) / "config.json").read_text())
+    config = _config(model_path)
     prefix = config.get("value_head_prefix", value_head)
-    return replace(read_model_shape(model_path), tied_embeddings=False, value_head=prefix)
+    return replace(_shape(config, model_path), tied_embeddings=False, value_head=prefix)
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4)."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _config(model_path: str | Path) -> dict[str, Any]:
+    return json.loads((Path(model_path) / "config.json").read_text())
 
 
-def _rope_type(rope: dict[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _problems(config: dict[str, Any]):
-    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
-        yield f"model_type must be one of {SUPPORTED_MODEL_TYPES}, got {config.get('model_type')!r}"
-    rope = _rope(config)
-    if _rope_type(rope) not in ("default", "llama3"):
-        yield f"rope_type must be 'default' or 'llama3', got {_rope_type(rope)!r}"
-    if _rope_type(rope) == "llama3":
-        wrong = {k: rope.get(k) for k, v in _LLAMA3_ROPE.items() if rope.get(k) is not None and float(rope[k]) != v}
-        if wrong:
-            yield f"llama3 rotary scaling is built for {_LLAMA3_ROPE}, got {wrong}"
-    if config.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
-    if config.get("quantization_config"):
-        yield "quantization_config is not supported: only fp32, bf16 and fp16 weights are loaded"
-    if config.get("use_sliding_window"):
-        yield "use_sliding_window is not supported: set it to false in config.json"
-    if config.get("model_type") == "llama" and (config.get("attention_bias") or config.get("mlp_bias")):
-        yield "llama with attention_bias or mlp_bias is not supported"
-    if config.get("model_type") == "qwen3" and config.get("attention_bias"):
-        yield "qwen3 with attention_bias is not supported"
+def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
+    try:
+        family = family_of(own_config.get("model_type", ""))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{model_path}: {error}") from error
+    config = family.usual(own_config)
+    if problems := list(family.problems(config)):
+        raise UnsupportedModelError(f"{model_path}: " + "; ".join(problems))
+    heads, rope = config["num_attention_heads"], rope_settings(config)
+    return ModelShape(
+        model_type=family.model_type,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+        max_positions=config.get("max_position_embeddings", 32768),
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
+        rope_scaling_factor=float(rope["factor"]) if rope_type(rope) == "llama3" else None,
+        tied_embeddings=bool(config["tie_word_embeddings"]),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+    )

@@ -1,96 +1,41 @@
 """The declarative map between Hugging Face tensors and Megatron parameters; nothing here reads files or talks to ranks.
 
-A ``Rule`` says which HF tensors make one Megatron parameter. How the parameter is put together and cut over the
-tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF tensor); loading, exporting and the proof that
-every element has exactly one place (``planning``) all read the same runs.
+A ``Rule`` says which HF tensors make one Megatron parameter; the family declares them (``model.family``). How the
+parameter is put together and cut over the tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF
+tensor); loading, exporting and the proof that every element has exactly one place (``tools.plan``) all read the same
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
 from torch import Tensor
 
+from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.shape import ModelShape
-
-Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One Megatron parameter and the HF tensors it is made of.
-
-    ``split``: 'replicated' is whole on every tensor-parallel rank, 'row' cuts dimension 1, 'vocab' cuts dimension 0
-    after padding, 'qkv' interleaves query, key and value per group and cuts dimension 0 (a rank may get part of a
-    group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts gate and up
-    separately and stacks the pieces.
-    """
-
-    parameter: str
-    hf_names: tuple[str, ...]
-    split: Split
-
-    def at_layer(self, local: int, layer: int) -> Rule:
-        names = tuple(name.format(layer=layer) for name in self.hf_names)
-        return Rule(self.parameter.format(layer=local), names, self.split)
-
-    @property
-    def axis(self) -> int:
-        """The dimension that is cut."""
-        return 1 if self.split == "row" else 0
-
-
-EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")
-FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated")
-OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocab")
-_LAYER = "model.layers.{layer}."
-_ATTENTION, _MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
-
-
-def _attention_names(kind: str) -> tuple[str, ...]:
-    return tuple(f"{_LAYER}self_attn.{x}_proj.{kind}" for x in "qkv")
-
-
-def layer_rules(shape: ModelShape) -> list[Rule]:
-    """Rules of one decoder layer; ``{layer}`` stands for its index (local in Megatron's names, global in HF's)."""
-    rules = [
-        Rule(_ATTENTION + "linear_qkv.layer_norm_weight", (_LAYER + "input_layernorm.weight",), "replicated"),
-        Rule(_ATTENTION + "linear_qkv.weight", _attention_names("weight"), "qkv"),
-        Rule(_ATTENTION + "linear_proj.weight", (_LAYER + "self_attn.o_proj.weight",), "row"),
-        Rule(_MLP + "linear_fc1.layer_norm_weight", (_LAYER + "post_attention_layernorm.weight",), "replicated"),
-        Rule(_MLP + "linear_fc1.weight", (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"), "gate_up"),
-        Rule(_MLP + "linear_fc2.weight", (_LAYER + "mlp.down_proj.weight",), "row"),
-    ]
-    if shape.qkv_bias:
-        rules.append(Rule(_ATTENTION + "linear_qkv.bias", _attention_names("bias"), "qkv"))
-    if shape.qk_norm:
-        rules += [
-            Rule(_ATTENTION + f"{x}_layernorm.weight", (f"{_LAYER}self_attn.{x}_norm.weight",), "replicated")
-            for x in "qk"
-        ]
-    return rules
 
 
 def value_head_rule(shape: ModelShape) -> Rule:
     """Rule of a critic's value head, which takes the place of the vocabulary projection."""
-    return Rule(OUTPUT.parameter, (f"{shape.value_head}.weight",), "replicated")
+    return Rule(shape.family.output_rule.parameter, (f"{shape.value_head}.weight",), "replicated")
 
 
 def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> list[Rule]:
     """Rules of one model chunk that holds the global ``layers``; parameters named as in that chunk's model."""
-    rules = [EMBEDDING] if first else []
-    rules += [rule.at_layer(i, layer) for i, layer in enumerate(layers) for rule in layer_rules(shape)]
+    family = shape.family
+    rules = [family.embedding_rule] if first else []
+    rules += [rule.at_layer(i, layer) for i, layer in enumerate(layers) for rule in family.layer_rules]
     if last:
-        rules.append(FINAL_NORM)
+        rules.append(family.final_norm_rule)
         if shape.value_head is not None:
             rules.append(value_head_rule(shape))
         elif not shape.tied_embeddings:
-            rules.append(OUTPUT)
+            rules.append(family.output_rule)
         elif not first:  # the last stage keeps its own copy of the shared embedding
-            rules.append(Rule(OUTPUT.parameter, EMBEDDING.hf_names, "vocab"))
+            rules.append(replace(family.output_rule, hf_names=family.embedding_rule.hf_names))
     return rules
 
 
@@ -108,15 +53,16 @@ def owned_rules(shape: ModelShape, stages: int, chunks: int = 1) -> Iterator[tup
     """(pipeline stage that exports it, rule) for the whole model, in HF order."""
     places = chunk_layers(shape.num_layers, stages, chunks)
     stage_of = {layer: stage for (stage, _), layers in places.items() for layer in layers}
-    yield 0, EMBEDDING
+    family = shape.family
+    yield 0, family.embedding_rule
     for layer in range(shape.num_layers):
-        for rule in layer_rules(shape):
+        for rule in family.layer_rules:
             yield stage_of[layer], rule.at_layer(layer, layer)
-    yield stages - 1, FINAL_NORM
+    yield stages - 1, family.final_norm_rule
     if shape.value_head is not None:
         yield stages - 1, value_head_rule(shape)
     elif not shape.tied_embeddings:
-        yield stages - 1, OUTPUT
+        yield stages - 1, family.output_rule
 
 
 # ---- shapes and places --------------------------------------------------------------------------------------------
@@ -130,12 +76,17 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     if rule.split == "vocab":
         return [(shape.vocab_size, h)]
     if rule.split == "gate_up":
-        return [(shape.ffn_hidden_size, h)] * 2
+        return _parts_or_stack(rule, [(shape.ffn_hidden_size, h)] * 2)
     if rule.split == "qkv":
-        return [(n, h) if rule.parameter.endswith("weight") else (n,) for n in (q, kv, kv)]
+        return _parts_or_stack(rule, [(n, h) if rule.parameter.endswith("weight") else (n,) for n in (q, kv, kv)])
     if rule.split == "row":
         return [(h, q if "linear_proj" in rule.parameter else shape.ffn_hidden_size)]
     return [(shape.head_dim,)] if rule.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")) else [(h,)]
+
+
+def _parts_or_stack(rule: Rule, parts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The parts, or the one tensor that a checkpoint stacks them in."""
+    return parts if len(rule.hf_names) > 1 else [(sum(part[0] for part in parts), *parts[0][1:])]
 
 
 @dataclass(frozen=True)
@@ -171,15 +122,15 @@ class Run:
 
 def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the rule's axis."""
-    lengths = [s[rule.axis] for s in hf_shapes(rule, shape)]
     if rule.split == "qkv":
-        return list(_qkv_runs(shape))
+        return [_in_stack(rule, run, _qkv_starts(shape)) for run in _qkv_runs(shape)]
     if rule.split == "gate_up":
-        part = lengths[0] // size
-        return [Run(t, rank * part, (rank + 1) * part) for rank in range(size) for t in (0, 1)]
-    runs = [Run(0, 0, lengths[0])]
+        part = shape.ffn_hidden_size // size
+        runs = [Run(t, rank * part, (rank + 1) * part) for rank in range(size) for t in (0, 1)]
+        return [_in_stack(rule, run, (0, shape.ffn_hidden_size)) for run in runs]
+    length = hf_shapes(rule, shape)[0][rule.axis]
     padding = shape.padded_vocab_size(size) - shape.vocab_size if rule.split == "vocab" else 0
-    return [*runs, Run(None, 0, padding)] if padding else runs
+    return [Run(0, 0, length), *([Run(None, 0, padding)] if padding else [])]
 
 
 def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
@@ -188,6 +139,19 @@ def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
     for group in range(shape.num_kv_heads):
         for tensor, rows in enumerate((queries, shape.head_dim, shape.head_dim)):
             yield Run(tensor, group * rows, (group + 1) * rows)
+
+
+def _qkv_starts(shape: ModelShape) -> tuple[int, int, int]:
+    """Where query, key and value begin in a stack of them."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return 0, queries, queries + keys
+
+
+def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
+    """The run as it is where every part is a tensor; in their stack if the rule has but one tensor."""
+    if len(rule.hf_names) > 1 or run.tensor is None:
+        return run
+    return Run(0, starts[run.tensor] + run.start, starts[run.tensor] + run.stop)
 
 
 def shard_runs(rule: Rule, shape: ModelShape, rank: int, size: int) -> list[Run]:

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 
+from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.load import model_rules
-from openrlhf_ext.megatron.model.meta import fake_rank, meta_chunks
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, shard_runs
+from openrlhf_ext.megatron.settings import Recompute
 
 _MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
 
@@ -98,7 +100,7 @@ def prove_layout(
     started = time.perf_counter()
     shape = read_model_shape(model_path) if value_head is None else read_value_shape(model_path, value_head)
     shares, holders, problems = [], [], []
-    for rank in distinct_ranks(layout):
+    for rank in layout.ranks(context=0, replica=0):  # one of every (tensor, stage)
         try:
             share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer)
         except (AssertionError, RuntimeError, ValueError) as error:  # how Megatron refuses a layout
@@ -114,41 +116,27 @@ def prove_layout(
     return LayoutProof(layout, tuple(shares), len(tensors), entries, time.perf_counter() - started)
 
 
-def distinct_ranks(layout: ParallelLayout) -> list[int]:
-    """One rank of every (tensor, pipeline) coordinate: those of the first data- and context-parallel rank."""
-    tp, cp, pp = layout.tensor_parallel_size, layout.context_parallel_size, layout.pipeline_parallel_size
-    return [t + tp * cp * p for p in range(pp) for t in range(tp)]
-
-
-def equal_ranks(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """The ranks that hold the same model as one of ``distinct_ranks``."""
-    tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
-    replicas = range(layout.data_parallel_size)
-    return tuple(rank + tp * c + layout.model_parallel_size * d for d in replicas for c in range(cp))
-
-
 def _build(
     shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, distributed_optimizer: bool
 ) -> tuple[RankShare, list[_Holder], list[str]]:
-    tensor, rest = rank % layout.tensor_parallel_size, rank // layout.tensor_parallel_size
-    stage = rest // layout.context_parallel_size % layout.pipeline_parallel_size
+    place = layout.place(rank)
     holders, problems, layers, parameters = [], [], [], 0
     with fake_rank(layout, rank):
-        for chunk in meta_chunks(shape, layout, dtype):
+        for chunk in _meta_chunks(shape, layout, dtype):
             rules, named = model_rules(chunk, shape), dict(chunk.named_parameters())
             found = unaccounted_parameters(rules, shape, named, layout.tensor_parallel_size)
             problems += [f"{what}: {sorted(names)}" for what, names in found.items()]
             problems += [f"{name} is {p.dtype}, not {dtype}" for name, p in named.items() if p.dtype != dtype]
-            holders += [_Holder(rule, stage, tensor) for rule in rules]
+            holders += [_Holder(rule, place.stage, place.tensor) for rule in rules]
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
             parameters += sum(p.numel() for p in named.values())
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     per_parameter = 8 if dtype == torch.float32 else 12
     share = RankShare(
-        ranks=equal_ranks(layout, rank),
-        tensor=tensor,
-        pipeline=stage,
+        ranks=layout.ranks(tensor=place.tensor, stage=place.stage),
+        tensor=place.tensor,
+        pipeline=place.stage,
         layers=tuple(layers),
         parameters=parameters,
         weight_bytes=parameters * dtype.itemsize,
@@ -170,7 +158,7 @@ def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterato
             rules[name] = holder.rule
     for name in (t.name for t in hf_tensors(shape)):
         at = stages.pop(name, {})
-        copies = 2 if shape.tied_embeddings and name == "model.embed_tokens.weight" else 1
+        copies = 2 if shape.tied_embeddings and name == shape.family.embedding else 1
         if not 1 <= len(at) <= copies:
             yield f"{name} is held by the pipeline stages {sorted(at)}, one is right"
         for stage, ranks in at.items():
@@ -208,7 +196,7 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
     ours = {t.name: t.shape for t in hf_tensors(shape)}
     if shape.value_head is not None:
-        theirs.pop("lm_head.weight", None)
+        theirs.pop(shape.family.output, None)
         ours.pop(f"{shape.value_head}.weight")
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
@@ -217,3 +205,12 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
 
 def _volume(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
+
+
+def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:
+    """The model chunks of the current (fake) rank on the meta device."""
+    config = transformer_config(shape, layout, dtype, Recompute())
+    config.use_cpu_initialization = True  # on a GPU machine Megatron would name the device itself
+    stages = [None] if layout.virtual_pipeline_size == 1 else range(layout.virtual_pipeline_size)
+    with torch.device("meta"):
+        return [build_model(shape, config, stage, meta=True) for stage in stages]

@@ -1,6 +1,6 @@
 """What every rank is doing, so that a collective that waits in vain can name the ranks it waits for.
 
-    start_monitor(timeout_s)                  # once per process, after the process group exists; a collective
+    start_watchdog(timeout_s)                  # once per process, after the process group exists; a collective
     with phase("training step"):              # around everything in which this rank meets the others
         ...
 
@@ -47,7 +47,7 @@ _TICK_S = 1.0
 _LISTED = 16
 _COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
 _COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 class RanksMissingError(RuntimeError):
@@ -94,7 +94,7 @@ class RankState:
 # ---- one rank's side --------------------------------------------------------------------------------------------
 
 
-class PhaseMonitor:
+class Watchdog:
     """Knows this rank's phase, answers those who ask, and explains a collective that failed.
 
     Made by the thread whose phases it watches.
@@ -355,28 +355,28 @@ def _one_line(error: BaseException) -> str:
 
 # ---- the process's monitor --------------------------------------------------------------------------------------
 
-_monitor: PhaseMonitor | None = None
+_monitor: Watchdog | None = None
 
 
-def start_monitor(timeout_s: float) -> Address:
+def start_watchdog(timeout_s: float) -> Address:
     """Starts this process's monitor and returns where it answers. A collective over the default process group.
 
     Args:
         timeout_s: the timeout of the process groups.
     """
     global _monitor
-    stop_monitor()
+    stop_watchdog()
     listener = _listen_towards(os.environ["MASTER_ADDR"])
     addresses: list[Address] = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(addresses, listener.getsockname()[:2])
     # before NCCL does it, and with every chance for a slow call that needs nobody else
     stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" and len(addresses) > 1 else None
-    _monitor = PhaseMonitor(listener, addresses, dist.get_rank(), timeout_s, stuck_s)
-    atexit.register(stop_monitor)
+    _monitor = Watchdog(listener, addresses, dist.get_rank(), timeout_s, stuck_s)
+    atexit.register(stop_watchdog)
     return addresses[dist.get_rank()]
 
 
-def stop_monitor() -> None:
+def stop_watchdog() -> None:
     """Ends this process's monitor, if there is one."""
     global _monitor
     if _monitor is not None:

@@ -9,10 +9,10 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-from openrlhf_ext.megatron import model
+from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model import build
 from openrlhf_ext.megatron.model.build import Recompute, packed_sequences, transformer_config
-from openrlhf_ext.megatron.model.meta import fake_rank
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.spec import PackedSequences
 from openrlhf_ext.megatron.step.packing import PackShape, pack
@@ -30,7 +30,7 @@ def shape(tmp_path_factory):
 @pytest.fixture
 def with_transformer_engine(monkeypatch):
     """A GPU machine with TransformerEngine, as far as the choice of layers looks at it."""
-    monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(build, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **options: "TE layers")
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
@@ -40,11 +40,11 @@ def with_transformer_engine(monkeypatch):
 @pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, caplog, dtype, chosen):
     """Its attention over packed sequences has no fp32 kernel: spec, rotary embedding and boundaries go together."""
-    caplog.set_level(logging.INFO, logger=model.__name__)
+    caplog.set_level(logging.INFO, logger=build.__name__)
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), dtype, Recompute())
         assert config.apply_rope_fusion == chosen
-        assert (model._spec(config, None) == "TE layers") == chosen
+        assert (build._spec(config, None) == "TE layers") == chosen
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
     sequences = packed_sequences(part, dtype)
     assert isinstance(sequences, PackedSequences) and sequences.cu_seqlens_q.tolist() == [0, 5, 10]
@@ -54,10 +54,10 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
 
 
 def test_without_transformer_engine_the_log_says_so(shape, with_transformer_engine, monkeypatch, caplog):
-    monkeypatch.setattr(model, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Recompute())
-        assert not config.apply_rope_fusion and model._spec(config, None) != "TE layers"
+        assert not config.apply_rope_fusion and build._spec(config, None) != "TE layers"
     assert "TransformerEngine is not installed" in caplog.text
 
 
@@ -66,7 +66,7 @@ def test_layers_that_can_add_weight_gradients_themselves_are_told_to(shape, monk
     monkeypatch.setattr(RowParallelLinear, "fuse_wgrad_accumulation", False, raising=False)
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.float32, Recompute())
-        modules = list(model.build_model(shape, config).modules())
+        modules = list(build.build_model(shape, config).modules())
     able = [module for module in modules if isinstance(module, RowParallelLinear)]
     assert len(able) == 4 and all(module.fuse_wgrad_accumulation for module in able)
     assert not any("fuse_wgrad_accumulation" in vars(module) for module in modules if module not in able)

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from openrlhf_ext.megatron import phases
-from openrlhf_ext.megatron.phases import PhaseMonitor, RankState, describe_ranks, find_suspects
+from openrlhf_ext.megatron.deadlines import watchdog
+from openrlhf_ext.megatron.deadlines.watchdog import RankState, Watchdog, describe_ranks, find_suspects
 from tests.launch import launch
-from tests.megatron.phases_worker import TIMEOUT_S
+from tests.megatron.watchdog_worker import TIMEOUT_S
 from tests.patience import PATIENCE_S, SOONER_S
 
 WORLD = 4
@@ -24,7 +24,7 @@ WORLD = 4
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, str]]:
-    return launch("tests.megatron.phases_worker", "all_cases", WORLD)
+    return launch("tests.megatron.watchdog_worker", "all_cases", WORLD)
 
 
 def test_phases_without_trouble_change_nothing(seen) -> None:
@@ -35,7 +35,7 @@ def test_phases_without_trouble_change_nothing(seen) -> None:
     ("case", "phase", "culprit", "why", "doing"),
     [
         ("one_rank_sleeps", "training step", 1, "Arrived, but not in a collective",
-         r"in 'training step' for [\d.]+ s, is at one_rank_sleeps \(megatron/phases_worker.py:\d+\)"),
+         r"in 'training step' for [\d.]+ s, is at one_rank_sleeps \(megatron/watchdog_worker.py:\d+\)"),
         ("one_rank_lags", "training step", 2, "Not arrived",
          r"in 'forward > reading a file' for [\d.]+ s, is at one_rank_lags"),
         ("one_rank_raises", "loading", 0, "Failed",
@@ -60,11 +60,11 @@ def test_the_waiting_ranks_name_the_one_they_wait_for(seen, case, phase, culprit
 
 
 @contextmanager
-def monitors(count: int) -> Iterator[list[PhaseMonitor]]:
+def monitors(count: int) -> Iterator[list[Watchdog]]:
     """Monitors of ranks that all live in this thread."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [listener.getsockname() for listener in listeners]
-    made = [PhaseMonitor(listener, addresses, rank, 5.0) for rank, listener in enumerate(listeners)]
+    made = [Watchdog(listener, addresses, rank, 5.0) for rank, listener in enumerate(listeners)]
     try:
         yield made
     finally:
@@ -98,8 +98,8 @@ def test_only_the_first_ranks_are_listed_and_the_suspects_always() -> None:
 
 
 def test_two_ranks_that_give_up_together_do_not_accuse_each_other() -> None:
-    def fail(monitor: PhaseMonitor, messages: list[str], other: threading.Barrier) -> None:
-        with pytest.raises(phases.RanksMissingError) as caught, monitor.phase("training step"):
+    def fail(monitor: Watchdog, messages: list[str], other: threading.Barrier) -> None:
+        with pytest.raises(watchdog.RanksMissingError) as caught, monitor.phase("training step"):
             other.wait(timeout=PATIENCE_S)
             raise dist.DistBackendError("Timed out waiting 1000ms for recv operation to complete")
         messages.append(str(caught.value))
@@ -146,16 +146,16 @@ def test_who_is_suspected(states, wanted) -> None:
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:6"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (phases.RanksMissingError("gloo timed out waiting"), False),
+        (watchdog.RanksMissingError("gloo timed out waiting"), False),
         (KeyError("nccl"), False),
     ],
 )
 def test_what_counts_as_the_failure_of_a_collective(error, wanted) -> None:
-    assert phases.is_collective_failure(error) is wanted
+    assert watchdog.is_collective_failure(error) is wanted
 
 
 def test_without_a_monitor_a_phase_is_only_its_body() -> None:
-    with pytest.raises(RuntimeError, match="gloo"), phases.phase("alone"):
+    with pytest.raises(RuntimeError, match="gloo"), watchdog.phase("alone"):
         raise RuntimeError("gloo")
 
 
@@ -163,9 +163,9 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
     """What happens on NCCL, whose collectives do not raise in the thread that waits."""
     script = (
         "import socket, time\n"
-        "from openrlhf_ext.megatron.phases import PhaseMonitor\n"
+        "from openrlhf_ext.megatron.deadlines.watchdog import Watchdog\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
-        "monitor = PhaseMonitor(listener, [listener.getsockname()], 0, timeout_s=9.0, stuck_s=3.0)\n"
+        "monitor = Watchdog(listener, [listener.getsockname()], 0, timeout_s=9.0, stuck_s=3.0)\n"
         "time.sleep(4)  # outside of a phase nobody is stuck\n"
         "with monitor.phase('training step'):\n"
         "    until = time.monotonic() + 4.0\n"
@@ -176,6 +176,6 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
         "    time.sleep(600)\n"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert run.returncode == phases.EXIT_CODE and "not stuck" in run.stdout, run.stderr
+    assert run.returncode == watchdog.EXIT_CODE and "not stuck" in run.stdout, run.stderr
     assert "rank 0 has stood still for" in run.stderr and "in 'training step', so it ends" in run.stderr
     assert "(--megatron.collective_timeout_s is 9)" in run.stderr and "is at <module>" in run.stderr

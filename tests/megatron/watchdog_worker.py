@@ -1,4 +1,4 @@
-"""Ranks that hang and fail in phases, for test_phases.py."""
+"""Ranks that hang and fail in phases, for test_watchdog.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron import phases
+from openrlhf_ext.megatron.deadlines import watchdog
 from tests.patience import PATIENCE_S
 
 TIMEOUT_S = 5.0
@@ -21,7 +21,7 @@ PATIENCE = timedelta(seconds=PATIENCE_S)  # for whatever is not the subject
 def all_cases() -> dict[str, str]:
     """What each rank's phase ended with, case by case. A broken group stays broken: every case has its own."""
     dist.init_process_group("gloo", timeout=PATIENCE)
-    phases.start_monitor(TIMEOUT_S)
+    watchdog.start_watchdog(TIMEOUT_S)
     seen = {}
     for case in (all_is_well, one_rank_sleeps, one_rank_lags, one_rank_raises, one_rank_is_stopped):
         group = dist.new_group(timeout=PATIENCE)
@@ -32,7 +32,7 @@ def all_cases() -> dict[str, str]:
         seen[case.__name__] = _outcome(case, lambda group=group: dist.all_reduce(torch.ones(1), group=group))
         seen[f"seconds of {case.__name__}"] = f"{time.monotonic() - started:.2f}"
         dist.barrier()
-    phases.stop_monitor()
+    watchdog.stop_watchdog()
     return seen
 
 
@@ -56,14 +56,14 @@ def _reports_but_of(case: Callable, *ranks: int) -> list[str]:
 
 
 def all_is_well(rank: int, meet: Callable) -> None:
-    with phases.phase("weight sync"), phases.phase("probe"):
+    with watchdog.phase("weight sync"), watchdog.phase("probe"):
         meet()
 
 
 def one_rank_sleeps(rank: int, meet: Callable) -> None:
     """Rank 1 is asleep inside the phase in which the others meet."""
     reports = _reports_but_of(one_rank_sleeps, 1)
-    with phases.phase("training step"):
+    with watchdog.phase("training step"):
         if rank == 1:
             _store().wait(reports, PATIENCE)
         else:
@@ -73,11 +73,11 @@ def one_rank_sleeps(rank: int, meet: Callable) -> None:
 def one_rank_lags(rank: int, meet: Callable) -> None:
     """Rank 2 is still in the phase before."""
     reports = _reports_but_of(one_rank_lags, 2)
-    with phases.phase("forward"):
+    with watchdog.phase("forward"):
         if rank == 2:
-            with phases.phase("reading a file"):
+            with watchdog.phase("reading a file"):
                 _store().wait(reports, PATIENCE)
-    with phases.phase("training step"):
+    with watchdog.phase("training step"):
         if rank != 2:
             meet()
 
@@ -85,7 +85,7 @@ def one_rank_lags(rank: int, meet: Callable) -> None:
 def one_rank_raises(rank: int, meet: Callable) -> None:
     """Rank 0 fails in the phase in which the others wait, and goes on living."""
     try:
-        with phases.phase("loading"):
+        with watchdog.phase("loading"):
             if rank == 0:
                 raise ValueError("the 3rd expert is missing")
             meet()
@@ -99,7 +99,7 @@ def one_rank_is_stopped(rank: int, meet: Callable) -> None:
     victim = torch.tensor([os.getpid()])
     dist.broadcast(victim, src=3)
     try:
-        with phases.phase("saving"):
+        with watchdog.phase("saving"):
             if rank == 3:
                 os.kill(os.getpid(), signal.SIGSTOP)
             else:

@@ -9,8 +9,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
-from openrlhf_ext.megatron.step.grad_norms import gradient_norms
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.step.optimizer import OptimizerSettings, gradient_norms
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch

@@ -1,8 +1,8 @@
 """Waits of ranks for one that reads or writes files, which may take longer than a collective may wait.
 
-A collective that outlasts its timeout ends the run (``openrlhf_ext.megatron.phases``), and a disk may well be slower
-than that. Here the ranks ask the store of the process group, a question that is answered at once, until they may go on;
-how long that may take is for who called all ranks to say.
+A collective that outlasts its timeout ends the run (``watchdog``), and a disk may well be slower than that.
+Here the ranks ask the store of the process group, a question that is answered at once, until they may go on; how long
+that may take is for who called all ranks to say.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.phases import progress
+from openrlhf_ext.megatron.deadlines.watchdog import progress
 
 _PAUSE_S = 0.005
 _numbers = itertools.count()
@@ -36,19 +36,19 @@ class Counter:
             time.sleep(_PAUSE_S)
 
 
-class Turns:
+class Gate:
     """Rank 0 says when it wants the next tensor, so that no rank waits in a collective while it writes a file."""
 
     def __init__(self) -> None:
-        self._begun, self._count = Counter(), 0
+        self._opened, self._count = Counter(), 0
 
     def next(self) -> None:
-        """On rank 0: the next turn begins. On the others: returns when it has begun."""
+        """On rank 0: opens the gate for the next tensor. On the others: returns when it is open."""
         self._count += 1
         if dist.get_rank() == 0:
-            self._begun.add_one()
+            self._opened.add_one()
         else:
-            self._begun.wait_for(self._count)
+            self._opened.wait_for(self._count)
 
 
 def wait_for_all() -> None:

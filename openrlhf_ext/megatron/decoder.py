@@ -12,10 +12,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -32,8 +30,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.groups import build_groups
-from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.deadlines.watchdog import progress
 from openrlhf_ext.megatron.model.build import (
     HiddenStateGPTModel,
     build_model,
@@ -46,7 +43,6 @@ from openrlhf_ext.megatron.model.hf_files import HFRows, save_hf
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
-from openrlhf_ext.megatron.phases import progress
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
 from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
@@ -57,30 +53,12 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-JOIN_TIMEOUT_S = 600.0
-
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
 LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class NonFiniteUpdateError(FloatingPointError):
     """The loss or the gradient norm of a train step is NaN or infinite."""
-
-
-def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) -> None:
-    """Joins the process group (RANK, WORLD_SIZE, MASTER_* in the environment) and builds Megatron's groups."""
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
-        # the others may take longer to start than a collective may take
-        joining = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S))
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=joining)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
-    if dist.get_world_size() != layout.world_size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {dist.get_world_size()}")
-    build_groups(layout, timeout_s)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 class MegatronModel:

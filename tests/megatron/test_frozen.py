@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from openrlhf_ext.megatron import reference
+from openrlhf_ext.megatron.memory import frozen
+from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.memory.offload import HostArena
-from openrlhf_ext.megatron.memory.reference import HostReference
 from tests.launch import launch
 from tests.megatron.test_policy import make_batch
 from tests.megatron.test_policy import reference as transformers_outcome
@@ -32,7 +32,7 @@ def ranks(tmp_path_factory):
         guide = make_tiny_model(folder / f"{name}_guide", tied="tied" in case, layers=2, seed=7)
         truth.append(transformers_outcome(guide, batch, weights_N, steps=1)["logprobs"])
         cases.append({**case, "world_size": 2, "model": str(folder / name), "guide": str(folder / f"{name}_guide")})
-    results = launch("tests.megatron.reference_worker", "run_cases", 2, cases=cases, batch=batch, weights_N=weights_N)
+    results = launch("tests.megatron.frozen_worker", "run_cases", 2, cases=cases, batch=batch, weights_N=weights_N)
     return [[result | {"truth": scores} for result, scores in zip(rank, truth, strict=True)] for rank in results]
 
 
@@ -60,10 +60,10 @@ def test_a_guide_scores_as_in_transformers_and_changes_nothing(ranks, index):
 
 def test_parameters_may_lie_across_the_chunks_of_pinned_memory(monkeypatch):
     """torch rounds a pinned block up to a power of two: whole chunks waste nothing, a block per parameter would."""
-    monkeypatch.setattr(reference, "HostArena", functools.partial(HostArena, chunk_bytes=600))
+    monkeypatch.setattr(frozen, "HostArena", functools.partial(HostArena, chunk_bytes=600))
     model = torch.nn.Sequential(torch.nn.Linear(13, 11), torch.nn.Linear(11, 40)).bfloat16()
     start = [p.detach().clone() for p in model.parameters()]
-    copy = HostReference([model])
+    copy = FrozenCopy([model])
     torch.nn.init.normal_(model[1].weight)
     torch.nn.init.normal_(model[0].bias)
     trained = [p.detach().clone() for p in model.parameters()]

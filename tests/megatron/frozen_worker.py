@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from openrlhf_ext.megatron.base import PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.memory.reference import HostReference
+from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.megatron.parity import WeightedLogprob
@@ -46,7 +47,7 @@ def train(policy: MegatronPolicy, batch, weights_N, steps: int) -> list[dict]:
 def train_with_reference(policy: MegatronPolicy, batch, weights_N) -> dict:
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     start = policy.logprobs(batch).logprobs_N
-    reference = HostReference(policy.chunks)
+    reference = FrozenCopy(policy.chunks)
     steps = train(policy, batch, weights_N, 2)
     before = [p.detach().clone() for p in parameters]
     with reference.swapped_in():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from openrlhf_ext.megatron.step.grad_norms import GROUPS, group_of
+from openrlhf_ext.megatron.step.optimizer import GROUPS, group_of
 from tests.launch import launch
 from tests.models import make_tiny_model
 
@@ -34,7 +34,7 @@ def test_groups_in_every_layout(tmp_path):
         (True, pp, False), (True, pp, True), (True, dp, True),
     ]  # fmt: skip
     cases = [{"model": models[tied], "layout": layout, "distributed": d} for tied, layout, d in chosen]
-    results = launch("tests.megatron.grad_norms_worker", "run_cases", 2, cases=cases, ranks=2)
+    results = launch("tests.megatron.optimizer_worker", "run_cases", 2, cases=cases, ranks=2)
     reference = {
         case["model"]: expected_norms(r["grads"]) for case, r in zip(cases, results[0], strict=True) if r.get("grads")
     }

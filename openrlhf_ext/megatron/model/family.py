@@ -1,0 +1,191 @@
+"""What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what it refuses.
+
+A family is a ``Family`` in a file of its own (``megatron/families``). Everything that depends on the family reads it
+here; nothing here needs torch. What Megatron builds is the same for all of them: a dense decoder with RMS norms, rotary
+embedding, grouped-query attention and a SiLU-gated MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+
+
+class UnsupportedModelError(ValueError):
+    """The checkpoint uses something the Megatron policy does not build."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter and the HF tensors it is made of.
+
+    ``split``: 'replicated' is whole on every tensor-parallel rank, 'row' cuts dimension 1, 'vocab' cuts dimension 0
+    after padding, 'qkv' interleaves query, key and value per group and cuts dimension 0 (a rank may get part of a
+    group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts gate and up
+    separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each part, or one of all parts stacked.
+    """
+
+    parameter: str
+    hf_names: tuple[str, ...]
+    split: Split
+
+    def at_layer(self, local: int, layer: int) -> Rule:
+        """The rule of one layer: ``local`` in Megatron's names, ``layer`` in those of the checkpoint."""
+        names = tuple(name.format(layer=layer) for name in self.hf_names)
+        return Rule(self.parameter.format(layer=local), names, self.split)
+
+    @property
+    def axis(self) -> int:
+        """The dimension that is cut."""
+        return 1 if self.split == "row" else 0
+
+
+# the parameters that a decoder layer may have, and how Megatron cuts them
+_SPLITS: dict[str, Split] = {
+    "self_attention.linear_qkv.layer_norm_weight": "replicated",
+    "self_attention.linear_qkv.weight": "qkv",
+    "self_attention.linear_qkv.bias": "qkv",
+    "self_attention.q_layernorm.weight": "replicated",
+    "self_attention.k_layernorm.weight": "replicated",
+    "self_attention.linear_proj.weight": "row",
+    "mlp.linear_fc1.layer_norm_weight": "replicated",
+    "mlp.linear_fc1.weight": "gate_up",
+    "mlp.linear_fc2.weight": "row",
+}
+
+# what most families call the tensors of a layer
+LAYER: dict[str, tuple[str, ...]] = {
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+QKV_BIAS = {"self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv")}
+QK_NORM = {
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+}
+
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_REFUSED = {
+    "quantization_config": "only fp32, bf16 and fp16 weights are loaded",
+    "use_sliding_window": "set it to false in config.json",
+}
+# the one scaled variant that megatron-core's RotaryEmbedding implements (rope_utils, Llama 3)
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of dense decoders.
+
+    Attributes:
+        model_type: the entry of ``config.json`` by which a checkpoint says that it is of this family.
+        layer: parameters of a decoder layer -> HF tensors that they are made of, both named within the layer, in the
+            order in which they are exported. A bias of the query-key-value projection and norms of query and key are
+            built if, and only if, they are named here.
+        layer_prefix: what stands before an HF name within layer ``{layer}``.
+        embedding, final_norm, output: names of the tensors that belong to no layer.
+        critic_class: the class of transformers that reads an exported critic.
+        config_names: entries of ``config.json`` that this family calls otherwise: usual name -> its name.
+        config_defaults: usual names -> values of entries that the family's ``config.json`` may leave out.
+        rope_types: rotary variants: 'default', 'llama3'.
+        refused: entries of ``config.json`` that have to be absent, null, false or empty -> why, or what to do.
+    """
+
+    model_type: str
+    critic_class: str
+    layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
+    layer_prefix: str = "model.layers.{layer}."
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    output: str = "lm_head.weight"
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ("default", "llama3")
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(self.layer.keys() - _SPLITS.keys()):
+            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(_SPLITS)}")
+
+    # ---- names --------------------------------------------------------------------------------------------------
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value have a bias."""
+        return "self_attention.linear_qkv.bias" in self.layer
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether query and key are normalized per head."""
+        return "self_attention.q_layernorm.weight" in self.layer
+
+    @property
+    def layer_rules(self) -> list[Rule]:
+        """Rules of a decoder layer; ``{layer}`` stands for its index (see ``Rule.at_layer``)."""
+        names = {parameter: tuple(self.layer_prefix + n for n in tensors) for parameter, tensors in self.layer.items()}
+        return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, _SPLITS[p]) for p, tensors in names.items()]
+
+    @property
+    def embedding_rule(self) -> Rule:
+        return Rule("embedding.word_embeddings.weight", (self.embedding,), "vocab")
+
+    @property
+    def final_norm_rule(self) -> Rule:
+        return Rule("decoder.final_layernorm.weight", (self.final_norm,), "replicated")
+
+    @property
+    def output_rule(self) -> Rule:
+        return Rule("output_layer.weight", (self.output,), "vocab")
+
+    # ---- config.json ----------------------------------------------------------------------------------------------
+
+    def usual(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of ``config.json`` under their usual names, with those that were left out."""
+        renamed = {usual: config[own] for usual, own in self.config_names.items() if own in config}
+        return {**_DEFAULTS, **self.config_defaults, **config, **renamed}
+
+    def problems(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """What of a ``config.json`` (``usual``) is not built, one text for each."""
+        yield from self._rope_problems(rope_settings(config))
+        if config["hidden_act"] != "silu":
+            yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
+        for entry, why in {**_REFUSED, **self.refused}.items():
+            if config.get(entry):
+                yield f"{self.model_type} with {entry} = {config[entry]!r} is not supported: {why}"
+
+    def _rope_problems(self, rope: Mapping[str, Any]) -> Iterator[str]:
+        kind = rope_type(rope)
+        if kind not in self.rope_types:
+            yield f"rope_type must be one of {self.rope_types}, got {kind!r}"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            yield f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}"
+        if kind == "llama3":
+            wrong = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope.get(k) is not None and float(rope[k]) != v}
+            if wrong:
+                yield f"llama3 rotary scaling is built for {_LLAMA3_ROPE}, got {wrong}"
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4)."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """The variant of the rotary embedding."""
+    return rope.get("rope_type") or rope.get("type") or "default"
