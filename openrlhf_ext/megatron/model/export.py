@@ -23,6 +23,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from openrlhf_ext.megatron.deadlines.gate import Gate
+from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_files import HFRows
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
