@@ -180,7 +180,7 @@ class PenaltyOptions(Options):
     length_penalty: LengthPenalty | None = option(None, "penalty on long completions, added to the reward; null = none")
     grop_gamma1: Float = option(0.75, "grop: share of correct completions of an easy prompt", gt=0, lt=1)
     grop_medium_else: Literal["none", "incorrect"] = option(
-        "none", "grop: who is penalised on a medium prompt with n <= m"
+        "none", "grop: who is penalized on a medium prompt with n <= m"
     )
     grop_hard_dapo: HardPenalty | None = option(None, "grop: penalty on hard prompts; null = none")
 

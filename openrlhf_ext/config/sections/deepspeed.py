@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from openrlhf_ext.options import Float, Section, no_meaning, not_yet, option
+from openrlhf_ext.options import Float, Reason, Section, no_meaning, not_yet, option
 
 _NO_DEEPSPEED = "DeepSpeed does not run the policy"
-_LORA = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
+_LORA: Reason = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
 
 
 class Lora(Section):

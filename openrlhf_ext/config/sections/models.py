@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openrlhf_ext.options import Float, Section, Violation, added, no_meaning, not_default, not_yet, option
+from openrlhf_ext.options import Float, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[Float, Field(ge=0)]
 LrScheduler = Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"]
 
-_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use actor.adam.* with actor.optim adam"}
-_CRITIC_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use critic.adam.*"}
+_MUON: Reason = {"why": "only Adam is built on Megatron's optimizer", "instead": "use adam.* with optim adam"}
 
 
 class Adam(Section):
@@ -26,7 +25,7 @@ class Adam(Section):
     weight_decay: Float = option(0.0, "decoupled weight decay (not applied to biases and norms)", ge=0)
 
 
-class ActorMuon(Section):
+class Muon(Section):
     """Muon, which DeepSpeed offers and Megatron's optimizer does not."""
 
     lr: Float = not_yet(0.02, "learning rate of Muon's 2D weights", **_MUON)
@@ -94,7 +93,7 @@ class Actor(Section):
         inert=(0.0,),
     )
     optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
-    muon: ActorMuon = ActorMuon()
+    muon: Muon = Muon()
     adam: Adam = Adam()
     lr_scheduler: LrScheduler = option(
         "cosine_with_min_lr",
@@ -114,23 +113,10 @@ class Actor(Section):
     )
 
 
-class CriticAdam(Section):
+class CriticAdam(Adam):
     """Adam of the critic."""
 
     lr: Float = option(9e-6, "peak learning rate of the critic", ge=0)
-    betas: tuple[Beta, Beta] = option((0.9, 0.95), "decay rates of the critic's moments")
-    eps: Float = option(1e-8, "added to the root of the critic's second moment", gt=0)
-    weight_decay: Float = option(0.0, "decoupled weight decay of the critic", ge=0)
-
-
-class CriticMuon(Section):
-    """Muon of the critic."""
-
-    lr: Float = not_yet(0.02, "learning rate of the critic's 2D weights under Muon", **_CRITIC_MUON)
-    momentum: Float = not_yet(0.95, "momentum of the critic's Muon", **_CRITIC_MUON)
-    ns_steps: int = not_yet(5, "Newton-Schulz steps of the critic's Muon", **_CRITIC_MUON)
-    nesterov: bool = not_yet(True, "Nesterov momentum in the critic's Muon", **_CRITIC_MUON)
-    no_nesterov: bool = not_yet(False, "switch Nesterov momentum of the critic's Muon off", **_CRITIC_MUON)
 
 
 class CriticMegatron(Section):
@@ -170,8 +156,8 @@ class Critic(Section):
     save_value_network: bool = option(
         False, "write the critic at the end, in Hugging Face form, to <ckpt.output_dir>_critic"
     )
-    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_CRITIC_MUON)
-    muon: CriticMuon = CriticMuon()
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_MUON)
+    muon: Muon = Muon()
     adam: CriticAdam = CriticAdam()
     lr_scheduler: LrScheduler = option("cosine_with_min_lr", "learning rate of the critic over its optimizer steps")
     lr_warmup_ratio: Float = option(0.03, "share of the critic's optimizer steps with a linear warm-up", ge=0, le=1)

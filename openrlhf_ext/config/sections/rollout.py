@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf_ext.options import Float, Section, Violation, added, no_meaning, not_default, not_yet, option
+from openrlhf_ext.options import Float, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
 
-_REWARD_MODEL = {
+_REWARD_MODEL: Reason = {
     "why": "reward models are not run, rewards come from a function, a server or an agent",
     "instead": "use reward.remote_url (a .py file with reward_func, or http URLs) or train.agent_func_path",
 }

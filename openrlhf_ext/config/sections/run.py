@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from openrlhf_ext.options import Float, Section, Violation, Words, added, not_default, not_yet, option
+from openrlhf_ext.options import Float, Reason, Section, Violation, Words, added, not_default, not_yet, option
 
-_REWARD_MODEL = {"why": "reward models are not run", "instead": "leave it out"}
-_EMA = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
-_IMAGES = {"why": "only text models are built", "instead": "leave it out"}
+_REWARD_MODEL: Reason = {"why": "reward models are not run", "instead": "leave it out"}
+_EMA: Reason = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
+_IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
 
 
 def _interval(value: int) -> int:
