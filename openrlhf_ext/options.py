@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -105,6 +105,13 @@ class NotSupported:
         return f"{name} is {status}: {self.why}; got {value} ({origin}); {self.instead}"
 
 
+class Reason(TypedDict):
+    """``why`` and ``instead`` of several options."""
+
+    why: str
+    instead: str
+
+
 @dataclass(frozen=True)
 class Words:
     """Describes a type whose bounds a validator checks; goes into ``Annotated``."""
@@ -181,12 +188,13 @@ def no_meaning(default: Any, help_text: str, *, why: str, instead: str) -> Any:
 
 def _field(default: Any, help_text: str, info: OptionInfo, constraints: dict[str, Any]) -> Any:
     how = {"default_factory": default} if callable(default) else {"default": default}
-    return Field(**how, description=help_text, json_schema_extra={"option": info}, **constraints)
+    extra: Any = {"option": info}  # pydantic's slot for what it does not know itself
+    return Field(**how, description=help_text, json_schema_extra=extra, **constraints)
 
 
 def info_of(field: FieldInfo) -> OptionInfo:
     """The :class:`OptionInfo` of a field declared by one of the functions above."""
-    extra = field.json_schema_extra
+    extra: Any = field.json_schema_extra
     return extra["option"] if isinstance(extra, dict) else OptionInfo()
 
 

@@ -125,7 +125,7 @@ def _moments(values_N: Tensor, minus_N: Tensor | None = None) -> tuple[Tensor, T
 class GaeOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
     gamma: Float = option(1.0, "discount per token", ge=0, le=1)
     lambd: Float = option(1.0, "GAE lambda", ge=0, le=1)
-    whiten: bool = option(True, "standardise the advantages over all tokens of the rollout batch")
+    whiten: bool = option(True, "standardize the advantages over all tokens of the rollout batch")
     normalize_std: bool = option(True, "divide by the std when whitening; false only subtracts the mean")
     adv_eps: Float = option(1e-8, "added to the standard deviation", gt=0)
 

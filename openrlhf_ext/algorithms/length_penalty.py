@@ -86,7 +86,7 @@ def length_penalty(groups: Groups, part: Partition, options: PenaltyOptions) -> 
 
 def _formula(penalty: LengthPenalty, groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     if penalty.kind == "dapo":
-        return dapo_overlong(groups.lengths_B, penalty.l_max, penalty.l_cache, penalty.factor)
+        return dapo_overlong(groups.lengths_B, *penalty.span, penalty.factor)
     if penalty.kind == "tan_v1":
-        return tan_v1(groups.lengths_B, penalty.L1, penalty.L2, penalty.denominator)
+        return tan_v1(groups.lengths_B, *penalty.span, penalty.denominator)
     return grop(groups, part, options)

@@ -97,6 +97,18 @@ class LengthPenalty(Options):
     L2: Int | None = option(None, "tan_v1: longer length, tokens", gt=0)
     denominator: Literal["L2", "L1"] = option("L2", "tan_v1: slope denominator")
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """(l_max, l_cache) of `dapo`, (L1, L2) of `tan_v1`.
+
+        Raises:
+            ValueError: one of them is not set, which `violations` says too.
+        """
+        first, second = (self.l_max, self.l_cache) if self.kind == "dapo" else (self.L1, self.L2)
+        if first is None or second is None:
+            raise ValueError(f"length_penalty kind {self.kind!r} has no lengths")
+        return first, second
+
     def violations(self) -> Iterator[Violation]:
         needed = {"dapo": ("l_max", "l_cache"), "tan_v1": ("L1", "L2")}.get(self.kind, ())
         if missing := [name for name in needed if getattr(self, name) is None]:
@@ -180,7 +192,7 @@ class PenaltyOptions(Options):
     length_penalty: LengthPenalty | None = option(None, "penalty on long completions, added to the reward; null = none")
     grop_gamma1: Float = option(0.75, "grop: share of correct completions of an easy prompt", gt=0, lt=1)
     grop_medium_else: Literal["none", "incorrect"] = option(
-        "none", "grop: who is penalised on a medium prompt with n <= m"
+        "none", "grop: who is penalized on a medium prompt with n <= m"
     )
     grop_hard_dapo: HardPenalty | None = option(None, "grop: penalty on hard prompts; null = none")
 

@@ -1,4 +1,4 @@
-"""``python -m openrlhf_ext.cli.train_ppo_ray --config FILE.yaml [--entity.name value ...]``: one training run."""
+"""``python -m openrlhf_ext.cli.train_ppo_ray --config FILE.yaml [--section.name value ...]``: one training run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
+from openrlhf_ext.driver import preflight
+
 
 def main(argv: list[str] | None = None) -> int:
     """Checks the configuration, then runs it.
@@ -15,8 +18,6 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C.
     """
-    from openrlhf_ext.config import ConfigError
-
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
@@ -33,9 +34,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
-    from openrlhf_ext.config import load_config
-    from openrlhf_ext.driver import preflight
-
     config = load_config(argv, more_rules=preflight.findings)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
@@ -49,18 +47,17 @@ def start(argv: list[str]) -> int:
     return run(config)
 
 
-def dry_run(config) -> int:
+def dry_run(config: RunConfig) -> int:
     """Prints the resolved configuration, where every rank and engine goes, and the proof that the model fits there.
 
     Returns:
         0; 2 if the model cannot be laid out as configured.
     """
-    from openrlhf_ext.config import format_config, placement_table
-
     print(format_config(config))
     print(placement_table(config))
-    if not os.path.isdir(config.actor.model_name_or_path):
-        print(f"model: {config.actor.model_name_or_path} is not on this machine, so no rank of it was built")
+    policy = config.actor.model_name_or_path or ""
+    if not os.path.isdir(policy):
+        print(f"model: {policy} is not on this machine, so no rank of it was built")
         return 0
     from openrlhf_ext import patches
 
@@ -71,21 +68,21 @@ def dry_run(config) -> int:
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
     try:
-        print("\n".join(layout_proofs(config)))
+        print("\n".join(layout_proofs(config, policy)))
     except LayoutProofError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def layout_proofs(config) -> Iterator[str]:
+def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.driver.settings import parallel_layout
     from openrlhf_ext.megatron.decoder import DTYPES
     from openrlhf_ext.tools.plan.layout_proof import prove_layout
     from openrlhf_ext.tools.plan.table import format_proof
 
-    policy, megatron = config.actor.model_name_or_path, config.megatron
+    megatron = config.megatron
     layout = parallel_layout(config.world_size, megatron)
     proof = prove_layout(policy, layout, DTYPES[megatron.param_dtype], megatron.distributed_optimizer_enable)
     yield f"policy, {format_proof(proof)}"

@@ -28,7 +28,7 @@ from openrlhf_ext.config.sections import (
     WeightSync,
 )
 from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED
-from openrlhf_ext.options import Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
+from openrlhf_ext.options import Int, Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
@@ -80,7 +80,7 @@ class RunConfig(Section):
     guide: Guide = Guide()
     critic: Critic = Critic()
     ds: DeepSpeed = DeepSpeed()
-    local_rank: int = no_meaning(
+    local_rank: Int = no_meaning(
         -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
     )
     use_ms: bool = not_yet(

@@ -43,11 +43,6 @@ def option_table() -> dict[str, Option]:
     return describe(RunConfig)
 
 
-def option_names() -> list[str]:
-    """Sorted names; an open map of options ends in ``.*``."""
-    return sorted(name + (".*" if option.arity == "open" else "") for name, option in option_table().items())
-
-
 def find_option(name: str) -> Option | None:
     """The option of this name, or the open map a longer name falls into."""
     table = option_table()

@@ -1,4 +1,4 @@
-"""Option parsing: defaults of the specification, nulls, presets, and errors that name the option and the remedy."""
+"""Options of methods: published defaults, nulls, presets, and errors that name the option and the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUIRED = {
 
 
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
-def test_keys_and_defaults_are_those_of_the_specification(name: str) -> None:
+def test_keys_and_defaults_are_those_of_the_reference(name: str) -> None:
     described = {info.name: info.default for info in describe_options(name)}
     described.pop("initial_entropy_prompts", None)  # read by the driver, which measures h_ini
     assert described == DEFAULTS[name]

@@ -1,11 +1,25 @@
+"""Rules about files: what is read is there and holds what it should, what is written can be."""
+
 from __future__ import annotations
 
 import json
+import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from openrlhf_ext.config.files import InputError, count_records, first_record, read_model_facts, require_definition
+from openrlhf_ext.config.file_rules import checkpoint_bytes
+from openrlhf_ext.config.files import (
+    InputError,
+    count_records,
+    first_record,
+    parameter_count,
+    read_model_facts,
+    require_definition,
+)
 
 
 def test_the_model_must_be_there(problems):
@@ -218,3 +232,144 @@ def test_reward_sources(run_dir: Path, problems):
 def test_definitions_are_seen_without_running_the_file(tmp_path: Path):
     (tmp_path / "f.py").write_text("raise SystemExit(3)\ndef reward_func(): ...\n")
     require_definition(str(tmp_path / "f.py"), "reward_func")
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_outputs_must_be_writable(run_dir: Path, problems):
+    (run_dir / "file").touch()
+    for option in ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir", "logger.metrics_path"):
+        (message,) = problems(f"--{option}", "file/below/x", *([] if option != "ckpt.output_dir" else
+                              ["--logger.metrics_path", "m", "--logger.figure_path", "f"]))  # fmt: skip
+        assert message.startswith(f"{option} must be writable") and "is a file" in message
+    assert problems("--ckpt.output_dir", "not/yet/there") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "writes", "reads"),
+    [
+        (["--ckpt.output_dir", "model"], "ckpt.output_dir, logger.metrics_path, logger.figure_path", "actor.model"),
+        (["--ckpt.output_dir", "link"], "ckpt.output_dir, logger.metrics_path, logger.figure_path", "actor.model"),
+        (["--ckpt.path", "model"], "ckpt.path", "actor.model"),
+        (["--logger.metrics_path", "model/config.json"], "logger.metrics_path", "actor.model"),
+        (["--logger.metrics_path", "train.jsonl"], "logger.metrics_path", "data.prompt_dataset"),
+        (["--logger.figure_path", "reward.py"], "logger.figure_path", "reward.remote_url"),
+        (["--eval.dataset", "data", "--ckpt.path", "data/below"], "ckpt.path", "eval.dataset"),
+        (["--eval.dataset", "data", "--logger.metrics_path", "data/m.jsonl"], "logger.metrics_path", "eval.dataset"),
+    ],
+)
+def test_what_is_read_is_not_written(run_dir: Path, problems, words, writes, reads):
+    (run_dir / "link").symlink_to("model")
+    (run_dir / "data").mkdir()
+    (message,) = problems(*words)
+    assert message.startswith(f"{writes} would write into") and f"read by {reads}" in message
+
+
+def test_the_critic_is_neither_overwritten_nor_written_over_the_policy(run_dir: Path, problems):
+    shutil.copytree(run_dir / "model", run_dir / "critic")
+    shutil.copytree(run_dir / "model", run_dir / "out_critic")
+    words = ["--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2", "--ckpt.output_dir"]
+    other = ["--critic.model_name_or_path", "critic"]
+    assert problems(*words, "out", *other) == []
+    assert "read by critic.model_name_or_path" in problems(*words, "critic", *other)[0]
+    over = [*words, "out", "--actor.model_name_or_path", "out_critic"]
+    assert problems(*over) == []
+    (message,) = problems(*over, "--critic.save_value_network")
+    assert message.startswith("critic.save_value_network would write into the folder of the model")
+
+
+def test_a_model_is_not_a_checkpoint_that_may_be_moved(run_dir: Path, problems):
+    shutil.copytree(run_dir / "model", run_dir / "ckpt/checkpoints_ppo_ray/global_step5_hf")
+    shutil.copytree(run_dir / "model", run_dir / "ckpt/checkpoints_ppo_ray/start")
+    words = ["--actor.model_name_or_path", "ckpt/checkpoints_ppo_ray/global_step5_hf"]
+    (message,) = problems(*words)
+    assert message.startswith("actor.model_name_or_path must not be a checkpoint in ckpt.path")
+    assert problems(*words, "--ckpt.path", "elsewhere") == []
+    assert problems("--actor.model_name_or_path", "ckpt/checkpoints_ppo_ray/start") == []
+
+
+def test_outputs_may_lie_beside_and_below_a_model_and_above_the_inputs(problems):
+    assert problems("--ckpt.output_dir", ".") == []
+    assert problems("--ckpt.output_dir", "model/tuned", "--ckpt.path", "model/checkpoints") == []
+
+
+def test_file_outputs_are_two_files(problems):
+    (message,) = problems("--logger.metrics_path", "model")
+    assert message.startswith("logger.metrics_path must be a file, ") and message.endswith("model is a folder")
+    (message,) = problems("--logger.metrics_path", "m", "--logger.figure_path", "m")
+    assert "logger.metrics_path and logger.figure_path must be different files" in message
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+PARAMETERS = 1000 * 3
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def weights(run_dir):
+    save_file({"a": torch.zeros(1000, 2), "b": torch.zeros(1000, dtype=torch.bfloat16), "ids": torch.zeros(9).long()},
+              run_dir / "model/model.safetensors")  # fmt: skip
+    return run_dir
+
+
+def test_resumable_checkpoints_need_no_other_option(load):
+    assert load("--ckpt.save_steps", "2", "--ckpt.load_enable", "--ckpt.async_enable").warnings == ()
+
+
+def test_a_run_that_writes_nothing_is_refused(problems):
+    (message,) = problems("--ckpt.save_steps", "5", "--ckpt.disable_ds")
+    assert message.startswith("ckpt.save_steps 5 writes nothing") and "add --ckpt.save_hf" in message
+    assert problems("--ckpt.save_steps", "5", "--ckpt.disable_ds", "--ckpt.save_hf") == []
+
+
+def test_the_best_checkpoint_needs_a_known_metric_and_evaluations(problems):
+    known = ("--eval.dataset", "train.jsonl", "--eval.steps", "2", "--ckpt.best_metric_key")
+    assert problems(*known, "eval/accuracy") == []
+    assert "must be one of eval/accuracy" in problems(*known, "accuracy")[0]
+    assert "set eval.dataset and eval.steps" in problems("--ckpt.best_metric_key", "eval/accuracy")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (("--train.max_restarts", "2"), "a restart begins from the first step"),
+        (("--ckpt.fallback_enable",), "neither ckpt.load_enable nor train.max_restarts is set"),
+        (("--ckpt.async_enable",), "no resumable checkpoints are written"),
+    ],
+)
+def test_options_without_effect_are_named(load, words, warning):
+    (found,) = load(*words).warnings
+    assert warning in found
+    assert load(*words, "--ckpt.save_steps", "1", "--ckpt.load_enable").warnings == ()
+
+
+def test_parameters_are_counted_from_the_headers(weights):
+    assert parameter_count(str(weights / "model")) == PARAMETERS
+    assert parameter_count(str(weights)) is None
+    (weights / "model/model.safetensors").write_bytes(b"no header")
+    assert parameter_count(str(weights / "model")) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "bytes_each"),
+    [
+        (("--megatron.param_dtype", "fp32"), 12),
+        (("--megatron.param_dtype", "bf16"), 14),
+        (("--megatron.param_dtype", "bf16", "--ckpt.save_hf"), 16),
+        (("--megatron.param_dtype", "fp32", "--ckpt.save_hf", "--ckpt.disable_ds"), 4),
+    ],
+)
+def test_the_size_of_a_checkpoint(weights, load, words, bytes_each):
+    assert checkpoint_bytes(load(*words, "--ckpt.save_steps", "1")) == PARAMETERS * bytes_each
+
+
+def test_a_disk_without_room_is_found_before_the_run(weights, problems, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 40_000))
+    (message,) = problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16")
+    assert "takes about 42.0 kB" in message and "40.0 kB free" in message and "use another ckpt.path" in message
+    assert problems() == [], "a run that saves nothing needs no room"
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 42_001))
+    assert problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16") == []

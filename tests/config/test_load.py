@@ -268,6 +268,14 @@ def test_dtype_and_probe_tolerance_follow_the_policy(load):
     assert load("--weight_sync.probe_tolerance", "0.01").probe_tolerance == 0.01
 
 
+def test_true_is_no_number(run_dir: Path, problems):
+    (run_dir / "more.yaml").write_text("train.seed: true\nactor.adam.lr: true\n")
+    assert problems("--config", "more.yaml") == [
+        "actor.adam.lr: expected number >= 0, got true (more.yaml:2)",
+        "train.seed: expected integer >= 0 and <= 2147483647, got true (more.yaml:1)",
+    ]
+
+
 def test_infinite_numbers_are_refused(problems):
     assert len(problems("--actor.adam.lr", "inf")) == 1
     assert len(problems("--rollout.temperature", "nan")) == 1

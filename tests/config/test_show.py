@@ -47,7 +47,7 @@ def test_secrets_are_hidden(load):
 
 @given(tp=st.integers(1, 4), cp=st.integers(1, 2), pp=st.integers(1, 4), dp=st.integers(1, 3))
 def test_ranks_are_ordered_tensor_context_pipeline_data(tp, cp, pp, dp):
-    """OpenRLHF's actor groups take neighbouring blocks of tp * cp * pp ranks for one data-parallel copy."""
+    """OpenRLHF's actor groups take neighboring blocks of tp * cp * pp ranks for one data-parallel copy."""
     seen = set()
     for rank in range(tp * cp * pp * dp):
         at = rank_coordinates(rank, tp=tp, cp=cp, pp=pp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from openrlhf_ext.options import Float, Pair, Section, Violation, added, no_effect, not_default, option
+from openrlhf_ext.options import Float, Int, Pair, Section, Violation, added, no_effect, not_default, option
 
 Estimator = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "gtpo_entropy", "grpo_s", "gtpo_conflict", "entropy_advantage",
@@ -64,7 +64,7 @@ class Kl(Section):
     target: Float | None = option(
         None, "mean KL per token that the adaptive controller steers to, nats; null = a constant coefficient", gt=0
     )
-    horizon: int = option(10000, "samples over which the adaptive controller corrects a deviation", ge=1)
+    horizon: Int = option(10000, "samples over which the adaptive controller corrects a deviation", ge=1)
     init_coef: Float = option(0.0, "coefficient of the KL penalty, at the start if algo.kl.target is set", ge=0)
     estimator: Literal["k1", "k2", "k3"] = option(
         "k1", "estimator of the KL per token, d = log-prob of the policy minus the reference's: d, d^2/2, exp(-d)-1+d"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from openrlhf_ext.options import Float, Section, no_meaning, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, no_meaning, not_yet, option
 
 _NO_DEEPSPEED = "DeepSpeed does not run the policy"
-_LORA = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
+_LORA: Reason = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
 
 
 class Lora(Section):
     """Low-rank adapters."""
 
-    rank: int = not_yet(0, "rank of the adapters; 0 = none", **_LORA)
-    alpha: int = not_yet(16, "scale of the adapters", **_LORA)
+    rank: Int = not_yet(0, "rank of the adapters; 0 = none", **_LORA)
+    alpha: Int = not_yet(16, "scale of the adapters", **_LORA)
     target_modules: str | tuple[str, ...] = not_yet(
         "all-linear", "modules that get adapters", inert=(("all-linear",),), **_LORA
     )
@@ -30,7 +30,7 @@ class DeepSpeed(Section):
         why=_NO_DEEPSPEED,
         instead="use ckpt.save_hf for a checkpoint that every layout can load",
     )
-    zero_stage: int = no_meaning(
+    zero_stage: Int = no_meaning(
         2,
         "ZeRO stage",
         why=_NO_DEEPSPEED,
@@ -41,7 +41,7 @@ class DeepSpeed(Section):
     param_dtype: Literal["bf16", "fp16"] = no_meaning(
         "bf16", "data type of the parameters", why=_NO_DEEPSPEED, instead="use megatron.param_dtype (bf16 or fp32)"
     )
-    zpg: int = no_meaning(
+    zpg: Int = no_meaning(
         1, "ZeRO++ partition size", why=_NO_DEEPSPEED, instead="use megatron.distributed_optimizer_enable"
     )
     adam_offload: bool = not_yet(
@@ -82,7 +82,7 @@ class DeepSpeed(Section):
         "with train.colocate_all: the policy's parameters, gradients and optimizer states wait in host memory while "
         "the engines sample",
     )
-    tensor_parallel_size: int = no_meaning(
+    tensor_parallel_size: Int = no_meaning(
         1, "tensor-parallel ranks under DeepSpeed", why=_NO_DEEPSPEED, instead="use megatron.tensor_parallel_size"
     )
     packing_samples: bool = no_meaning(
@@ -93,10 +93,10 @@ class DeepSpeed(Section):
     )
     load_in_4bit: bool = not_yet(False, "load the base model in 4 bit", **_LORA)
     lora: Lora = Lora()
-    ring_attn_size: int = no_meaning(
+    ring_attn_size: Int = no_meaning(
         1, "ring-attention ranks", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
     )
-    ring_attn_head_stride: int = no_meaning(
+    ring_attn_head_stride: Int = no_meaning(
         1, "heads per step of ring attention", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
     )
     value_head_prefix: str = option(

@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openrlhf_ext.options import Float, Section, Violation, added, no_meaning, not_default, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[Float, Field(ge=0)]
 LrScheduler = Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"]
 
-_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use actor.adam.* with actor.optim adam"}
-_CRITIC_MUON = {"why": "only Adam is built on Megatron's optimizer", "instead": "use critic.adam.*"}
+_MUON: Reason = {"why": "only Adam is built on Megatron's optimizer", "instead": "use adam.* with optim adam"}
 
 
 class Adam(Section):
@@ -26,12 +25,12 @@ class Adam(Section):
     weight_decay: Float = option(0.0, "decoupled weight decay (not applied to biases and norms)", ge=0)
 
 
-class ActorMuon(Section):
+class Muon(Section):
     """Muon, which DeepSpeed offers and Megatron's optimizer does not."""
 
     lr: Float = not_yet(0.02, "learning rate of Muon's 2D weights", **_MUON)
     momentum: Float = not_yet(0.95, "momentum of Muon", **_MUON)
-    ns_steps: int = not_yet(5, "Newton-Schulz steps of Muon", **_MUON)
+    ns_steps: Int = not_yet(5, "Newton-Schulz steps of Muon", **_MUON)
     nesterov: bool = not_yet(True, "Nesterov momentum in Muon", **_MUON)
     no_nesterov: bool = not_yet(False, "switch Muon's Nesterov momentum off", **_MUON)
 
@@ -39,8 +38,8 @@ class ActorMuon(Section):
 class Actor(Section):
     """The policy under training."""
 
-    num_nodes: int = option(1, "nodes the policy runs on", ge=1)
-    num_gpus_per_node: int = option(
+    num_nodes: Int = option(1, "nodes the policy runs on", ge=1)
+    num_gpus_per_node: Int = option(
         8, "policy ranks per node: one per GPU, or one per process when the policy runs on CPU", ge=1
     )
     gradient_checkpointing_enable: bool = option(
@@ -94,7 +93,7 @@ class Actor(Section):
         inert=(0.0,),
     )
     optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
-    muon: ActorMuon = ActorMuon()
+    muon: Muon = Muon()
     adam: Adam = Adam()
     lr_scheduler: LrScheduler = option(
         "cosine_with_min_lr",
@@ -114,38 +113,25 @@ class Actor(Section):
     )
 
 
-class CriticAdam(Section):
+class CriticAdam(Adam):
     """Adam of the critic."""
 
     lr: Float = option(9e-6, "peak learning rate of the critic", ge=0)
-    betas: tuple[Beta, Beta] = option((0.9, 0.95), "decay rates of the critic's moments")
-    eps: Float = option(1e-8, "added to the root of the critic's second moment", gt=0)
-    weight_decay: Float = option(0.0, "decoupled weight decay of the critic", ge=0)
-
-
-class CriticMuon(Section):
-    """Muon of the critic."""
-
-    lr: Float = not_yet(0.02, "learning rate of the critic's 2D weights under Muon", **_CRITIC_MUON)
-    momentum: Float = not_yet(0.95, "momentum of the critic's Muon", **_CRITIC_MUON)
-    ns_steps: int = not_yet(5, "Newton-Schulz steps of the critic's Muon", **_CRITIC_MUON)
-    nesterov: bool = not_yet(True, "Nesterov momentum in the critic's Muon", **_CRITIC_MUON)
-    no_nesterov: bool = not_yet(False, "switch Nesterov momentum of the critic's Muon off", **_CRITIC_MUON)
 
 
 class CriticMegatron(Section):
     """The critic's own layout."""
 
-    tensor_parallel_size: int | None = added(
+    tensor_parallel_size: Int | None = added(
         None, "tensor-parallel ranks of the critic; null = as many as the policy's", ge=1
     )
-    pipeline_parallel_size: int | None = added(
+    pipeline_parallel_size: Int | None = added(
         None, "pipeline stages of the critic; null = as many as the policy's", ge=1
     )
-    context_parallel_size: int | None = added(
+    context_parallel_size: Int | None = added(
         None, "context-parallel ranks of the critic; null = as many as the policy's", ge=1
     )
-    virtual_pipeline_size: int | None = added(
+    virtual_pipeline_size: Int | None = added(
         None, "model chunks per pipeline stage of the critic; null = as many as the policy's", ge=1
     )
     sequence_parallel_enable: bool | None = added(
@@ -156,13 +142,13 @@ class CriticMegatron(Section):
 class Critic(Section):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
-    num_nodes: int = option(1, "nodes of the critic", ge=1)
-    num_gpus_per_node: int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1)
+    num_nodes: Int = option(1, "nodes of the critic", ge=1)
+    num_gpus_per_node: Int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1)
     megatron: CriticMegatron = CriticMegatron()
     value_clip: Float | None = option(
         0.5, "half-width of the interval around the old value in the value loss; null = no clipping", gt=0
     )
-    freezing_steps: int = option(
+    freezing_steps: Int = option(
         -1,
         "the policy is not trained in the first N + 1 training steps, only the critic is; -1 = it always is",
         ge=-1,
@@ -170,8 +156,8 @@ class Critic(Section):
     save_value_network: bool = option(
         False, "write the critic at the end, in Hugging Face form, to <ckpt.output_dir>_critic"
     )
-    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_CRITIC_MUON)
-    muon: CriticMuon = CriticMuon()
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_MUON)
+    muon: Muon = Muon()
     adam: CriticAdam = CriticAdam()
     lr_scheduler: LrScheduler = option("cosine_with_min_lr", "learning rate of the critic over its optimizer steps")
     lr_warmup_ratio: Float = option(0.03, "share of the critic's optimizer steps with a linear warm-up", ge=0, le=1)
@@ -193,10 +179,10 @@ class Ref(Section):
     Without ranks of its own it is a copy in the host memory of the policy's ranks, swapped in for one forward pass.
     """
 
-    num_nodes: int = option(
+    num_nodes: Int = option(
         1, "nodes of a reference with ranks of its own; it has none unless this or ref.num_gpus_per_node is set", ge=1
     )
-    num_gpus_per_node: int = option(8, "ranks per node of a reference with ranks of its own", ge=1)
+    num_gpus_per_node: Int = option(8, "ranks per node of a reference with ranks of its own", ge=1)
     offload: bool = option(
         False, "keep the reference in the policy's host memory, which is the default without ranks of its own"
     )
@@ -214,14 +200,14 @@ class Guide(Section):
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
         path="input",
     )
-    samples_per_prompt: int = added(
+    samples_per_prompt: Int = added(
         1, "completions of each group that the guide's engines sample; the policy's engines sample the others", ge=1
     )
-    num_engines: int = added(1, "vLLM engines of the guide; their weights never change", ge=1)
-    num_nodes: int = added(
+    num_engines: Int = added(1, "vLLM engines of the guide; their weights never change", ge=1)
+    num_nodes: Int = added(
         1, "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set", ge=1
     )
-    num_gpus_per_node: int = added(
+    num_gpus_per_node: Int = added(
         8, "ranks per node of a guide with ranks of its own, which are laid out as the policy's", ge=1
     )
 
@@ -229,12 +215,12 @@ class Guide(Section):
 class Megatron(Section):
     """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
 
-    tensor_parallel_size: int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
-    pipeline_parallel_size: int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
-    context_parallel_size: int = added(
+    tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
+    pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
+    context_parallel_size: Int = added(
         1, "ranks that share every sequence; each holds two pieces of it (equal work under a causal mask)", ge=1
     )
-    virtual_pipeline_size: int = added(
+    virtual_pipeline_size: Int = added(
         1, "model chunks per pipeline stage (interleaved schedule: a smaller bubble, more messages)", ge=1
     )
     sequence_parallel_enable: bool = added(
@@ -259,7 +245,7 @@ class Megatron(Section):
         "with megatron.recompute full: uniform = keep only the input of every megatron.recompute_num_layers layers, "
         "block = recompute the first megatron.recompute_num_layers layers of each model chunk, keep all of the others",
     )
-    recompute_num_layers: int = added(1, "layers, see megatron.recompute_method", ge=1)
+    recompute_num_layers: Int = added(1, "layers, see megatron.recompute_method", ge=1)
     head: Literal["fused", "two_pass", "naive"] = added(
         "fused",
         "how log-probs come from hidden states: fused = loss and gradient in one pass over blocks of logits where the "
@@ -269,7 +255,7 @@ class Megatron(Section):
     head_kernels: Literal["auto", "torch", "triton"] = added(
         "auto", "kernels of the head (fused and two_pass): auto = Triton on GPUs where it is installed, torch elsewhere"
     )
-    head_workspace_mib: int = added(
+    head_workspace_mib: Int = added(
         256,
         "memory for the blocks of logits that the head works on (fused and two_pass), MiB on every rank; more makes "
         "larger products",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf_ext.options import Float, Section, Violation, added, no_meaning, not_default, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
 
-_REWARD_MODEL = {
+_REWARD_MODEL: Reason = {
     "why": "reward models are not run, rewards come from a function, a server or an agent",
     "instead": "use reward.remote_url (a .py file with reward_func, or http URLs) or train.agent_func_path",
 }
@@ -16,8 +16,8 @@ _REWARD_MODEL = {
 class Vllm(Section):
     """The rollout engines."""
 
-    num_engines: int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1)
-    tensor_parallel_size: int = option(1, "GPUs (CPU: processes) per engine", ge=1)
+    num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1)
+    tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option(
         "auto",
         "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc on "
@@ -43,25 +43,25 @@ class Vllm(Section):
     dtype: Literal["auto", "bf16", "fp32"] = added(
         "auto", "data type of the engines' weights and activations; auto = megatron.param_dtype"
     )
-    max_num_seqs: int | None = added(
+    max_num_seqs: Int | None = added(
         None, "requests that an engine works on at a time", ge=1, default_text="1024 on GPU, 256 on CPU"
     )
-    max_requests: int | None = added(
+    max_requests: Int | None = added(
         None,
         "responses that an engine is asked for at a time; what is more waits in the driver, for the engine that is "
         "free first",
         ge=1,
         default_text="vllm.max_num_seqs",
     )
-    max_num_batched_tokens: int | None = added(
+    max_num_batched_tokens: Int | None = added(
         None,
         "tokens that an engine computes in one step; on CPU at least data.max_len",
         ge=1,
         default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
     )
-    kv_cache_mib: int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
+    kv_cache_mib: Int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
     start_timeout_s: Float = added(600, "longest wait for all engines to be ready, seconds", gt=0)
-    max_restarts: int = added(
+    max_restarts: Int = added(
         3,
         "how often in a run engines that died or hang are restarted, their prompts being sampled again; 0 = the run "
         "stops at the first one",
@@ -85,7 +85,7 @@ class Vllm(Section):
 class WeightSync(Section):
     """How the policy hands its weights to the engines after every step."""
 
-    bucket_mib: int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1)
+    bucket_mib: Int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1)
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(
         None,
@@ -93,7 +93,7 @@ class WeightSync(Section):
         gt=0,
         default_text="1e-4 in fp32, 0.2 in bf16",
     )
-    probe_length: int | None = added(
+    probe_length: Int | None = added(
         None,
         "tokens of the fixed prompt that is compared after every sync; more than a cache block (16 on GPU, 128 on CPU) "
         "proves the prefix cache too",
@@ -105,8 +105,8 @@ class WeightSync(Section):
 class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
-    num_nodes: int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
-    num_gpus_per_node: int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
+    num_nodes: Int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
+    num_gpus_per_node: Int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
     normalize_enable: bool = not_yet(False, "normalize the reward model's output", **_REWARD_MODEL)
     clip_range: tuple[Float, Float] | None = no_meaning(
         None,
@@ -143,11 +143,11 @@ class Reward(Section):
         "seconds",
         gt=0,
     )
-    max_failures: int = added(
+    max_failures: Int = added(
         10, "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0
     )
     failure_value: Float = added(0.0, "reward of a response whose grading failed")
-    num_workers: int = added(2, "grader processes per engine, for reward functions", ge=1)
+    num_workers: Int = added(2, "grader processes per engine, for reward functions", ge=1)
 
     def violations(self) -> Iterator[Violation]:
         buffer = self.overlong_buffer_len
@@ -166,30 +166,30 @@ class Reward(Section):
 class Rollout(Section):
     """One batch of rollouts."""
 
-    max_tokens_per_gpu: int | None = option(
+    max_tokens_per_gpu: Int | None = option(
         None,
         "with train.dynamic_batch_enable: tokens of a micro-batch on one rank when log-probs are computed",
         ge=1,
         default_text="train.max_tokens_per_gpu",
     )
-    batch_size: int = option(1024, "prompts per batch of rollouts", ge=1)
-    vllm_generate_batch_size: int | None = option(
+    batch_size: Int = option(1024, "prompts per batch of rollouts", ge=1)
+    vllm_generate_batch_size: Int | None = option(
         None,
         "prompts per call of the engines; only rollout.batch_size is built",
         ge=1,
         default_text="rollout.batch_size",
     )
-    micro_batch_size: int = option(1, "samples per forward pass and rank when log-probs are computed", ge=1)
-    max_new_tokens: int | None = option(
+    micro_batch_size: Int = option(1, "samples per forward pass and rank when log-probs are computed", ge=1)
+    max_new_tokens: Int | None = option(
         None, "longest response, tokens", ge=1, default_text="what data.max_len leaves after the prompt"
     )
     top_p: Float = option(
         1.0, "nucleus of sampling; below 1 the engines sample from another distribution than is trained", gt=0, le=1
     )
     temperature: Float = option(1.0, "temperature of sampling; log-probs and entropies use the same one", gt=0)
-    n_samples_per_prompt: int = option(1, "responses per prompt (size of a group)", ge=1)
+    n_samples_per_prompt: Int = option(1, "responses per prompt (size of a group)", ge=1)
     timeout_s: Float = added(1800, "longest wait for one batch of rollouts, seconds", gt=0)
-    max_filter_batches: int = added(
+    max_filter_batches: Int = added(
         10,
         "with algo.dynamic_filtering_enable: batches' worth of prompts (multiples of rollout.batch_size) sampled for "
         "one step before the run stops with an error",

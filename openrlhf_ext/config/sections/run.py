@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from openrlhf_ext.options import Float, Section, Violation, Words, added, not_default, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_default, not_yet, option
 
-_REWARD_MODEL = {"why": "reward models are not run", "instead": "leave it out"}
-_EMA = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
-_IMAGES = {"why": "only text models are built", "instead": "leave it out"}
+_REWARD_MODEL: Reason = {"why": "reward models are not run", "instead": "leave it out"}
+_EMA: Reason = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
+_IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
 
 
 def _interval(value: int) -> int:
@@ -21,7 +21,7 @@ def _interval(value: int) -> int:
     return value
 
 
-Interval = Annotated[int, AfterValidator(_interval), Words("integer >= 1, or -1")]
+Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1")]
 
 
 class Train(Section):
@@ -36,7 +36,7 @@ class Train(Section):
         "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep and "
         "vllm.enable_sleep",
     )
-    max_staleness: int | None = added(
+    max_staleness: Int | None = added(
         None,
         "weight versions that a trained token may lag behind the policy; above 0 the engines sample while the policy "
         "trains (docs/modes.md), and algo.advantage.is_correction_level is token unless it is set",
@@ -51,7 +51,7 @@ class Train(Section):
     async_enable: bool = option(
         False, "OpenRLHF's name for train.max_staleness = train.async_queue_size, see train.partial_rollout_enable"
     )
-    async_queue_size: int = option(1, "with train.async_enable: train.max_staleness", ge=1)
+    async_queue_size: Int = option(1, "with train.async_enable: train.max_staleness", ge=1)
     partial_rollout_enable: bool = option(
         False,
         "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on, as "
@@ -64,23 +64,23 @@ class Train(Section):
         "fill micro-batches up to a token budget (train.max_tokens_per_gpu, rollout.max_tokens_per_gpu) instead of "
         "with a number of samples; either way they are packed without padding",
     )
-    max_tokens_per_gpu: int = option(
+    max_tokens_per_gpu: Int = option(
         16192,
         "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank (context-parallel ranks share a "
         "micro-batch: times megatron.context_parallel_size in all)",
         ge=1,
     )
-    num_episodes: int = option(1, "passes over the prompts", ge=1)
-    max_epochs: int = option(1, "passes over each batch of rollouts", ge=1)
-    micro_batch_size: int = option(
+    num_episodes: Int = option(1, "passes over the prompts", ge=1)
+    max_epochs: Int = option(1, "passes over each batch of rollouts", ge=1)
+    micro_batch_size: Int = option(
         1, "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1
     )
-    batch_size: int = option(
+    batch_size: Int = option(
         128,
         "samples (not prompts) per optimizer step, over all ranks; whole groups of rollout.n_samples_per_prompt",
         ge=1,
     )
-    seed: int = option(42, "seed of data order and sampling", ge=0, le=2**31 - 1)
+    seed: Int = option(42, "seed of data order and sampling", ge=0, le=2**31 - 1)
     full_determinism_enable: bool = option(
         False,
         "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
@@ -95,7 +95,7 @@ class Train(Section):
         None, "a .py file that defines AgentExecutor, for multi-turn rollouts with rewards of their own", path="input"
     )
     step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
-    max_restarts: int = added(
+    max_restarts: Int = added(
         0, "how many times a failed run is started again, from its last checkpoint in ckpt.path", ge=0
     )
 
@@ -136,7 +136,7 @@ class Eval(Section):
     dataset: str | None = option(None, "evaluation prompts; same forms as data.prompt_dataset", path="input")
     split: str = option("train", "split of eval.dataset")
     temperature: Float = option(0.6, "temperature of sampling in evaluation", ge=0)
-    n_samples_per_prompt: int = option(4, "responses per prompt in evaluation (pass@n)", ge=1)
+    n_samples_per_prompt: Int = option(4, "responses per prompt in evaluation (pass@n)", ge=1)
 
     def cautions(self) -> Iterator[str]:
         if self.dataset is None:
@@ -161,7 +161,7 @@ class Ckpt(Section):
         "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)",
     )
     disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
-    max_num: int = option(3, "checkpoints of ckpt.save_steps kept besides the best one; the oldest are deleted", ge=1)
+    max_num: Int = option(3, "checkpoints of ckpt.save_steps kept besides the best one; the oldest are deleted", ge=1)
     max_mem: float = option(
         float("inf"),
         "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
@@ -231,7 +231,7 @@ class Wandb(Section):
 class Logger(Section):
     """Where numbers go."""
 
-    logging_steps: int = option(1, "training steps between writes to W&B and TensorBoard", ge=1)
+    logging_steps: Int = option(1, "training steps between writes to W&B and TensorBoard", ge=1)
     wandb: Wandb = Wandb()
     tensorboard_dir: str | None = option(None, "folder of TensorBoard files; null = none", path="output")
     metrics_path: str | None = added(
@@ -256,9 +256,9 @@ class Data(Section):
     """Prompts."""
 
     disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
-    dataloader_num_workers: int = option(0, "processes that load prompts", ge=0)
-    max_len: int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
-    max_samples: int = option(int(1e8), "prompts used of the dataset", ge=1)
+    dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0)
+    max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
+    max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
     prompt_dataset: str | None = option(
         None,
         "prompts: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several separated by commas; "
@@ -272,7 +272,7 @@ class Data(Section):
     input_template: str | None = option(None, "text around the prompt; {} stands for the prompt")
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
-    max_images_per_prompt: int = not_yet(0, "images per prompt", **_IMAGES)
+    max_images_per_prompt: Int = not_yet(0, "images per prompt", **_IMAGES)
     overlong_prompts: Literal["skip", "error"] = added(
         "skip", "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop"
     )
