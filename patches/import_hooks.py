@@ -75,13 +75,16 @@ class PatchFinder:
 def _wrap_execution(spec: ModuleSpec, wrapper: Wrapper) -> None:
     # Set on the loader instance, made for this one import: its class, and with it inspect.getsource and
     # pkgutil.get_data, stay as they are.
-    execute = spec.loader.exec_module
+    loader = spec.loader
+    if loader is None:
+        raise ImportError(f"{spec.name} has no loader, so it cannot be patched", name=spec.name)
+    execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         with wrapper(module):
             execute(module)
 
-    spec.loader.exec_module = exec_module
+    loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one instance, see above
 
 
 patch_finder = PatchFinder()

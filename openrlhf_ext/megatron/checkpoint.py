@@ -40,6 +40,7 @@ from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.deadlines.gate import wait_for_all
 from openrlhf_ext.megatron.decoder import MegatronModel
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
     return blocks
 
 
-def _sharded_entries(chunk: torch.nn.Module) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+def _sharded_entries(chunk: HiddenStateGPTModel) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
     for entry in nested_values(state):

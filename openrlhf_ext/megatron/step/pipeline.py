@@ -57,10 +57,9 @@ class StageCommunicator(P2PCommunicator):
         tensor_send_prev: Tensor | None,
         recv_prev: bool,
         recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
+        **_,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """(received from previous, received from next, nothing to wait for); the one shape given is not used."""
+        """(received from previous, received from next, nothing to wait for); Megatron's one shape is not used."""
         from_prev = self._empty(self._from_prev) if recv_prev else None
         from_next = self._empty(self._from_next) if recv_next else None
         operations = [
