@@ -140,7 +140,7 @@ def _ranges(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, OptimizerRan
     if inner is None:  # a rank without parameters of its kind
         return
     for parameter, main, start in _main_parameters(optimizer):
-        state = _initialised(inner, main)
+        state = _initialized(inner, main)
         tensors = {name: t.view(-1) for name, t in state.items() if name != "step"}
         if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             tensors["master"] = main.detach().view(-1)
@@ -169,7 +169,7 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Ten
         raise CheckpointError(f"checkpoints of a {type(optimizer).__name__} are not built")
 
 
-def _initialised(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
+def _initialized(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
     """The inner optimizer's state of a parameter; before the first step the one that Adam would begin with."""
     state = inner.state[main]
     if not state:

@@ -212,7 +212,7 @@ class MegatronModel:
         return PackShape(self.config.context_parallel_size, pieces)
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        """Tokens of each micro-batch that this rank exchanges with the neighbouring pipeline stages."""
+        """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
         padding_row = [2]
         lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
         return [self._pack_shape.tokens_per_rank(part) for part in lengths]

@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 class StageCommunicator(P2PCommunicator):
-    """Exchanges activations and gradients of micro-batches of different lengths with the neighbouring stages.
+    """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
 
     Megatron-core 0.16.1 sends the shapes first (a message and a wait for the device each time) and posts its operations
     in the order (send to previous, receive from previous, send to next, receive from next). With two stages both
-    neighbours are the same rank, and messages between two ranks match in the order in which they are posted: under the
+    neighbors are the same rank, and messages between two ranks match in the order in which they are posted: under the
     interleaved schedule a gradient then arrives where an activation is awaited, silently if both have the same shape
     (pipeline_parallel/p2p_communication.py:17, 192; Megatron-LM's argument parser refuses that layout, mcore does not).
-    Here every rank posts its receives in the order in which its neighbour posts the matching sends.
+    Here every rank posts its receives in the order in which its neighbor posts the matching sends.
 
     Args:
         lengths: tokens of each micro-batch in a message (those of one rank), in the order of the schedule.
