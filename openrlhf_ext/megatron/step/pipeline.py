@@ -90,13 +90,15 @@ def schedule_order(micro_batches: int, chunks: int, stages: int) -> list[tuple[i
 
 def pipeline_arguments(config: TransformerConfig, lengths: Sequence[int], chunks: int) -> dict[str, Any]:
     """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out; {} without PP."""
-    groups = ProcessGroupCollection()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    if groups.pp.size() == 1:
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() == 1:
         return {}
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    return {"p2p_communicator": StageCommunicator(groups.pp, config, lengths, chunks), "pg_collection": groups}
+    groups = ProcessGroupCollection(
+        pp=stages,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+    )
+    return {"p2p_communicator": StageCommunicator(stages, config, lengths, chunks), "pg_collection": groups}
