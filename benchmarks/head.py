@@ -42,8 +42,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openrlhf_ext.head import ClippedTokenLoss, linear_logprob_entropy, linear_token_loss
-from openrlhf_ext.head.precision import accumulate
+from openrlhf_ext.algorithms.losses import clipped_surrogate
+from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
+from openrlhf_ext.head.arithmetic import accumulate
 
 Function = Callable[[], object]
 
@@ -262,7 +263,10 @@ class Problem:
         with torch.no_grad():
             old = linear_logprob_entropy(self.hidden_TH, self.weight_VH, self.target_T).logprob_T
         self.slope_T = randn(tokens) / tokens
-        self.loss = ClippedTokenLoss(randn(tokens), torch.full_like(old, 1 / tokens), old + 0.1 * randn(tokens))
+        advantage_T, old_T = randn(tokens), old + 0.1 * randn(tokens)
+        self.loss = lambda logprob_B, rows: (
+            -clipped_surrogate(logprob_B - old_T[rows], advantage_T[rows], 0.2, 0.2)[0] / tokens
+        )
 
     def products(self) -> Products:
         return Products(self.hidden_TH.detach(), self.weight_VH.detach(), self.total_VH)

@@ -7,12 +7,11 @@ cheap, and each patch decides when its dependency is imported whether it is need
 
 from __future__ import annotations
 
-from openrlhf_ext.patches import megatron_cpu, megatron_distributed_optimizer, openrlhf_imports, vllm_tied_head
+from openrlhf_ext.patches import megatron_cpu, openrlhf_imports, vllm_tied_head
 from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
 
 PATCHES: tuple[Patch, ...] = (
     megatron_cpu.PATCH,
-    megatron_distributed_optimizer.PATCH,
     openrlhf_imports.PATCH,
     vllm_tied_head.PATCH,
 )

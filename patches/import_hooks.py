@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
@@ -29,10 +30,6 @@ class PatchFinder:
         self._loaders[package] = loader
         self._attach()
 
-    def has_wrapper(self, module_name: str) -> bool:
-        """Whether `run_around` was called for this module."""
-        return module_name in self._wrappers
-
     def has_loader(self, package: str) -> bool:
         """Whether `load_with` was called for this package."""
         return package in self._loaders
@@ -49,7 +46,7 @@ class PatchFinder:
         if loader is not None and type(spec.loader) is SourceFileLoader:
             spec.loader = loader(spec.loader.name, spec.loader.path)
         if wrapper is not None:
-            _wrap_execution(spec, wrapper)
+            _wrap_execution(spec.loader, wrapper)
         return spec
 
     def _attach(self) -> None:
@@ -72,16 +69,16 @@ class PatchFinder:
         return None
 
 
-def _wrap_execution(spec: ModuleSpec, wrapper: Wrapper) -> None:
+def _wrap_execution(loader: Loader, wrapper: Wrapper) -> None:
     # Set on the loader instance, made for this one import: its class, and with it inspect.getsource and
     # pkgutil.get_data, stay as they are.
-    execute = spec.loader.exec_module
+    execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         with wrapper(module):
             execute(module)
 
-    spec.loader.exec_module = exec_module
+    loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one instance, see above
 
 
 patch_finder = PatchFinder()

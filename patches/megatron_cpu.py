@@ -34,10 +34,14 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
 
 from openrlhf_ext.patches.base import Patch, PatchRefused
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.patches.import_hooks import patch_finder
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 VERSIONS = ("0.16.1",)
 MBRIDGE_VERSIONS = ("0.15.1",)
@@ -109,7 +113,9 @@ class _CpuLoader(SourceFileLoader):
         if after_import is not None:
             after_import(module)
 
-    def source_to_code(self, data: bytes | str, path: str, *, _optimize: int = -1) -> CodeType:
+    def source_to_code(  # type: ignore[override]  # as importlib calls it: with the source and its path
+        self, data: bytes | str, path: str, *, _optimize: int = -1
+    ) -> CodeType:
         return compile(rewrite_for_cpu(data, path), path, "exec", dont_inherit=True, optimize=_optimize)
 
     # importlib validates, reads and (atomically) writes bytecode through the two methods below. Redirecting its path
@@ -118,7 +124,7 @@ class _CpuLoader(SourceFileLoader):
     def get_data(self, path: str) -> bytes:
         return super().get_data(self._redirected(path))
 
-    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+    def set_data(self, path: str, data: Buffer, *, _mode: int = 0o666) -> None:
         super().set_data(self._redirected(path), data, _mode=_mode)
 
     def _redirected(self, path: str) -> str:
@@ -180,7 +186,7 @@ class _CudaToCpu(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if _is_constant(node, tuple(_TENSOR_TYPES)):
+        if isinstance(node.value, str) and node.value in _TENSOR_TYPES:
             return ast.copy_location(ast.Constant(_TENSOR_TYPES[node.value]), node)
         return node
 
@@ -216,14 +222,13 @@ def _use_cpu_generator(module: ModuleType) -> None:
     """tensor_parallel.random: its named random states are states of torch's CPU generator."""
     import torch
 
-    def get_state(device: object = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
         torch.set_rng_state(new_state)
 
-    module._get_cuda_rng_state = get_state
-    module._set_cuda_rng_state = set_state
+    vars(module).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
     logging.getLogger(module.__name__).addFilter(_is_not_cpu_state_warning)
 
 

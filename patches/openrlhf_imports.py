@@ -93,7 +93,7 @@ def _deferring(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]
     def import_or_defer(
         name: str, globals: dict | None = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
-        absolute = resolve_name("." * level + name, globals["__package__"]) if level else name
+        absolute = resolve_name("." * level + name, (globals or {})["__package__"]) if level else name
         if deferring and absolute in modules:
             return _DeferredModule(absolute)
         return builtins.__import__(name, globals, locals, fromlist, level)

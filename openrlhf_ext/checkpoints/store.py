@@ -216,7 +216,10 @@ def _delete(checkpoint: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
-    return int(_NAME.match(path.name)[1])
+    found = _NAME.match(path.name)
+    if found is None:
+        raise ValueError(f"{path} is not named like a checkpoint (global_step<N>)")
+    return int(found[1])
 
 
 def _size_of(folder: Path) -> int:

@@ -112,7 +112,7 @@ def safetensors_chunks(
     for value in values:
         flat = value.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
-            yield memoryview(flat.view(torch.uint8).numpy())
+            yield flat.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,7 @@ def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.driver.settings import parallel_layout
     from openrlhf_ext.megatron.decoder import DTYPES
-    from openrlhf_ext.tools.plan.layout_proof import prove_layout
-    from openrlhf_ext.tools.plan.table import format_proof
+    from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     megatron = config.megatron
     layout = parallel_layout(config.world_size, megatron)

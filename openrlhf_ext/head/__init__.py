@@ -3,10 +3,9 @@
 from openrlhf_ext.head.checks import NonFiniteLogitsError
 from openrlhf_ext.head.linear import HeadOutput, TokenLossOutput, linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.head.naive import naive_logprob_entropy
-from openrlhf_ext.head.token_loss import ClippedTokenLoss, TokenLoss
+from openrlhf_ext.head.passes import TokenLoss
 
 __all__ = [
-    "ClippedTokenLoss",
     "HeadOutput",
     "NonFiniteLogitsError",
     "TokenLoss",

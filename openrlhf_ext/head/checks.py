@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.head.rows import Block
-from openrlhf_ext.head.shard import VocabularyShard
-from openrlhf_ext.head.statistics import TokenStatistics
+from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard
 
 _MOST_NAMED = 8
 

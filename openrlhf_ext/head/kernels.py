@@ -1,22 +1,18 @@
-"""What is done to a tile of logits: statistics, and the gradient of the logits. Chosen by device, or by name.
+"""What is done to a tile of logits: statistics, and the gradient of the logits; here in torch operations.
+
+They run on any device and in fp64. On a CPU a tile fits the cache, so that each operation costs well under 1 % of the
+product that made the tile; the one that counts is the exponential. The fused softmax is the fastest way to it, and its
+probabilities are all that a one-pass head must keep: no second exponential is taken.
 
 Shape suffixes: B = tokens of a block, S = columns of a slice of the vocabulary; 4 = (m, s, w, t) of ``statistics``.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import os
-from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
-
-Implementation = Literal["auto", "torch", "triton"]
 
 
 class TokenGradient(NamedTuple):
@@ -48,10 +44,8 @@ class Kernels(Protocol):
 
     keeps_logits: bool
 
-    def statistics(
-        self, logits_BS: Tensor, spare_BS: Tensor | None, column_B: Tensor, scale_B: Tensor | None
-    ) -> Tensor:
-        """(4, B) of a tile. Without ``keeps_logits`` the logits are overwritten and ``spare_BS`` is needed."""
+    def statistics(self, logits_BS: Tensor, spare_BS: Tensor, column_B: Tensor, scale_B: Tensor | None) -> Tensor:
+        """(4, B) of a tile. Without ``keeps_logits`` the logits and ``spare_BS`` are overwritten."""
 
     def gradient(self, logits_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
         """Writes d loss / d unscaled logits to ``out_BS``, which may be the logits; overwrites the logits."""
@@ -60,39 +54,48 @@ class Kernels(Protocol):
         """The same from a kept tile and the statistics it gave."""
 
 
-def choose_kernels(implementation: Implementation, compute: torch.dtype, device: torch.device) -> Kernels:
-    """Triton on CUDA devices where it is installed, torch elsewhere, unless asked for by name.
+class TorchKernels:
+    """See ``Kernels``; keeps the softmax of each slice."""
 
-    Raises:
-        ValueError: the implementation is unknown, or cannot run here; the message says why.
-    """
-    from openrlhf_ext.head.torch_kernels import TorchKernels
+    keeps_logits = False
 
-    if implementation not in ("auto", "torch", "triton"):
-        raise ValueError(f"implementation must be 'auto', 'torch' or 'triton', got {implementation!r}")
-    obstacle = triton_obstacle(compute, device)
-    if implementation == "triton" and obstacle:
-        raise ValueError(f"implementation 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
-    if implementation == "auto" and obstacle and device.type == "cuda":
-        _warn_once(obstacle)
-    if implementation == "torch" or obstacle or (implementation == "auto" and device.type != "cuda"):
-        return TorchKernels()
-    from openrlhf_ext.head.triton_kernels import TritonKernels
+    def statistics(self, logits_BS: Tensor, spare_BS: Tensor, column_B: Tensor, scale_B: Tensor | None) -> Tensor:
+        if scale_B is not None:
+            logits_BS.mul_(scale_B[:, None])
+        index_B1, here_B = _index(column_B, logits_BS)
+        target_B = logits_BS.gather(1, index_B1)[:, 0].masked_fill_(~here_B, 0.0)
+        maximum_B = logits_BS.amax(1)
+        torch.softmax(logits_BS, 1, out=spare_BS)
+        sum_B = spare_BS.amax(1).reciprocal_()  # the largest exponential is 1
+        weighted_B = logits_BS.sub_(maximum_B[:, None]).mul_(spare_BS).sum(1).mul_(sum_B)
+        return torch.stack([maximum_B, sum_B, weighted_B, target_B])
 
-    return TritonKernels()
+    def gradient(self, logits_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+        if token.scale_B is not None:
+            logits_BS.mul_(token.scale_B[:, None])
+        log_p_BS = logits_BS.sub_(token.maximum_B[:, None]).sub_(token.log_sum_B[:, None])
+        if token.entropy_coefficient_B is None or token.entropy_B is None:
+            grad_BS = log_p_BS.exp_().mul_(-token.coefficient_B[:, None])
+        else:
+            # d entropy / d u_v = -p_v (log p_v + entropy)
+            weight_BS = (log_p_BS + token.entropy_B[:, None]).mul_(token.entropy_coefficient_B[:, None])
+            grad_BS = log_p_BS.exp_().mul_(weight_BS.add_(token.coefficient_B[:, None]).neg_())
+        self._finish(grad_BS, token, out_BS)
+
+    def kept_gradient(self, kept_BS: Tensor, part_4B: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+        share_B = part_4B[1] * (part_4B[0] - token.maximum_B).sub_(token.log_sum_B).exp_()  # of the slice in the whole
+        self._finish(kept_BS.mul_(share_B.mul_(token.coefficient_B).neg_()[:, None]), token, out_BS)
+
+    def _finish(self, grad_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
+        index_B1, here_B = _index(token.column_B, grad_BS)
+        grad_BS.scatter_add_(1, index_B1, (token.coefficient_B * here_B)[:, None])
+        if token.scale_B is not None:
+            grad_BS.mul_(token.scale_B[:, None])
+        if out_BS is not grad_BS:
+            out_BS.copy_(grad_BS)
 
 
-@cache
-def _warn_once(obstacle: str) -> None:
-    logger.warning("the head uses torch kernels, which are slower on a GPU than Triton's: %s", obstacle)
-
-
-def triton_obstacle(compute: torch.dtype, device: torch.device) -> str | None:
-    """Why the Triton kernels cannot take these tensors; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package 'triton' is not installed"
-    if compute != torch.float32:
-        return f"its statistics are fp32, these inputs need {compute}"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {device.type}, and Triton's interpreter (TRITON_INTERPRET=1) is off"
-    return None
+def _index(column_B: Tensor, tile_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, 1) a valid column for each token, and (B,) whether its target is really there."""
+    here_B = (column_B >= 0) & (column_B < tile_BS.shape[1])
+    return column_B.masked_fill(~here_B, 0)[:, None], here_B

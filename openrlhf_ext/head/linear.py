@@ -18,16 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf_ext.head.arithmetic import Implementation, Precision, choose_kernels
 from openrlhf_ext.head.checks import check_call, check_finite_hidden, check_finite_statistics
-from openrlhf_ext.head.kernels import Implementation, Kernels, choose_kernels
-from openrlhf_ext.head.passes import LinearHead, gradients, statistics, statistics_and_gradients, tile_costs
+from openrlhf_ext.head.kernels import Kernels
+from openrlhf_ext.head.passes import (
+    LinearHead,
+    TokenLoss,
+    WeightGradient,
+    gradients,
+    loss_and_slope,
+    statistics,
+    statistics_and_gradients,
+    tile_costs,
+)
 from openrlhf_ext.head.plan import TilePlan, one_pass_plan, tile_plan
-from openrlhf_ext.head.precision import Precision
 from openrlhf_ext.head.rows import ReplicatedRows, Rows, SequenceShardedRows, count_rows, gathered_rows
-from openrlhf_ext.head.shard import VocabularyShard
-from openrlhf_ext.head.statistics import TokenStatistics
-from openrlhf_ext.head.token_loss import TokenLoss, loss_and_slope
-from openrlhf_ext.head.weight_gradient import WeightGradient
+from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard
 
 
 class HeadOutput(NamedTuple):
@@ -68,7 +74,7 @@ def linear_logprob_entropy(
         hidden_TH: (T, H) hidden states, the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
         weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden states; rank r holds
             rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place where Megatron's
-            DDP provides that (``weight_gradient``).
+            DDP provides that (``passes.WeightGradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
         temperature: divides the logits first; > 0. A number, or one per token, (T,).
         vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
@@ -150,15 +156,21 @@ def linear_token_loss(
     return TokenLossOutput(value, stats.logprob_N, stats.entropy_N)
 
 
+class _Sequence(NamedTuple):
+    """The wanted rows of a sequence that the ranks of a group hold one after the other, and how many each has."""
+
+    rows_T: Tensor
+    counts: Sequence[int]
+    group: dist.ProcessGroup
+
+
 @dataclass(frozen=True)
 class _Call:
     """The arguments of a call that are not differentiated; (T,) tensors in the caller's order."""
 
     target_T: Tensor
     scale_T: Tensor | None
-    sequence_rows: Tensor | None
-    rows_per_rank: Sequence[int] | None
-    process_group: dist.ProcessGroup | None
+    sequence: _Sequence | None
     shard: VocabularyShard
     precision: Precision
     kernels: Kernels
@@ -184,14 +196,14 @@ class _Call:
         checks = hidden_TH.device.type == "cpu" if checks is None else checks
         check_call(hidden_TH, weight_VH, target_T, temperature, sequence_rows, workspace_bytes, shard, checks)
         precision = Precision.of(hidden_TH.dtype, hidden_TH.device)
-        if sequence_rows is not None:
-            rows_per_rank = _counts(sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks)
+        sequence = None
+        if sequence_rows is not None and process_group is not None:  # one without the other is no shard of a sequence
+            counts = _counts(sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks)
+            sequence = _Sequence(sequence_rows, counts, process_group)
         return cls(
             target_T=target_T,
             scale_T=_scale(temperature, target_T, precision.compute),
-            sequence_rows=sequence_rows,
-            rows_per_rank=rows_per_rank,
-            process_group=process_group,
+            sequence=sequence,
             shard=shard,
             precision=precision,
             kernels=choose_kernels(implementation, precision.compute, hidden_TH.device),
@@ -237,7 +249,7 @@ class _Call:
         costs = tile_costs(
             hidden_TH.shape[1], hidden_TH.dtype, self.precision, self.kernels, statistics=statistics,
             gradients=gradients,
-            gathered=0.0 if self.sequence_rows is None else gathered_rows(self.rows_per_rank, self.process_group),
+            gathered=0.0 if self.sequence is None else gathered_rows(self.sequence.counts, self.sequence.group),
         )  # fmt: skip
         size = (self.target_T.numel(), weight_rows, costs, self.workspace_bytes, hidden_TH.device.type)
         if one_pass is False:
@@ -245,9 +257,9 @@ class _Call:
         return one_pass_plan(*size, force=one_pass is True) or tile_plan(*size)
 
     def _rows(self, hidden_TH: Tensor, tokens: int) -> Rows:
-        if self.sequence_rows is None:
+        if self.sequence is None:
             return ReplicatedRows(hidden_TH, self.shard, tokens)
-        return SequenceShardedRows(hidden_TH, self.sequence_rows, self.rows_per_rank, self.process_group, tokens)
+        return SequenceShardedRows(hidden_TH, self.sequence.rows_T, self.sequence.counts, self.sequence.group, tokens)
 
     def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
         """In the caller's order."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrlhf_ext.head.checks import check_call
 from openrlhf_ext.head.linear import HeadOutput
-from openrlhf_ext.head.shard import VocabularyShard
+from openrlhf_ext.head.statistics import VocabularyShard
 
 
 def naive_logprob_entropy(

@@ -14,19 +14,73 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from openrlhf_ext.head.arithmetic import Precision, accumulate, multiply
 from openrlhf_ext.head.kernels import Kernels, TokenGradient
 from openrlhf_ext.head.plan import TileCosts, TilePlan
-from openrlhf_ext.head.precision import Precision, accumulate, multiply
 from openrlhf_ext.head.rows import Block, Rows
-from openrlhf_ext.head.shard import VocabularyShard
-from openrlhf_ext.head.statistics import TokenStatistics, combine, empty_part, merge
-from openrlhf_ext.head.weight_gradient import WeightGradient
+from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard, combine, empty_part, merge
+
+# loss(logprob_B, rows) -> loss_B: the terms of the tokens at these places of the call, already divided by the global
+# denominators. Term b may depend on log-probability b only.
+TokenLoss = Callable[[Tensor, "slice | Tensor"], Tensor]
 
 # coefficients(rows, statistics of these tokens) -> d loss / d log-prob and (or None) d loss / d entropy, both (B,)
 Coefficients = Callable[[slice, TokenStatistics], tuple[Tensor, Tensor | None]]
 
 # Statistics of slices that wait to be merged: few operations on a GPU, and memory that the vocabulary does not move.
 _PARTS = 8
+
+
+def loss_and_slope(token_loss: TokenLoss, logprob_B: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the terms, and the derivative of each by its log-probability, (B,).
+
+    Raises:
+        ValueError: the loss does not give one term per token.
+    """
+    with torch.enable_grad():
+        variable_B = logprob_B.detach().requires_grad_()
+        loss_B = token_loss(variable_B, rows)
+        if loss_B.shape != variable_B.shape:
+            raise ValueError(
+                f"token_loss must return one term per token, elementwise: got {tuple(loss_B.shape)} for "
+                f"{tuple(variable_B.shape)} log-probabilities"
+            )
+        total = loss_B.sum()
+        if not total.requires_grad:  # constant terms, of tokens without loss
+            return total, torch.zeros_like(variable_B)
+        (slope_B,) = torch.autograd.grad(total, variable_B, allow_unused=True, materialize_grads=True)
+    return total.detach(), slope_B
+
+
+class WeightGradient:
+    """Sum of a call's contributions to the gradient of its (V, H) weight: in ``main_grad`` in place if there is one.
+
+    Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels that add to it
+    themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
+    gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
+    ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. Megatron's own layers hand out a
+    placeholder of the weight's size instead, which only ``overlap_grad_reduce`` asks for (by an assertion).
+    (Protocol: megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
+
+    Attributes:
+        total_VH: what to add contributions to: ``main_grad`` or a buffer of this call, in the compute format.
+    """
+
+    def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:
+        self._weight_VH = weight_VH
+        main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
+        # a low-precision main_grad would round every block's contribution: sum those in a buffer, and let DDP add it
+        if main_grad is not None and (main_grad.dtype != compute or not hasattr(weight_VH, "grad_added_to_main_grad")):
+            main_grad = None
+        self.in_main_grad = main_grad is not None
+        self.total_VH = torch.zeros_like(weight_VH, dtype=compute) if main_grad is None else main_grad
+
+    def for_autograd(self) -> Tensor | None:
+        """The gradient for autograd; None where ``main_grad`` has it. To be asked for in the backward pass then."""
+        if not self.in_main_grad:
+            return self.total_VH.to(self._weight_VH.dtype)
+        self._weight_VH.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # of Megatron's DDP
+        return None
 
 
 @dataclass(frozen=True)
@@ -116,7 +170,7 @@ class _Buffers:
     def __init__(self, head: LinearHead, *, statistics: bool = True, gradients: bool = True) -> None:
         self._head, precision, kernels = head, head.precision, head.kernels
         tile, block = head.rows.longest * head.plan.columns, head.rows.longest * head.shard.true_rows
-        self._kept = self._empty(block) if head.plan.keeps else None
+        self._kept = self._empty(block if head.plan.keeps else 0)
         keeps_logits = head.plan.keeps and kernels.keeps_logits
         self._logits = None if keeps_logits else self._empty(tile)
         needs_spare = statistics and not (head.plan.keeps or kernels.keeps_logits)
@@ -140,10 +194,10 @@ class _Buffers:
             return self.kept(tokens, columns)
         return _view(self._logits, tokens, columns)
 
-    def spare(self, tokens: int, columns: slice) -> Tensor | None:
-        """The second tile of ``Kernels.statistics``."""
+    def spare(self, tokens: int, columns: slice) -> Tensor:
+        """The second tile of ``Kernels.statistics``; the first again for kernels that do without."""
         if self._head.kernels.keeps_logits:
-            return None
+            return self.logits(tokens, columns)
         return self.kept(tokens, columns) if self._spare is None else _view(self._spare, tokens, columns)
 
     def gradient(self, tile_BS: Tensor, columns: slice) -> Tensor:
@@ -205,13 +259,13 @@ def statistics_and_gradients(
 
     def gradient(block: Block) -> Tensor:
         operand_BH = head.operand(block)
-        parts: Iterable[Tensor] = _parts(head, buffers, block, operand_BH)
-        parts = list(parts) if head.plan.keeps else parts
-        own = combine(_merged(head, parts, block), head.shard)
+        parts = _parts(head, buffers, block, operand_BH)
+        kept = list(parts) if head.plan.keeps else None
+        own = combine(_merged(head, parts if kept is None else kept, block), head.shard)
         pieces.append(own)
         grads = _BlockGradient(head, buffers, block, operand_BH, weight_gradient)
-        if head.plan.keeps:
-            return grads.from_kept(own, coefficients(block.rows, own), parts)
+        if kept is not None:
+            return grads.from_kept(own, coefficients(block.rows, own), kept)
         return grads.recomputed(own, coefficients(block.rows, own))
 
     for block in head.blocks():

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.head.shard import VocabularyShard
+from openrlhf_ext.head.statistics import VocabularyShard
 
 
 class Block(NamedTuple):
@@ -51,12 +51,14 @@ class Rows(Protocol):
     Attributes:
         count: N.
         longest: tokens of the largest block.
-        order_N: the caller's place of each token in the order of processing; None where both are the same.
     """
 
     count: int
     longest: int
-    order_N: Tensor | None
+
+    @property
+    def order_N(self) -> Tensor | None:
+        """The caller's place of each token in the order of processing; None where both are the same."""
 
     def blocks(self) -> Iterator[Block]:
         """All tokens, block by block."""
@@ -153,10 +155,11 @@ class SequenceShardedRows:
         self._mine = rows_N[by_owner_N].split(list(counts))[self._rank] - self._rank * hidden_LH.shape[0]
 
     def blocks(self) -> Iterator[Block]:
-        following = self._gather(0)
+        under_way = [self._gather(0)] if self._shares else []
         for number in range(len(self._shares)):
-            hidden_BH = following.wait()
-            following = self._gather(number + 1)
+            hidden_BH = under_way.pop().wait()
+            if number + 1 < len(self._shares):
+                under_way.append(self._gather(number + 1))
             yield Block(number, self._block(number), hidden_BH)
 
     def _block(self, number: int) -> slice:
@@ -166,9 +169,7 @@ class SequenceShardedRows:
     def sink(self) -> GradientSink:
         return _ShardedSink(self)
 
-    def _gather(self, number: int) -> _Gathered | None:
-        if number >= len(self._shares):
-            return None
+    def _gather(self, number: int) -> _Gathered:
         padded = self._hidden_LH.new_zeros(max(self._shares[number]), self._hidden_LH.shape[1])
         mine = self.mine(number)
         padded[: mine.numel()] = self._hidden_LH[mine]
@@ -203,12 +204,14 @@ class _Gathered:
     """Rows of one block under way to every rank."""
 
     def __init__(self, padded: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> None:
-        self._padded, self._places = padded, places
+        self._places = places
         self._all = padded.new_empty(padded.shape[0] * group.size(), padded.shape[1])
-        self._work = dist.all_gather_into_tensor(self._all, padded, group=group, async_op=True)
+        # the source has to live as long as the work
+        self._under_way = dist.all_gather_into_tensor(self._all, padded, group=group, async_op=True), padded
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        work, _ = self._under_way
+        work.wait()
         return self._all if self._places is None else self._all[self._places]
 
 
@@ -237,7 +240,7 @@ class _ShardedSink:
         return self._total_LH
 
 
-def _shares(counts: list[int], tokens: int) -> list[list[int]]:
+def _shares(counts: Sequence[int], tokens: int) -> list[list[int]]:
     """How many rows each block takes from each rank: about ``tokens`` a block, never more, proportional to ``counts``.
 
     With fewer tokens a block than ranks it may be more: every rank gives at most one then.

@@ -81,9 +81,7 @@ class TritonKernels:
 
     keeps_logits = True
 
-    def statistics(
-        self, logits_BS: Tensor, spare_BS: Tensor | None, column_B: Tensor, scale_B: Tensor | None
-    ) -> Tensor:
+    def statistics(self, logits_BS: Tensor, spare_BS: Tensor, column_B: Tensor, scale_B: Tensor | None) -> Tensor:
         tokens, columns = logits_BS.shape
         part_4B = logits_BS.new_empty(4, tokens)
         with _device(logits_BS):

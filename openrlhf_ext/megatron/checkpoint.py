@@ -40,6 +40,7 @@ from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.deadlines.gate import wait_for_all
 from openrlhf_ext.megatron.decoder import MegatronModel
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
     return blocks
 
 
-def _sharded_entries(chunk: torch.nn.Module) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+def _sharded_entries(chunk: HiddenStateGPTModel) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
     for entry in nested_values(state):
@@ -139,7 +140,7 @@ def _ranges(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, OptimizerRan
     if inner is None:  # a rank without parameters of its kind
         return
     for parameter, main, start in _main_parameters(optimizer):
-        state = _initialised(inner, main)
+        state = _initialized(inner, main)
         tensors = {name: t.view(-1) for name, t in state.items() if name != "step"}
         if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             tensors["master"] = main.detach().view(-1)
@@ -168,7 +169,7 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Ten
         raise CheckpointError(f"checkpoints of a {type(optimizer).__name__} are not built")
 
 
-def _initialised(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
+def _initialized(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
     """The inner optimizer's state of a parameter; before the first step the one that Adam would begin with."""
     state = inner.state[main]
     if not state:

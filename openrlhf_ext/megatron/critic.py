@@ -1,7 +1,7 @@
 """The critic of one rank: values of the states before each response token, and its train step.
 
 A decoder whose vocabulary projection is replaced by one linear output, on the last stage of any layout. Every public
-method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``base``: B =
+method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``decoder``: B =
 sequences, N = response tokens, H = hidden size.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
 from openrlhf_ext.megatron.decoder import MegatronModel, NonFiniteUpdateError, one, planned_rows
+from openrlhf_ext.megatron.model.accounting import new_value_head
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
-from openrlhf_ext.megatron.model.load import new_value_head
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
 from openrlhf_ext.megatron.settings import CriticSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets

@@ -212,7 +212,7 @@ class MegatronModel:
         return PackShape(self.config.context_parallel_size, pieces)
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        """Tokens of each micro-batch that this rank exchanges with the neighbouring pipeline stages."""
+        """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
         padding_row = [2]
         lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
         return [self._pack_shape.tokens_per_rank(part) for part in lengths]
@@ -281,7 +281,7 @@ class MegatronModel:
 
         self.run(batch, plan, keep, forward_only=True)
         order = planned_rows(plan)
-        segments, inverse = batch.responses.select(order), np.argsort(order)
+        segments, inverse = batch.responses.select(order), np.argsort(order).tolist()
         for planned_N in planned:
             self.broadcast_from_last_stage(planned_N)
         return [segments.take(planned_N, inverse).cpu() for planned_N in planned]
@@ -345,9 +345,16 @@ class MegatronModel:
 
     def zero_grad(self) -> None:
         """Clears gradients before the micro-batches of a step. Not a collective."""
+        optimizer, _ = self._training_parts()
         for model in self.models:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+            if isinstance(model, DistributedDataParallel):
+                model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def _training_parts(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        if self.optimizer is None or self.scheduler is None:
+            raise ValueError(f"{self.settings.model_path} was built without an optimizer, so it cannot be trained")
+        return self.optimizer, self.scheduler
 
     def optimizer_step(self) -> dict[str, float]:
         """One update with the gradients of ``run``; the schedule moves first, so that no update is lost to rate 0.
@@ -358,9 +365,10 @@ class MegatronModel:
         Raises:
             NonFiniteUpdateError: the gradient norm is not finite.
         """
-        self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
-        metrics = {"grad_norm": float(grad_norm or 0.0), "lr": self.optimizer.param_groups[0]["lr"]}
+        optimizer, scheduler = self._training_parts()
+        scheduler.step(1)
+        _, grad_norm, _ = optimizer.step()
+        metrics = {"grad_norm": float(grad_norm or 0.0), "lr": optimizer.param_groups[0]["lr"]}
         if not math.isfinite(metrics["grad_norm"]):
             raise NonFiniteUpdateError(f"the train step gave the gradient norm {grad_norm}")
         return metrics

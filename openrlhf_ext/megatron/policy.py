@@ -1,7 +1,7 @@
 """The policy of one rank: forward pass for log-prob and entropy, train step, weights in and out.
 
 Every public method is a collective over all ranks of the policy unless it says otherwise. Shape suffixes as in
-``base``: B = sequences, N = response tokens.
+``decoder``: B = sequences, N = response tokens.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MegatronPolicy(MegatronModel):
         metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
         return metrics | self.optimizer_step()
 
-    def accumulate_gradients(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Any) -> dict[str, float]:
+    def accumulate_gradients(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Algorithm) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.plan(batch, forward_only=False)

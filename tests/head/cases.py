@@ -7,7 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from openrlhf_ext.head import ClippedTokenLoss
+from openrlhf_ext.algorithms.losses import clipped_surrogate
+from openrlhf_ext.head import TokenLoss
+
+
+@dataclass(frozen=True)
+class ClippedLoss:
+    """The algorithms' clipped surrogate, weighted, as terms of single tokens; travels to other processes."""
+
+    advantage: Tensor
+    weight: Tensor
+    old: Tensor
+    dual_clip: float | None = None
+
+    def __call__(self, logprob: Tensor, rows: slice | Tensor) -> Tensor:
+        log_ratio = logprob - self.old[rows]
+        objective, _ = clipped_surrogate(log_ratio, self.advantage[rows], 0.2, 0.28, self.dual_clip)
+        return -self.weight[rows] * objective
 
 
 @dataclass(frozen=True)
@@ -20,7 +36,7 @@ class Case:
     temperature: float | Tensor
     slope: Tensor
     entropy_slope: Tensor
-    loss: ClippedTokenLoss
+    loss: TokenLoss
 
     def leaves(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Fresh copies of hidden states and weight that require gradients."""
@@ -49,7 +65,7 @@ def make_case(
     logprob, _ = reference(hidden, weight, target, temperature)
     old = (logprob + 0.3 * randn(tokens)).float()
     weights = torch.rand(tokens, generator=generator) * (torch.rand(tokens, generator=generator) > 0.2) / tokens
-    loss = ClippedTokenLoss(randn(tokens), weights, old, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    loss = ClippedLoss(randn(tokens), weights, old, dual_clip=3.0)
     return Case(hidden, weight, target, temperature, randn(tokens), randn(tokens), loss)
 
 

@@ -75,5 +75,5 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """Hexadecimal digest of the bits of all tensors in order. Reads everything once through host memory."""
     state = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        state.update(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy())
+        state.update(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
     return state.hexdigest()

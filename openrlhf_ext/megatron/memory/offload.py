@@ -80,7 +80,7 @@ class ModelStates:
 
     def offload(self, *kinds: str) -> Swap:
         """Moves these kinds (none named: all) to host memory; those already there stay."""
-        todo = [kind for kind in _known(kinds) if kind not in self._away]
+        todo = [kind for kind in _known(kinds) if kind in self.resident]
         with _Measured(self._device) as measured:
             if "gradients" in todo and self._optimizer is not None:
                 self._optimizer.zero_grad()  # fp32 copies of gradients that the last step left on master weights
@@ -91,7 +91,8 @@ class ModelStates:
                 torch.cuda.empty_cache()  # back to the driver: the engines are other processes
         swap = measured.swap
         if todo:
-            logger.debug("offloaded %s: %.1f MiB in %.2f s", todo, swap.measured_bytes / 2**20, swap.seconds)
+            moved, freed = swap.moved_bytes / 2**20, swap.measured_bytes / 2**20
+            logger.debug("offloaded %s: %.1f MiB in %.2f s, %.1f MiB are free now", todo, moved, swap.seconds, freed)
         return swap
 
     def reload(self, *kinds: str) -> Swap:
@@ -223,7 +224,7 @@ class _Absent:
     @classmethod
     def with_content(cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor]) -> _Absent:
         absent = cls(storage, device, storage.nbytes(), pieces)
-        for here, there in absent._pairs():
+        for here, there in absent._pairs(pieces):
             there.copy_(here, non_blocking=True)
         _synchronize(device)  # the copy must be complete before its source goes
         return absent._emptied()
@@ -246,13 +247,13 @@ class _Absent:
         if self.pieces is None:
             _bytes_of(self.storage, self.device).zero_()
             return
-        for here, there in self._pairs():
+        for here, there in self._pairs(self.pieces):
             here.copy_(there, non_blocking=True)
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(part of the storage, its place in host memory)."""
-        sizes = [piece.numel() for piece in self.pieces]
-        return zip(_bytes_of(self.storage, self.device).split(sizes), self.pieces, strict=True)
+        sizes = [piece.numel() for piece in pieces]
+        return zip(_bytes_of(self.storage, self.device).split(sizes), pieces, strict=True)
 
 
 class _Measured:
@@ -292,7 +293,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -159,7 +159,7 @@ def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
     """
     for module in decoder.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
 
 
 def build_model(
@@ -167,7 +167,7 @@ def build_model(
 ) -> HiddenStateGPTModel:
     """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
 
-    ``meta``: on the default device instead, with our layer spec on every machine (``megatron.meta``).
+    ``meta``: on the default device instead, with our layer spec on every machine (``tools.plan``).
     """
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel

@@ -3,7 +3,7 @@
 Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
 and the weight map are the same with and without it.
 They lift three limits of megatron-core 0.16.1's own local spec:
-``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materialises
+``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materializes
 the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
 final norm cannot be chosen by a plain layer spec.
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -40,14 +41,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * h.to(x.dtype)
 
 
+def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
+    """Ones, with the mark by which Megatron sums the gradients of a sequence's pieces."""
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
+    return weight
+
+
 class RMSNorm(torch.nn.Module):
-    """RMS norm whose weight carries Megatron's ``sequence_parallel`` mark."""
+    """RMS norm with a weight as Megatron expects it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight = _norm_weight(hidden_size, config)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -59,8 +66,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.layer_norm_weight = _norm_weight(input_size, config)
 
     def forward(self, x: Tensor, *args, **kwargs):
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
@@ -73,7 +79,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, for attention on the host and on the device.
 
@@ -82,8 +88,8 @@ class PackedSequences(PackedSeqParams):
         boundaries: (sequences + 1,) int32 where the slots begin and end, on the device that computes.
     """
 
-    slots: tuple[int, ...] = ()
-    boundaries: Tensor | None = None
+    slots: tuple[int, ...]
+    boundaries: Tensor
 
 
 class CausalAttention(torch.nn.Module):
@@ -94,9 +100,14 @@ class CausalAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, pg_collection=None, **_,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_,
+    ) -> None:
         super().__init__()
         if (attention_dropout or config.attention_dropout) != 0.0:
             raise ValueError(f"attention dropout is not built: got {attention_dropout or config.attention_dropout}")
@@ -107,9 +118,15 @@ class CausalAttention(torch.nn.Module):
         return {}
 
     def forward(
-        self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, attention_mask=None, attn_mask_type=None,
-        attention_bias=None, packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query_LND: Tensor,
+        key_LKD: Tensor,
+        value_LKD: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences | None = None,
+        **_,
+    ) -> Tensor:
         if attention_mask is not None or packed_seq_params is None:
             raise ValueError("CausalAttention takes packed sequences and no mask")
         slots = packed_seq_params.slots
@@ -124,7 +141,7 @@ class CausalAttention(torch.nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         longest = pack.max_seqlen_q
-        return varlen_attn(
+        return varlen_attn(  # type: ignore[return-value]  # a tuple only if auxiliary outputs are asked for
             query_LND, key_LKD, value_LKD, pack.boundaries, pack.boundaries, longest, longest, scale=self.scale,
             window_size=(-1, 0), enable_gqa=query_LND.shape[1] != key_LKD.shape[1],
         )  # fmt: skip

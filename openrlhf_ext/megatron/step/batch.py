@@ -134,7 +134,9 @@ def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.i
     1969), and near it when rows are many. Rows of a part are in ascending order.
     """
     costs = sequence_costs(lengths_B.tolist(), attention_length)
-    return _deal(costs, [0] * len(costs), 1, parts)
+    bins = _deal(costs, [0] * len(costs), 1, parts)
+    assert bins is not None, "rows of size 0 fit everywhere"
+    return bins
 
 
 def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:

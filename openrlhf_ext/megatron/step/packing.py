@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
-        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
         if device.type == "cuda":
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return replace(self, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()})

@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 class StageCommunicator(P2PCommunicator):
-    """Exchanges activations and gradients of micro-batches of different lengths with the neighbouring stages.
+    """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
 
     Megatron-core 0.16.1 sends the shapes first (a message and a wait for the device each time) and posts its operations
     in the order (send to previous, receive from previous, send to next, receive from next). With two stages both
-    neighbours are the same rank, and messages between two ranks match in the order in which they are posted: under the
+    neighbors are the same rank, and messages between two ranks match in the order in which they are posted: under the
     interleaved schedule a gradient then arrives where an activation is awaited, silently if both have the same shape
     (pipeline_parallel/p2p_communication.py:17, 192; Megatron-LM's argument parser refuses that layout, mcore does not).
-    Here every rank posts its receives in the order in which its neighbour posts the matching sends.
+    Here every rank posts its receives in the order in which its neighbor posts the matching sends.
 
     Args:
         lengths: tokens of each micro-batch in a message (those of one rank), in the order of the schedule.
@@ -57,10 +57,9 @@ class StageCommunicator(P2PCommunicator):
         tensor_send_prev: Tensor | None,
         recv_prev: bool,
         recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
+        **_,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """(received from previous, received from next, nothing to wait for); the one shape given is not used."""
+        """(received from previous, received from next, nothing to wait for); Megatron's one shape is not used."""
         from_prev = self._empty(self._from_prev) if recv_prev else None
         from_next = self._empty(self._from_next) if recv_next else None
         operations = [
@@ -91,13 +90,15 @@ def schedule_order(micro_batches: int, chunks: int, stages: int) -> list[tuple[i
 
 def pipeline_arguments(config: TransformerConfig, lengths: Sequence[int], chunks: int) -> dict[str, Any]:
     """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out; {} without PP."""
-    groups = ProcessGroupCollection()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    if groups.pp.size() == 1:
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() == 1:
         return {}
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    return {"p2p_communicator": StageCommunicator(groups.pp, config, lengths, chunks), "pg_collection": groups}
+    groups = ProcessGroupCollection(
+        pp=stages,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+    )
+    return {"p2p_communicator": StageCommunicator(stages, config, lengths, chunks), "pg_collection": groups}

@@ -8,8 +8,7 @@ import torch
 
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.tools.plan import layout_proof
-from openrlhf_ext.tools.plan.layout_proof import LayoutProofError, prove_layout
-from openrlhf_ext.tools.plan.table import format_proof
+from openrlhf_ext.tools.plan.layout_proof import LayoutProofError, format_proof, prove_layout
 from tests.models import FAMILIES
 
 QWEN25_32B = Path(__file__).with_name("qwen2.5-32b")
