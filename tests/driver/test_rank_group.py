@@ -31,7 +31,7 @@ def cluster() -> Iterator[None]:
     nodes.shutdown()
 
 
-def test_tensor_parallel_neighbours_share_a_node_and_actors_share_bundles(cluster):
+def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster):
     places = reserve(4, PATIENCE_S, "ranks", shared=True)
     assert len(set(places.nodes)) == 2
     actor = ray.remote(Rank)
