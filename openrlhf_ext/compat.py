@@ -28,7 +28,7 @@ SUPPORTED_OPENRLHF = "0.11.2"
 _messages = init_logger("openrlhf.messages")
 
 
-def plain_class(remote_class: object) -> type:
+def plain_class(remote_class: Any) -> type:
     """The class behind a ``@ray.remote`` class, which Ray forbids to subclass (ActorClassInheritanceException)."""
     return remote_class.__ray_metadata__.modified_class.__mro__[1]
 

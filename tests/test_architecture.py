@@ -27,7 +27,7 @@ RULES = {
     "rollout": ({"compat", "imports", "patches"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": ({"compat", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": (set(), HEAVY),
-    "ranks": (CORE, {"openrlhf", "vllm", "pydantic"}),
+    "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (CORE | {"options"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
     "tools": (
         {"algorithms", "config", "megatron", "patches", "reporting", "rewards"},

@@ -26,10 +26,6 @@ class GuidedRequests:
         self._sources = (policy, guide)
         self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
 
-    def __len__(self) -> int:
-        """Parts of groups asked for and not answered."""
-        return sum(len(source) for source in self._sources)
-
     def ask(self, key: Key, request: GroupRequest) -> None:
         """Ask for a group; ``key`` comes back with it."""
         policy, guide = self._sources

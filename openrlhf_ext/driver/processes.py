@@ -37,10 +37,10 @@ from openrlhf_ext.ranks.messages import SleepModes
 from openrlhf_ext.ranks.policy import PolicyActor
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rewards.grading import RewardSettings
-from openrlhf_ext.rollout.launch import EngineFleet
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup, Reservation
+    from openrlhf_ext.rollout.launch import EngineFleet
 
 logger = logging.getLogger(__name__)
 

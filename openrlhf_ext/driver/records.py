@@ -25,7 +25,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import MetricsWriter, ProgressLine, is_documented, write_figure
-from openrlhf_ext.rewards.executor import FAILED_KEY
+from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.response import Response
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _NAMED_FROM_S = 1.0
 def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
     """Means over the rollout batch, under the names of docs/metrics.md."""
     rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
-    metrics = {
+    metrics: dict[str, float | Tensor] = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
         "response/length_mean": tokens / len(rewards),

@@ -153,10 +153,6 @@ class GroupRequests:
         self._watch = HangWatch(supervisor)
         self._looked = time.monotonic()
 
-    def __len__(self) -> int:
-        """Groups asked for and not answered."""
-        return len(self._backlog) + len(self._calls)
-
     @property
     def pending(self) -> list[Any]:
         """The calls of which one will be answered next."""
@@ -166,11 +162,6 @@ class GroupRequests:
     def pause_s(self) -> float:
         """The longest time between two calls of ``answers`` in which engines that hang are noticed in time."""
         return self._watch.pause_s
-
-    @property
-    def load(self) -> tuple[int, ...]:
-        """Completions that each engine has been asked for."""
-        return tuple(self._load)
 
     def ask(self, key: Key, request: GroupRequest) -> None:
         """Ask for a group; ``key`` comes back with it."""

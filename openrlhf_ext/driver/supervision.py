@@ -26,15 +26,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
-from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.process import machine_id
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
-
-if TYPE_CHECKING:
     from openrlhf_ext.rollout.launch import EngineFleet
 
 logger = logging.getLogger(__name__)

@@ -59,7 +59,7 @@ def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -
         axes.plot(*points, color="tab:orange", marker="o", linestyle="--", label="held out")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
 
 
 def _series(records: list[Record], name: str) -> tuple[list[int], list[float]]:

@@ -222,7 +222,8 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
 
 def _place(task: asyncio.Task[Any]) -> str:
     """The coroutines that the task waits in, from the outermost to the innermost."""
-    coroutine, places = task.get_coro(), []
+    coroutine: Any = task.get_coro()
+    places = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
         coroutine = coroutine.cr_await

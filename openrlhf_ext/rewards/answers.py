@@ -1,6 +1,6 @@
 """Final answers of mathematical completions and labels: find them, compare them.
 
-Numbers are compared exactly as fractions; other answers as normalised text. Symbolic equality is not attempted.
+Numbers are compared exactly as fractions; other answers as normalized text. Symbolic equality is not attempted.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def extract_answer(text: str) -> str | None:
 
 
 def answers_equal(first: str, second: str) -> bool:
-    """Whether two answers are the same number, or the same text after :func:`normalised`."""
-    left, right = normalised(first), normalised(second)
+    """Whether two answers are the same number, or the same text after :func:`normalized`."""
+    left, right = normalized(first), normalized(second)
     if left == right:
         return True
     left_number, right_number = _number(left), _number(right)
     return left_number is not None and left_number == right_number
 
 
-def normalised(answer: str) -> str:
+def normalized(answer: str) -> str:
     """An answer without spaces, dollar and per cent signs, thousands separators, final full stop, LaTeX dressing."""
     text = _IGNORED.sub("", _LATEX_TEXT.sub(r"\1", answer))
     text = _LATEX_FRACTION.sub(r"\1/\2", text)

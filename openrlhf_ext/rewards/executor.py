@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardError, RewardInvalid
-from openrlhf_ext.rewards.grading import Grader, RewardResult, RewardSettings, open_grader
+from openrlhf_ext.rewards.grading import FAILED_KEY, Grader, RewardResult, RewardSettings
+from openrlhf_ext.rewards.http_reward import HttpReward
+from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Response
 
-FAILED_KEY = "reward_failed"
 _KEYS_WAIT_S = 60.0
 _KEYS_POLL_S = 0.02
 
@@ -160,6 +161,24 @@ def make_executor(settings: RewardSettings) -> Callable[[], GradedSingleTurnExec
     """
     open_grader(settings)  # a wrong address fails here, not inside a Ray actor
     return partial(_build_executor, settings)
+
+
+def open_grader(settings: RewardSettings) -> Grader:
+    """The grader ``settings.remote_url`` asks for, not started.
+
+    Raises:
+        ValueError: the addresses are neither one Python file nor http(s) only.
+    """
+    addresses = settings.addresses
+    if all(address.startswith(("http://", "https://")) for address in addresses):
+        return HttpReward(addresses, timeout_s=settings.timeout_s)
+    if len(addresses) == 1 and addresses[0].endswith(".py"):
+        return RewardPool(
+            addresses[0], settings.num_workers, settings.timeout_s, start_timeout_s=settings.start_timeout_s
+        )
+    raise ValueError(
+        f"--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got {addresses}"
+    )
 
 
 def _build_executor(settings: RewardSettings) -> GradedSingleTurnExecutor:

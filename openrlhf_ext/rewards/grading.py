@@ -11,18 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# Keys the samples generator and the experience maker of OpenRLHF 0.11.2 write into the same dictionary.
+FAILED_KEY = "reward_failed"
+"""In ``extra_logs``: 1 for a sample that could not be graded."""
+
+# and keys that OpenRLHF 0.11.2's samples generator and experience maker write into the same dictionary
 RESERVED_LOG_KEYS = frozenset(
-    {
-        "group_reward_std",
-        "kl",
-        "logprobs_diff",
-        "response_clip_ratio",
-        "return",
-        "reward",
-        "reward_failed",
-        "score",
-    }
+    {"group_reward_std", "kl", "logprobs_diff", "response_clip_ratio", "return", "reward", "score", FAILED_KEY}
 )
 
 
@@ -86,28 +80,6 @@ class RewardSettings:
     def addresses(self) -> tuple[str, ...]:
         """What stands between the commas of ``remote_url``."""
         return tuple(url.strip() for url in self.remote_url.split(",") if url.strip())
-
-
-def open_grader(settings: RewardSettings) -> Grader:
-    """The grader ``settings.remote_url`` asks for, not started.
-
-    Raises:
-        ValueError: the addresses are neither one Python file nor http(s) only.
-    """
-    addresses = settings.addresses
-    if all(address.startswith(("http://", "https://")) for address in addresses):
-        from openrlhf_ext.rewards.http_reward import HttpReward
-
-        return HttpReward(addresses, timeout_s=settings.timeout_s)
-    if len(addresses) == 1 and addresses[0].endswith(".py"):
-        from openrlhf_ext.rewards.pool import RewardPool
-
-        return RewardPool(
-            addresses[0], settings.num_workers, settings.timeout_s, start_timeout_s=settings.start_timeout_s
-        )
-    raise ValueError(
-        f"--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got {addresses}"
-    )
 
 
 class InvalidAnswer(ValueError):
@@ -175,7 +147,7 @@ def _only_element(value: Any) -> Any:
 
 
 def _element_count(array: Any) -> int:
-    size = getattr(array, "numel", None) or getattr(array, "size", None)
+    size: Any = getattr(array, "numel", None) or getattr(array, "size", None)
     return size() if callable(size) else size
 
 

@@ -28,7 +28,7 @@ from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import is_documented
-from openrlhf_ext.rewards.executor import FAILED_KEY
+from openrlhf_ext.rewards.grading import FAILED_KEY
 from tests.driver.simulated import response
 from tests.sequences import masked_batch
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit, RewardImportError
-from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, make_executor
+from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, make_executor, open_grader
 from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
+from openrlhf_ext.rewards.http_reward import HttpReward
+from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 
 REWARD_FILE = """
@@ -183,3 +186,29 @@ def test_changing_log_keys_are_a_failure_that_names_them() -> None:
 def test_a_wrong_address_fails_before_any_engine_starts() -> None:
     with pytest.raises(ValueError, match="--reward.remote_url"):
         make_executor(RewardSettings(remote_url="reward.txt"))
+
+
+# ---- what grades
+
+
+def test_a_python_file_gives_a_pool(tmp_path: Path) -> None:
+    assert isinstance(open_grader(RewardSettings(remote_url=str(tmp_path / "reward.py"))), RewardPool)
+
+
+def test_addresses_give_the_http_grader() -> None:
+    settings = RewardSettings(remote_url="http://a/x, https://b/y")
+    assert settings.addresses == ("http://a/x", "https://b/y")
+    assert isinstance(open_grader(settings), HttpReward)
+
+
+@pytest.mark.parametrize("url", ["reward.txt", "a.py,b.py", "http://a,b.py", "ftp://a"])
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="--reward.remote_url must be one Python file"):
+        open_grader(RewardSettings(remote_url=url))
+
+
+def test_settings_name_the_option_that_is_wrong() -> None:
+    with pytest.raises(ValueError, match="--reward.remote_url"):
+        RewardSettings(remote_url=" , ")
+    with pytest.raises(ValueError, match="--reward.failure_value"):
+        RewardSettings(remote_url="r.py", failure_value=math.nan)

@@ -310,3 +310,14 @@ def test_errors_pickle(kind: type[RewardError]) -> None:
     error = kind("what", "p", "c", {"gold": 1})
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind and str(copy) == str(error) and copy.label == {"gold": 1}
+
+
+def test_importing_the_pool_is_light() -> None:
+    program = (
+        "import sys, openrlhf_ext.rewards.pool\n"
+        "print({'torch', 'numpy', 'aiohttp', 'openrlhf', 'ray'} & set(sys.modules))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    assert output.stdout.strip() == "set()"

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.rewards.answers import extract_answer, normalised
+from openrlhf_ext.rewards.answers import extract_answer, normalized
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
-from openrlhf_ext.rewards.grading import Grader, RewardResult, RewardSettings, open_grader
+from openrlhf_ext.rewards.executor import open_grader
+from openrlhf_ext.rewards.grading import Grader, RewardResult, RewardSettings
 from openrlhf_ext.tools.evaluate.accuracy import clustered_standard_error, majority_at_k, mean, pass_at_k
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
 from openrlhf_ext.tools.evaluate.sampling import Completion, max_prompt_tokens, sample_completions
@@ -280,7 +281,7 @@ def _pass_at_powers_of_two(scores: Sequence[Sequence[float]]) -> dict[int, float
 def _majority(completions: Sequence[Completion], scores: Sequence[float]) -> float:
     answers = [extract_answer(completion.text) for completion in completions]
     votes = [
-        (None if answer is None else normalised(answer), score >= _SOLVED)
+        (None if answer is None else normalized(answer), score >= _SOLVED)
         for answer, score in zip(answers, scores, strict=True)
     ]
     return majority_at_k(votes, len(votes))
