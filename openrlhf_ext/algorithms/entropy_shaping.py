@@ -148,14 +148,14 @@ class TokenShares:
     blocks are recomputed at every pass, to keep memory small.
     """
 
-    def __init__(self, inputs: Inputs, options: EntropyOptions, classes: Classes, cohort: Cohort) -> None:
+    def __init__(self, inputs: Inputs, options: EntropyOptions, axis: str, classes: Classes, cohort: Cohort) -> None:
         self.cohort = cohort
-        self._options = options
+        self._options, self._axis = options, axis
         self._prepared = PreparedEntropy.of(options)
         self._entropies_N, self._segments = inputs.batch["entropies"], inputs.segments
         self._lengths_R = inputs.groups.lengths_B[cohort.rows]
         self._inverted_B, self._member_B = classes.inverted_B, classes.member_B
-        self._columns = int(self._lengths_R.max()) if options.entropy_axis == "column" else 1
+        self._columns = int(self._lengths_R.max()) if axis == "column" else 1
         self._only_n = self._x(cohort.blocks[0][1]) if len(cohort.blocks) == 1 else None
         self._set_R, sets = self._comparison_sets()
         self._only_set_n: Tensor | None = None
@@ -186,7 +186,7 @@ class TokenShares:
         With columns there is one at each position.
         """
         cohort, inverted_R = self.cohort, self._inverted_B[self.cohort.rows].long()
-        if self._options.entropy_axis == "row":
+        if self._axis == "row":
             return torch.arange(len(cohort.rows), device=cohort.rows.device), len(cohort.rows)
         if self._options.entropy_scope == "batch":
             return inverted_R * self._columns, 2
@@ -255,6 +255,7 @@ def class_pools(
     classes: Classes,
     options: EntropyOptions,
     ddof: int,
+    two_tables: bool,
 ) -> tuple[Tensor, Tensor]:
     """Mean and std that standardize each completion's shaped rewards (T1 eq. 3, 14-15; GRPO-S: eq. 8).
 
@@ -264,6 +265,7 @@ def class_pools(
         rewards: moments of each completion's own shaped rewards.
         group_B: group number of each completion, below `groups`.
         classes: of the same completions.
+        two_tables: failures have shaped rewards of their own, R-.
     Returns:
         (B,) mean and std, float64.
     """
@@ -280,8 +282,8 @@ def class_pools(
         merged = pool_moments(Moments(count_B, mean_B, torch.where(member_B, m2_B, 0.0)), index_B, pools)
         return merged.mean[index_B], merged.std(ddof)[index_B]
 
-    mean_B, std_B = pool(success_B, failure_B, other_is_zero=options.two_tables)
-    if options.two_tables:
+    mean_B, std_B = pool(success_B, failure_B, other_is_zero=two_tables)
+    if two_tables:
         negative_mean_B, negative_std_B = pool(failure_B, success_B, other_is_zero=True)
         mean_B = torch.where(failure_B, negative_mean_B, mean_B)
         std_B = torch.where(failure_B, negative_std_B, std_B)

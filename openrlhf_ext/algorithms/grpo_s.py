@@ -101,7 +101,9 @@ class GrpoS(SequenceAlgorithm):
         penalty_B = length_penalty(groups, inputs.part, options)
         reward_B = self.rewards(inputs, share_B, classes, penalty_B)
         moments = Moments.of_values(reward_B)
-        mean_B, std_B = class_pools(moments, groups.index_B, len(groups), classes, options, options.ddof_seq)
+        mean_B, std_B = class_pools(
+            moments, groups.index_B, len(groups), classes, options, options.ddof_seq, options.two_tables
+        )
         live_B = classes.live_B
         if options.version == "v1" and options.adv_pool == "own":
             live_B = live_B & self._pool_has_success(inputs, classes.success_B)

@@ -92,7 +92,7 @@ class GtpoEntropyOptions(
             yield Violation(("alpha1", "alpha2"), message)
 
     def _clip_violations(self) -> Iterator[Violation]:
-        upper = self.alpha1 * (1 + 1 / self.kappa)
+        upper = self.given("alpha1") * (1 + 1 / self.given("kappa"))
         if upper < 1:
             yield Violation(
                 ("alpha1", "kappa"),
@@ -111,7 +111,7 @@ class GtpoEntropyOptions(
                 "version v2 gives some tokens of wrong completions a positive advantage: their mean is below 0, and "
                 "those of high entropy get about 0; version v6 or sign_guard = true cures it"
             )
-        if self.clipped_positive and abs(self.alpha1 + self.alpha2 - 1) > 1e-9:
+        if self.clipped_positive and abs(self.given("alpha1") + self.given("alpha2") - 1) > 1e-9:
             yield f"the paper requires alpha1 + alpha2 = 1 here, got {self.alpha1} + {self.alpha2}"
 
 
@@ -131,7 +131,7 @@ class TokenReward:
         """(n,) `rho_n` itself, or clip(alpha1 + alpha2 rho, 1, alpha1 + alpha1/kappa) on P (T1 eq. 11)."""
         if not self.options.clipped_positive:
             return rho_n
-        alpha1, alpha2, kappa = self.options.alpha1, self.options.alpha2, self.options.kappa
+        alpha1, alpha2, kappa = (self.options.given(name) for name in ("alpha1", "alpha2", "kappa"))
         clipped_n = (alpha1 + alpha2 * rho_n).clamp_(1.0, alpha1 + alpha1 / kappa)
         return torch.where(block.spread(self.success_B[block.rows]), clipped_n, rho_n)
 
@@ -181,10 +181,16 @@ class GtpoEntropy(TokenAlgorithm):
         a_N = torch.empty_like(rho_N)
         mean_B, std_B = torch.zeros_like(reward.offset_B), torch.zeros_like(reward.offset_B)
         for cohort in make_cohorts(groups, batch.segments, self._batch_wide()):
-            shares = TokenShares(inputs, options, classes, cohort)  # rho+ on P, rho- on N
+            shares = TokenShares(inputs, options, options.entropy_axis, classes, cohort)  # rho+ on P, rho- on N
             moments = reward.moments(shares, groups.lengths_B)  # of each completion's R+ or R-
             mean_B[cohort.rows], std_B[cohort.rows] = class_pools(
-                moments, cohort.group_R, cohort.groups, classes.rows(cohort.rows), options, options.ddof_tok
+                moments,
+                cohort.group_R,
+                cohort.groups,
+                classes.rows(cohort.rows),
+                options,
+                options.ddof_tok,
+                options.two_tables,
             )
             for _, block, rho_n in shares:
                 rho_N[block.tokens] = rho_n.to(rho_N.dtype)

@@ -46,6 +46,13 @@ class Options(Section):
         field = cls.model_fields.get(name)
         return field is None or field.default is None or info_of(field).refuses_null or describe(cls)[name].nullable
 
+    def given(self, name: str) -> float:
+        """The value of a number that this version needs, so that `violations` refused a null."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"{name} is null")
+        return value
+
     def missing(self, names: Iterable[str], version: str) -> Iterator[Violation]:
         """A violation for each of these options that is null although `version` needs it."""
         described = describe(type(self))
