@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "openrlhf_ext"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
 CORE = {
     "algorithms", "checkpoints", "compat", "config", "driver", "head", "imports", "megatron", "patches", "ranks",
@@ -95,7 +96,7 @@ def test_imports_inside_functions_are_those_that_the_documentation_explains():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
-        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, FUNCTIONS))
         inside = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom))
         if any((node.module or "").split(".")[0] == "openrlhf_ext" for node in inside):
             found.add(next((place for place in LATE if name.startswith(place)), name))
