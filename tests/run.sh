@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the environment, then lints and tests. Arguments are passed on to pytest: bash tests/run.sh -k megatron
+# Sets up the environment, then lints, checks the types, and tests (tests/test_unused.py looks for dead code). Arguments are passed on to pytest: bash tests/run.sh -k megatron
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/scripts/setup_env.sh"
@@ -12,6 +12,7 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 WANDB_MO
 
 cd "$ROOT"
 "$VENV_PYTHON" -m ruff check .
+"$VENV_PYTHON" -m mypy
 if (($# > 0)); then
     exec "$VENV_PYTHON" -m pytest "$@"
 fi

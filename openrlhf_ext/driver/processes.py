@@ -161,7 +161,7 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
 def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
     """The group of policy ranks."""
     tensor, layout = tensor_block_size(config), parallel_layout(config.world_size, config.megatron)
-    block = math.lcm(tensor, layout.tensor_parallel_size * layout.context_parallel_size)
+    block = math.lcm(tensor, layout.near_ranks)
     return _start_ranks(PolicyActor, places, layout, tensor, block)
 
 

@@ -1,0 +1,72 @@
+"""Nothing unused: vulture over everything that users run. Code that only tests call counts as unused."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import vulture
+
+ROOT = Path(__file__).parent.parent
+SCANNED = ("openrlhf_ext", "patches", "benchmarks", "examples")
+REGISTERED = ["@register_algorithm", "@model_validator"]
+OPTIONS = ("openrlhf_ext/config/sections/", "openrlhf_ext/config/run_config.py")
+"""Fields there are options: some are read by OpenRLHF's classes only, others are refused by name."""
+
+LIBRARIES_READ = {
+    # overridden: the library calls it
+    "_communicate": "Megatron's schedules, of P2PCommunicator",
+    "_initiate_actors": "OpenRLHF's RayActorGroup; pg is its parameter",
+    "pg": "see _initiate_actors",
+    "_postprocess": "Megatron's GPTModel.forward",
+    "execute_batch": "OpenRLHF's RayActorGroup.async_run_method_batch, by name",
+    "is_rank_0": "OpenRLHF's datasets, of the strategy",
+    "source_to_code": "importlib, of a loader",
+    "on_train_begin": "transformers' Trainer, of a callback",
+    "on_pre_optimizer_step": "transformers' Trainer, of a callback",
+    "on_optimizer_step": "transformers' Trainer, of a callback",
+    "on_step_end": "transformers' Trainer, of a callback",
+    # set: the library reads it
+    "grad_scale_func": "Megatron's schedules, of the configuration",
+    "use_cpu_initialization": "Megatron's layers, of the configuration",
+    "_mm_pad_token_ids": "OpenRLHF's engine actor",
+    "output_kind": "vLLM, of its SamplingParams",
+    "yaml_implicit_resolvers": "PyYAML, of a loader",
+    "rootRank": "torch's ProcessGroup, of BroadcastOptions",
+    "rootTensor": "torch's ProcessGroup, of BroadcastOptions",
+    "_timeout": "torch's ProcessGroup, of its options",
+    "_devices": "torch's ProcessGroupGloo, of its options",
+    "pre_tokenizer": "tokenizers, of a Tokenizer",
+    # found by a name that is put together
+    "WeightSyncExtension": "vLLM's workers: worker_extension.QUALIFIED_NAME",
+    "reference_logprobs": "the driver's Scorer: '<model>_logprobs'",
+}
+"""Each exception with who reads it."""
+
+
+def texts(path: Path) -> set[str]:
+    """What a file says as text: ranks and engines are called by name, through Ray or a process group."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def unused() -> dict[str, str]:
+    """Names that nothing uses, with where they are."""
+    checker = vulture.Vulture(ignore_decorators=REGISTERED)
+    files = [path for folder in SCANNED for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
+    checker.scavenge([str(path) for path in files])
+    said = set().union(*map(texts, files))
+    found = {}
+    for item in checker.get_unused_code(min_confidence=60):
+        place = Path(item.filename).relative_to(ROOT).as_posix()
+        is_option = item.typ == "variable" and place.startswith(OPTIONS)
+        if item.name not in said and not is_option:
+            found[item.name] = f"{place}:{item.first_lineno}"
+    return found
+
+
+def test_nothing_is_unused() -> None:
+    found = unused()
+    new = {name: place for name, place in found.items() if name not in LIBRARIES_READ}
+    assert not new, "delete it, or say in LIBRARIES_READ who reads it"
+    assert not LIBRARIES_READ.keys() - found.keys(), "exceptions that are not needed any more"
