@@ -7,9 +7,9 @@ when they are first used (patches/openrlhf_imports.py), which in the driver they
 
 from __future__ import annotations
 
-from openrlhf_ext import patches
+from openrlhf_ext.patches import apply
 
-patches.apply()
+apply()
 
 # ruff: noqa: E402  (the patches must be active before OpenRLHF is imported)
 import logging

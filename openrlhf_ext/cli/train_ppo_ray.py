@@ -59,10 +59,10 @@ def dry_run(config: RunConfig) -> int:
     if not os.path.isdir(policy):
         print(f"model: {policy} is not on this machine, so no rank of it was built")
         return 0
-    from openrlhf_ext import patches
-
-    patches.apply()
     from openrlhf_ext.imports import without_collection
+    from openrlhf_ext.patches import apply
+
+    apply()
 
     with without_collection():
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError

@@ -129,7 +129,7 @@ class RunConfig(Section):
         """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
         own = {name: value for name, value in self.critic.megatron if value is not None}
         layout = self.megatron.model_copy(update=own)
-        without = {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
+        without: dict[str, Any] = {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
         without |= {"virtual_pipeline_size": 1} if layout.pipeline_parallel_size == 1 else {}
         return layout.model_copy(update={name: value for name, value in without.items() if name not in own})
 

@@ -61,7 +61,13 @@ _SCALARS = (  # tag, form, first characters
 ConfigLoader.yaml_implicit_resolvers = {}
 for _tag, _form, _first in _SCALARS:
     ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_form})$"), _first)
-ConfigLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+ConfigLoader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
@@ -89,8 +95,7 @@ def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
 
 def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
     """``file:line is not valid YAML: what`` with the usual cause."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
         return f"{path} is not valid YAML: {' '.join(str(error).split())}"
     return (
         f"{path}:{mark.line + 1} is not valid YAML: {error.problem} (column {mark.column + 1}); indent with spaces, "

@@ -213,8 +213,8 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
     """A guide that takes the policy's place for a forward pass differs from it in nothing but its weights."""
     from openrlhf_ext.megatron.model.shape import read_model_shape
 
-    folders = [config.guide.model_name_or_path, config.actor.model_name_or_path]
-    if not config.has_guide or config.guide_ranks or not all(folder and os.path.isdir(folder) for folder in folders):
+    folders = [folder for folder in (config.guide.model_name_or_path, config.actor.model_name_or_path) if folder]
+    if not config.has_guide or config.guide_ranks or len([*filter(os.path.isdir, folders)]) < 2:
         return
     try:
         guide, policy = (dataclasses.asdict(read_model_shape(folder)) for folder in folders)

@@ -99,9 +99,9 @@ def check_conversion(settings: CheckSettings) -> CheckReport:
 
 
 def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> None:
-    from openrlhf_ext import patches
+    from openrlhf_ext.patches import apply
 
-    patches.apply()
+    apply()
     from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
 
     size = settings.layout.world_size
