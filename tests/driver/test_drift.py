@@ -6,8 +6,8 @@ import pytest
 import ray
 import torch
 
+from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.driver.drift import DriftCheck, DriftError
-from openrlhf_ext.megatron.memory.frozen import digest
 from openrlhf_ext.megatron.policy import LogprobEntropy
 from openrlhf_ext.reporting import is_documented
 
