@@ -7,6 +7,7 @@ safetensors file; an index says which piece is where. A reader asks for any bloc
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import defaultdict
@@ -282,3 +283,11 @@ class TensorReader:
 
     def _open_file(self, file: str) -> Any:
         return safe_open(self.folder / file, framework="pt", device="cpu")
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Hexadecimal digest of the bits of all tensors in order. Reads everything once through host memory."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        state.update(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+    return state.hexdigest()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from openrlhf_ext.algorithms import ShapedBatch
 from openrlhf_ext.algorithms.segments import plain
+from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.deadlines.watchdog import phase
-from openrlhf_ext.megatron.memory.frozen import digest
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.messages import SleepModes, TrainingShard

@@ -8,12 +8,10 @@ parameter, so what it needs on the device at any time is room for the largest on
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from openrlhf_ext.megatron.memory.offload import HostArena
 
@@ -69,11 +67,3 @@ class FrozenCopy:
 def _bytes(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Views of a contiguous tensor's bytes, cut as its copy is."""
     return tensor.detach().view(-1).view(torch.uint8).split([piece.numel() for piece in pieces])
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Hexadecimal digest of the bits of all tensors in order. Reads everything once through host memory."""
-    state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        state.update(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()
