@@ -18,7 +18,6 @@ from typing import Any
 from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
 from openrlhf.trainer.ray.launcher import RayActorGroup
-from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
 from openrlhf.utils.agent import AgentExecutorBase
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
@@ -78,6 +77,6 @@ def quiet_upstream_logs(level: int = logging.WARNING) -> None:
 
 __all__ = [
     "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor", "SUPPORTED_OPENRLHF",
-    "TensorboardLogger", "WandbLogger", "blending_datasets", "get_bundle_indices", "get_tokenizer", "plain_class",
+    "TensorboardLogger", "WandbLogger", "blending_datasets", "get_tokenizer", "plain_class",
     "quiet_upstream_logs",
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from tests.patience import PATIENCE_S
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("openrlhf_ext.rollout", ["torch", "ray", "vllm", "openrlhf"]),
-        ("openrlhf_ext.rollout.sync", ["ray", "vllm", "openrlhf"]),
+        ("openrlhf_ext.rollout.response", ["torch", "ray", "vllm", "openrlhf"]),
+        ("openrlhf_ext.rollout.sync.sender", ["ray", "vllm", "openrlhf"]),
         ("openrlhf_ext.rollout.worker_extension", ["openrlhf", "deepspeed"]),
     ],
 )

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.response import SPANS_KEY, ResponseRecorder
 from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
 
 
@@ -50,52 +47,3 @@ def test_counts_are_by_the_id_the_request_was_made_with():
 
     processor = SimpleNamespace(request_states={"a-1f": state("a", 3), "b-2e": state("b", 0), "p": state("p", None)})
     assert count_tokens(processor) == {"a": 3, "b": 0}
-
-
-class Engine:
-    """Gives out prepared completions."""
-
-    name = "engine"
-
-    def __init__(self, *completions: tuple[list[int], list[tuple[int, int, int]]]) -> None:
-        self.completions = list(completions)
-
-    async def generate(self, prompt: Any, params: Any) -> Any:
-        tokens, spans = self.completions.pop(0)
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, weight_versions=spans)])
-
-
-def record(engine: Engine, response: Any, calls: int) -> Any:
-    async def run() -> Any:
-        recorder = ResponseRecorder(engine)
-        assert recorder.name == "engine"
-        for _ in range(calls):
-            await recorder.generate("prompt", SimpleNamespace(seed=None))
-        return recorder.annotate(response)
-
-    return asyncio.run(run())
-
-
-def test_spans_of_several_turns_are_moved_to_their_places():
-    engine = Engine(([5, 6, 7], [(1, 0, 2), (2, 2, 3)]), ([8, 9], [(3, 0, 2)]))
-    response = {"observation_tokens": [0, 5, 6, 7, 1, 1, 8, 9], "action_ranges": [(1, 4), (6, 8)]}
-    assert record(engine, response, 2)[SPANS_KEY] == [(1, 1, 3), (2, 3, 4), (3, 6, 8)]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "spans"),
-    [([5, 6], [(1, 1, 3)]), ([5, 6, 7], [(1, 1, 3), (2, 3, 4)]), ([5, 9], [(1, 1, 3)])],
-    ids=["cut short", "whole", "altered: the oldest counts"],
-)
-def test_actions_that_are_not_what_was_sampled(tokens, spans):
-    engine = Engine(([5, 6, 7], [(1, 0, 2), (2, 2, 3)]))
-    response = {"observation_tokens": [0, *tokens], "action_ranges": [(1, 1 + len(tokens))]}
-    assert record(engine, response, 1)[SPANS_KEY] == spans
-
-
-@pytest.mark.parametrize("response", [None, {"text": "x"}, {"observation_tokens": [1], "action_ranges": [(0, 1)]}])
-def test_responses_of_another_form_or_without_a_request_are_left_alone(response):
-    engine = Engine(([5], [(0, 0, 1)]))
-    expected = dict(response) if isinstance(response, dict) else response
-    calls = 0 if response and "action_ranges" in response else 1
-    assert record(engine, response, calls) == expected

@@ -82,6 +82,7 @@ class HFExporter:
             for stage, rule in owned_rules(shape, stages, chunks_per_stage)
             for index, name in enumerate(rule.hf_names)
         }
+        self._known_pieces: dict[tuple[Part, int], list[Piece]] = {}
         self._own: dict[str, torch.nn.Parameter] = {}
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())
@@ -118,9 +119,14 @@ class HFExporter:
 
     def _pieces(self, part: Part, tp_rank: int) -> list[Piece]:
         """What a tensor-parallel rank of the stage gives of the rows."""
+        if (part, tp_rank) not in self._known_pieces:  # an update asks for the same ones again and again
+            self._known_pieces[part, tp_rank] = self._cut(part, tp_rank)
+        return self._known_pieces[part, tp_rank]
+
+    def _cut(self, part: Part, tp_rank: int) -> list[Piece]:
         _, rule, number, _ = self._tensors[part.name]
         pieces = [piece for piece in placement(rule, self._shape, tp_rank, self._tp_size) if piece.tensor == number]
-        if rule.axis == 1 or part == self.whole(part.name):
+        if rule.axis == 1:
             return pieces
         return [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]
 
@@ -208,21 +214,27 @@ class HFExporter:
         like = self._value(next(iter(self._own.values())))
         memory = like.new_empty(0)
         for parts in self._batches(bucket_bytes // 2 // like.itemsize):
+            targets: dict[Part, Tensor] = {}
             with phase("exporting the weights"):
                 gate.next()
-                targets = None
+                travelling = [part for part in parts if not self._is_whole_on_rank_0(part)]
                 if dist.get_rank() == 0:
-                    sizes = [math.prod(self._shape_of(part)) for part in parts]
+                    sizes = [math.prod(self._shape_of(part)) for part in travelling]
                     if memory.numel() < sum(sizes):
                         del memory  # gives the smaller one back first
                         memory = like.new_empty(sum(sizes))
                     places = memory[: sum(sizes)].split(sizes)
-                    targets = [place.view(self._shape_of(part)) for place, part in zip(places, parts, strict=True)]
-                self.gather(parts, targets)
+                    targets = {part: at.view(self._shape_of(part)) for part, at in zip(travelling, places, strict=True)}
+                self.gather(travelling, list(targets.values()))
                 if like.is_cuda:
                     torch.cuda.current_stream().synchronize()  # NCCL's calls return before the peer has arrived
-            for part, target in zip(parts, targets or (), strict=False):
-                yield HFRows(part.name, part.start, target)
+            for part in parts if dist.get_rank() == 0 else []:
+                yield HFRows(part.name, part.start, targets[part] if part in targets else next(self._held(part))[1])
+
+    def _is_whole_on_rank_0(self, part: Part) -> bool:
+        """Whether rank 0 holds the rows in one piece, so that they can be had without a copy."""
+        pieces = self._pieces(part, 0) if self._tensors[part.name].stage == 0 else []
+        return len(pieces) == 1 and pieces[0].length == self._shape_of(part)[pieces[0].dim]
 
     def _shape_of(self, part: Part) -> tuple[int, ...]:
         return (part.stop - part.start, *self._tensors[part.name].shape[1:])

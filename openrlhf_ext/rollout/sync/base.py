@@ -241,7 +241,7 @@ def wait_until(
 
 
 def join(link: Link, rank: int) -> dist.TCPStore:
-    """An engine worker's way into the group: returns when every worker is at the door and the sender says so.
+    """An engine worker's way into the group: returns when every worker waits to join and the sender says so.
 
     Raises:
         WeightStreamAborted: the sender gave up building the group.

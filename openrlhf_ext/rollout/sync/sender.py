@@ -173,7 +173,7 @@ class WeightSender:
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:
-    """Wait until every receiver is at the door, while looking out for engines that fail on the way.
+    """Wait until every receiver waits to join, while watching for engines that fail on the way.
 
     Only then is the group built, which every rank has to do at the same time and which cannot be interrupted.
     """
@@ -189,7 +189,7 @@ def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) 
 
 
 def _while_watching(function: Callable[[], _T], calls: EngineCalls) -> _T:
-    """Run what cannot be interrupted on a thread, while looking out for engines that fail meanwhile."""
+    """Run what cannot be interrupted on a thread, while watching for engines that fail meanwhile."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None  # a property of the thread
     outcome: Future[_T] = Future()
 
