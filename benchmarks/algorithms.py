@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
+from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.conflict_mask import conflict_spans
 from openrlhf_ext.algorithms.groups import Groups
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS
@@ -265,7 +265,7 @@ def part_loss(args: argparse.Namespace) -> dict:
             plain_ppo(new_N, batch.old_logprobs, advantages_N, mask_N).backward()
             new_N.grad = None
 
-        def loss(algorithm=algorithm, shaped: ShapedBatch = shaped) -> None:
+        def loss(algorithm=algorithm, shaped: LossBatch = shaped) -> None:
             algorithm.loss(new_N, shaped).value.backward()
             new_N.grad = None
 

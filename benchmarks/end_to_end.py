@@ -671,7 +671,7 @@ def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
         for seed, points in enumerate(row["curves"]):
             label = row["system"] if seed == 0 else None
             axis.plot(*zip(*points, strict=True), color=f"C{index}", label=label, linewidth=1.2, alpha=0.8)
-    axis.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
+    axis.axhline(TARGET, color="gray", linewidth=0.8, linestyle=":")
     axis.set(xlabel="seconds of training steps", ylabel="held-out accuracy", title="toy policy")
     axis.legend(fontsize=7, frameon=False)
 

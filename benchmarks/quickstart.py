@@ -1,4 +1,4 @@
-"""Summarises a finished quickstart as a benchmark record: accuracy before and after, seconds of each phase per step.
+"""Summarizes a finished quickstart as a benchmark record: accuracy before and after, seconds of each phase per step.
 
 bash examples/scripts/quickstart.sh
 python benchmarks/quickstart.py --run_dir runs/quickstart --minutes 7.5 --output benchmarks/results/quickstart_cpu.json
@@ -21,7 +21,7 @@ PHASES = ("generate", "grade", "logprob", "shape", "train", "sync", "step")
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "openrlhf")
 
 
-def summarise(run_dir: Path, minutes: float, overrides: str) -> dict:
+def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
     """The record: hardware, commit, versions, settings, metrics with their spread over steps."""
     records = read_metrics(run_dir / "metrics.jsonl")
     steps = [record for record in records if "reward/mean" in record]
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--overrides", default="", help="options given to the script beyond the configuration file")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    args.output.write_text(json.dumps(summarise(args.run_dir, args.minutes, args.overrides), indent=2) + "\n")
+    args.output.write_text(json.dumps(summarize(args.run_dir, args.minutes, args.overrides), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": model,
         "cores": os.cpu_count(),
-                "load_average": os.getloadavg(),
+        "load_average": os.getloadavg(),
         "commit": git("rev-parse", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -106,7 +106,7 @@ def build_tokenizer(model_max_length: int = PolicySettings.max_positions) -> Qwe
 
 
 def build_model(settings: PolicySettings, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """The untrained policy, initialised from ``settings.seed``."""
+    """The untrained policy, initialized from ``settings.seed``."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 

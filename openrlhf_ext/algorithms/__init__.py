@@ -23,7 +23,7 @@ from openrlhf_ext.algorithms import (  # noqa: F401
     high_entropy_tokens,
     mixed_policy,
 )
-from openrlhf_ext.algorithms.base import Algorithm, Loss, ShapedBatch
+from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
@@ -43,7 +43,7 @@ __all__ = [
     "Loss",
     "RolloutBatch",
     "SequenceAlgorithm",
-    "ShapedBatch",
+    "LossBatch",
     "TokenAlgorithm",
     "algorithm_names",
     "describe_options",

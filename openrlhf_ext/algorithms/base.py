@@ -1,12 +1,12 @@
 """`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits exactly.
 
-`ShapedBatch` is what the loss reads, `Loss` what it returns. A method is a small class: `TokenAlgorithm` (one ratio per
+`LossBatch` is what the loss reads, `Loss` what it returns. A method is a small class: `TokenAlgorithm` (one ratio per
 token) and `SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages:
 
     @register_algorithm("my_method", MyOptions)
     class MyMethod(TokenAlgorithm):
         def advantages(self, inputs: Inputs) -> dict[str, Any]:
-            return {"advantages": ...}          # fields of ShapedBatch, (N,)
+            return {"advantages": ...}          # fields of LossBatch, (N,)
 
 Shape suffixes: B = completions, N = tokens of all completions, n = some of them, Q = groups (prompts).
 """
@@ -50,7 +50,7 @@ class Algorithm:
         name: registry name.
         Options: options class.
         needs: optional RolloutBatch tensors that `shape` requires.
-        loss_inputs: names in `ShapedBatch.exposed` that `prepare` and the loss read (kept by `ShapedBatch.lean`); what
+        loss_inputs: names in `LossBatch.exposed` that `prepare` and the loss read (kept by `LossBatch.lean`); what
             only `loss_level` reads is not among them.
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch before it computes
             the losses of shares (`select`).
@@ -91,13 +91,13 @@ class Algorithm:
         return changed
 
     @torch.no_grad()
-    def shape(self, batch: RolloutBatch) -> ShapedBatch:
+    def shape(self, batch: RolloutBatch) -> LossBatch:
         """Turn whole groups of a rollout batch into what the loss needs.
 
         Args:
             batch: complete groups; never a shard of one.
         Returns:
-            A ShapedBatch whose mini-batch is the whole rollout batch.
+            A LossBatch whose mini-batch is the whole rollout batch.
         Raises:
             ValueError: missing inputs, an empty completion, an incomplete group; on a completion token inf or NaN, an
                 entropy below `LEAST_ENTROPY` (above it up to 0: taken as 0), a log-prob above `MOST_LOGPROB`.
@@ -108,8 +108,8 @@ class Algorithm:
         return self.loss_level(shaped)
 
     def prepare(
-        self, new_logprobs: Tensor, shaped: ShapedBatch, *, seed: int | None = None, total: Total | None = None
-    ) -> ShapedBatch:
+        self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
+    ) -> LossBatch:
         """Fix what the loss needs to know about the whole mini-batch under the *current* policy.
 
         Algorithms with `needs_prepare` choose tokens by statistics of the new log-probs over the whole mini-batch;
@@ -126,7 +126,7 @@ class Algorithm:
         """
         return shaped
 
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+    def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
         """The loss of these rows.
 
         Args:
@@ -139,7 +139,7 @@ class Algorithm:
         """
         raise NotImplementedError
 
-    def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
+    def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
         """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block by block.
 
         A fused output layer computes log-probs, loss and gradient of a block of tokens and then forgets the block's
@@ -162,19 +162,19 @@ class Algorithm:
     # ---- what an algorithm defines ----
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Fields of ShapedBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at sequence level."""
+        """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at sequence level."""
         raise NotImplementedError
 
-    def rollout_level(self, inputs: Inputs) -> ShapedBatch:
+    def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
         return self.shaped(inputs, **self.advantages(inputs))
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
         raise NotImplementedError
 
-    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
-        """Quantities that a ShapedBatch computes on demand from what it stores."""
+    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+        """Quantities that a LossBatch computes on demand from what it stores."""
         return {}
 
     # ---- shared steps ----
@@ -224,8 +224,8 @@ class Algorithm:
         """(B,) completions that the importance correction applies to."""
         return torch.ones_like(inputs.part.kept_B)
 
-    def shaped(self, inputs: Inputs, *, metrics: dict[str, Tensor] | None = None, **fields: Any) -> ShapedBatch:
-        """A ShapedBatch with the fields every algorithm shares filled in."""
+    def shaped(self, inputs: Inputs, *, metrics: dict[str, Tensor] | None = None, **fields: Any) -> LossBatch:
+        """A LossBatch with the fields every algorithm shares filled in."""
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
         weights_N, correction_metrics = self._correction(inputs)
         common: dict[str, Any] = {
@@ -243,7 +243,7 @@ class Algorithm:
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
             "correction": weights_N,
         }
-        return ShapedBatch(**{**common, **fields}, metrics={**correction_metrics, **(metrics or {})})
+        return LossBatch(**{**common, **fields}, metrics={**correction_metrics, **(metrics or {})})
 
     def _correction(self, inputs: Inputs) -> tuple[Tensor | None, dict[str, Tensor]]:
         """(N,) importance-correction factors, None for 1, and their metrics."""
@@ -273,7 +273,7 @@ def _per_token(**kwargs: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class ShapedBatch:
+class LossBatch:
     """What the loss needs, plus what a user wants to look at.
 
     A copy made by pickle is on the CPU; its tensors travel out of band.
@@ -377,7 +377,7 @@ class ShapedBatch:
         """Ids of the groups that were not dropped, ascending."""
         return self.group_ids[self.kept].unique()
 
-    def select(self, rows: RowSelection) -> ShapedBatch:
+    def select(self, rows: RowSelection) -> LossBatch:
         """A share of this mini-batch: these rows with the denominators of the whole.
 
         The losses and gradients of disjoint selections that cover all rows add up exactly to those of the whole.
@@ -391,7 +391,7 @@ class ShapedBatch:
         part.complete = False
         return part
 
-    def mini_batch(self, rows: RowSelection) -> ShapedBatch:
+    def mini_batch(self, rows: RowSelection) -> LossBatch:
         """A mini-batch of its own: rows of whole groups, loss-level quantities recomputed for them.
 
         Raises:
@@ -404,7 +404,7 @@ class ShapedBatch:
         part.selection = None
         return part.algorithm.loss_level(part)
 
-    def tokens_at(self, index_n: Tensor) -> ShapedBatch:
+    def tokens_at(self, index_n: Tensor) -> LossBatch:
         """n rows of one token each: the tokens at `index_n` of the N, with what their rows carry."""
         row_n = self._row_of_token[index_n]
         segments = Segments(torch.ones_like(index_n), np.arange(len(index_n) + 1))
@@ -414,7 +414,7 @@ class ShapedBatch:
     def _row_of_token(self) -> Tensor:
         return self.segments.spread(torch.arange(len(self), device=self.rows.device))
 
-    def lean(self) -> ShapedBatch:
+    def lean(self) -> LossBatch:
         """A copy with what the loss and `prepare` read; what to ship to the workers.
 
         The last step before `select`: without what people look at and what only `mini_batch` reads, it cannot be cut
@@ -424,7 +424,7 @@ class ShapedBatch:
         exposed = {name: tensor for name, tensor in self.exposed.items() if name in needed}
         return dataclasses.replace(self, exposed=exposed, pools={}, metrics={}, slim=True)
 
-    def to(self, device: torch.device | str) -> ShapedBatch:
+    def to(self, device: torch.device | str) -> LossBatch:
         """A copy with all tensors on `device`."""
 
         def move(value: Any) -> Any:
@@ -434,7 +434,7 @@ class ShapedBatch:
 
         return dataclasses.replace(self, **{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
-    def _take(self, rows: RowSelection) -> ShapedBatch:
+    def _take(self, rows: RowSelection) -> LossBatch:
         if not isinstance(rows, slice):
             rows = row_index(rows, len(self))
         index, segments = (rows if isinstance(rows, slice) else rows.to(self.rows.device)), self.segments
@@ -444,7 +444,7 @@ class ShapedBatch:
 
     def _each(
         self, of_rows: Callable[[Tensor], Tensor], of_tokens: Callable[[Tensor], Tensor], **changes: Any
-    ) -> ShapedBatch:
+    ) -> LossBatch:
         """A copy with every per-row and per-token tensor mapped, and with these `changes`."""
         maps = {"row": of_rows, "token": of_tokens}
         fields = ((f.name, f.metadata.get("of"), getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -486,7 +486,7 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
     return index
 
 
-def _require_whole_groups(part: ShapedBatch) -> None:
+def _require_whole_groups(part: LossBatch) -> None:
     ids_Q, index_B, counts_Q = part.group_ids.unique(return_inverse=True, return_counts=True)
     wrong = (counts_Q[index_B] != part.group_sizes).nonzero().flatten()
     if len(wrong):

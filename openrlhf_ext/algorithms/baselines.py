@@ -1,6 +1,6 @@
 """GRPO, DAPO, Dr. GRPO and GSPO: every token of a completion has the completion's advantage.
 
-Formulas are per prompt, of G completions with T_i tokens and (penalised) rewards r_i; the mean over prompts is left
+Formulas are per prompt, of G completions with T_i tokens and (penalized) rewards r_i; the mean over prompts is left
 out. `f(w, A) = min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)`, `w_it = exp(new_it - old_it)`. Equation numbers are
 those of the paper named.
 

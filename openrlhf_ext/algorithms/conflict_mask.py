@@ -241,7 +241,7 @@ def _window_tokens(tokens_N: Tensor, scan: _Scan, position: int, width: int, bac
     # Beyond a completion's end lies the next one, and beyond the batch nothing.
     token_RW = tokens_N.take(index_RW.clamp_(0, len(tokens_N) - 1))
     int32 = torch.iinfo(torch.int32)
-    # Reductions over int32 are vectorised, those over int64 are not.
+    # Reductions over int32 are vectorized, those over int64 are not.
     least, most = torch.aminmax(token_RW)
     fits = int(most) < int32.max and int(least) >= int32.min
     return token_RW.to(torch.int32) if fits else token_RW

@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import ShapedBatch, Total
+from openrlhf_ext.algorithms.base import LossBatch, Total
 from openrlhf_ext.algorithms.baselines import GroupRelative
 from openrlhf_ext.algorithms.batch import check_values
 from openrlhf_ext.algorithms.losses import masked_log_ratio, promote
@@ -64,7 +64,7 @@ class CovarianceControl(GroupRelative):
     needs_prepare: ClassVar[bool] = True
     loss_inputs: ClassVar[tuple[str, ...]] = ("place",)
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)
         completions = torch.tensor(float(len(shaped)), dtype=torch.float64, device=shaped.rows.device)
         return dataclasses.replace(
@@ -74,8 +74,8 @@ class CovarianceControl(GroupRelative):
         )
 
     def prepare(
-        self, new_logprobs: Tensor, shaped: ShapedBatch, *, seed: int | None = None, total: Total | None = None
-    ) -> ShapedBatch:
+        self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
+    ) -> LossBatch:
         if not shaped.complete and total is None:
             raise ValueError(f"{self.name}: prepare takes the whole mini-batch, got a share made by `select`")
         with torch.no_grad():
@@ -87,22 +87,22 @@ class CovarianceControl(GroupRelative):
         exposed, pools = {**shaped.exposed, "cov": cov_N}, {**shaped.pools, **pools}
         return dataclasses.replace(shaped, selection=selection_N, exposed=exposed, pools=pools)
 
-    def covariances(self, new_logprobs: Tensor, shaped: ShapedBatch, total: Total) -> Tensor:
+    def covariances(self, new_logprobs: Tensor, shaped: LossBatch, total: Total) -> Tensor:
         """(N,) covariance per token, 0 outside kept groups; means in float64."""
         new_N = torch.where(shaped.loss_mask, new_logprobs, 0.0)
         tokens_B = torch.where(shaped.active, shaped.lengths, 0)
         sums = total(torch.stack([(shaped["seq_advantages"] * tokens_B).sum(), float64_sum(new_N)]))
         mean_advantage, mean_new = sums / shaped.denominators["tokens"].clamp(min=1.0)
-        centred_N = shaped.segments.spread((shaped["seq_advantages"] - mean_advantage).to(new_N.dtype))
-        return torch.where(shaped.loss_mask, centred_N * (new_N - mean_new.to(new_N.dtype)), 0.0)
+        centered_N = shaped.segments.spread((shaped["seq_advantages"] - mean_advantage).to(new_N.dtype))
+        return torch.where(shaped.loss_mask, centered_N * (new_N - mean_new.to(new_N.dtype)), 0.0)
 
     def choose(
-        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch, seed: int | None, total: Total
+        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(N,) bool which tokens are chosen, and `pools` that say so."""
         raise NotImplementedError
 
-    def number_chosen(self, shaped: ShapedBatch) -> int:
+    def number_chosen(self, shaped: LossBatch) -> int:
         """k = max(1, int(cov_ratio * N_tok)); 0 without tokens."""
         tokens = int(shaped.denominators["tokens"])
         return max(1, int(self.options.cov_ratio * tokens)) if tokens else 0
@@ -137,7 +137,7 @@ class FlaggedTokens:
     count: int
 
     @classmethod
-    def of(cls, flags_N: Tensor, shaped: ShapedBatch, total: Total) -> FlaggedTokens:
+    def of(cls, flags_N: Tensor, shaped: LossBatch, total: Total) -> FlaggedTokens:
         """The shares tell each other how many tokens each completion has, and nothing else."""
         rank_B, place_B2 = shaped.exposed["place"][:, 0], shaped.exposed["place"][:, 1:]
         count_B = shaped.segments.sums(flags_N).long()
@@ -194,7 +194,7 @@ class ClipCov(CovarianceControl):
     tokenwise: ClassVar[bool] = True
 
     def choose(
-        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch, seed: int | None, total: Total
+        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total
     ) -> tuple[Tensor, dict[str, Tensor]]:
         _, clipped_N = self.surrogate(log_ratio_N, shaped)
         in_band_N = (cov_N > self.options.cov_lb) & (cov_N < self.options.cov_ub)
@@ -217,7 +217,7 @@ class ClipCov(CovarianceControl):
             return torch.randperm(candidates, generator=torch.Generator().manual_seed(seed))
         return torch.arange(candidates)
 
-    def factor(self, shaped: ShapedBatch) -> Tensor | None:
+    def factor(self, shaped: LossBatch) -> Tensor | None:
         factor_N = super().factor(shaped)
         if shaped.selection is None:
             return factor_N
@@ -255,7 +255,7 @@ class KLCov(CovarianceControl):
     tokenwise: ClassVar[bool] = True
 
     def choose(
-        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch, seed: int | None, total: Total
+        self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total
     ) -> tuple[Tensor, dict[str, Tensor]]:
         selection_N = torch.zeros_like(shaped.loss_mask)
         if count := self.number_chosen(shaped):
@@ -267,12 +267,12 @@ class KLCov(CovarianceControl):
             selection_N[ties.index_n[ties.number_n < count - (tokens - up_to_least)]] = True
         return selection_N, {"chosen": FlaggedTokens.of(selection_N, shaped, total).place_n3}
 
-    def surrogate(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
+    def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         objective_N, clipped_N = losses.clipped_surrogate(
             log_ratio_N, shaped.advantages, None, factor=self.factor(shaped)
         )
         return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N
 
-    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
+    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> Tensor:
         penalty_N = torch.where(shaped["selection"], log_ratio_N.abs(), 0.0)
         return objective_N - self.options.ppo_kl_coef * penalty_N

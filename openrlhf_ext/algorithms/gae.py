@@ -1,4 +1,4 @@
-"""PPO with a critic: generalised advantage estimation, value loss, and the `gae` algorithm.
+"""PPO with a critic: generalized advantage estimation, value loss, and the `gae` algorithm.
 
 J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv 1506.02438, and
 "Proximal Policy Optimization Algorithms", arXiv 1707.06347.
@@ -176,7 +176,7 @@ class Gae(TokenAlgorithm):
         return {"advantages": advantages_N, "rewards": rewards_B, "exposed": exposed}
 
     def _whiten(self, advantages_N: Tensor) -> None:
-        """Centres them over all tokens and, with `normalize_std`, divides by their population std, in place.
+        """Centers them over all tokens and, with `normalize_std`, divides by their population std, in place.
 
         The statistics are in float64.
         """

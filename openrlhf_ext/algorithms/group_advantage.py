@@ -19,7 +19,7 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 
 
 def group_relative(algorithm: Algorithm, inputs: Inputs) -> dict[str, Tensor]:
-    """The fields `rewards` and `seq_advantages` of a ShapedBatch, (B,) float64.
+    """The fields `rewards` and `seq_advantages` of a LossBatch, (B,) float64.
 
     r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in groups that were dropped
     or zeroed.
@@ -42,24 +42,24 @@ def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Te
         options: reads `normalize_std`, `ddof_seq`, `adv_eps`, and `baseline` where there is one.
     """
     moments = pool_moments(Moments.of_values(rewards_B), groups.index_B, len(groups))
-    centre_Q = moments.mean
+    center_Q = moments.mean
     if getattr(options, "baseline", "seq") == "token":
         lengths_B = groups.lengths_B.to(torch.float64)
         # Relative to the mean, so that equal rewards give exactly the mean.
-        shift_Q = groups.sum(lengths_B * (rewards_B - centre_Q[groups.index_B])) / groups.sum(lengths_B)
-        centre_Q = centre_Q + shift_Q
-    centred_B = rewards_B - centre_Q[groups.index_B]
+        shift_Q = groups.sum(lengths_B * (rewards_B - center_Q[groups.index_B])) / groups.sum(lengths_B)
+        center_Q = center_Q + shift_Q
+    centered_B = rewards_B - center_Q[groups.index_B]
     if options.normalize_std:
         std_B = moments.std(options.ddof_seq)[groups.index_B]
-        centred_B = divide_by_std(centred_B, std_B, options.adv_eps, live_B, groups.ids_Q[groups.index_B])
-    return torch.where(live_B, centred_B, 0.0)
+        centered_B = divide_by_std(centered_B, std_B, options.adv_eps, live_B, groups.ids_Q[groups.index_B])
+    return torch.where(live_B, centered_B, 0.0)
 
 
-def divide_by_std(centred_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    """`centred / (std + adv_eps)`; ValueError naming the group where that would be 0/0."""
+def divide_by_std(centered_B: Tensor, std_B: Tensor, adv_eps: float, live_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """`centered / (std + adv_eps)`; ValueError naming the group where that would be 0/0."""
     if adv_eps == 0.0:
         require_positive_std(std_B, live_B, group_ids_B)
-    return centred_B / torch.where(live_B, std_B + adv_eps, 1.0)
+    return centered_B / torch.where(live_B, std_B + adv_eps, 1.0)
 
 
 def require_positive_std(std_B: Tensor, live_B: Tensor, group_ids_B: Tensor) -> None:

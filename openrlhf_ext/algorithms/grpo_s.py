@@ -107,8 +107,8 @@ class GrpoS(SequenceAlgorithm):
         live_B = classes.live_B
         if options.version == "v1" and options.adv_pool == "own":
             live_B = live_B & self._pool_has_success(inputs, classes.success_B)
-        centred_B = torch.where(live_B, reward_B - mean_B, 0.0)
-        advantages_B = divide_by_std(centred_B, std_B, options.adv_eps, live_B, inputs.batch.group_ids)
+        centered_B = torch.where(live_B, reward_B - mean_B, 0.0)
+        advantages_B = divide_by_std(centered_B, std_B, options.adv_eps, live_B, inputs.batch.group_ids)
         exposed = {
             "H_hat": h_hat_B,
             "share": share_B,
@@ -138,8 +138,8 @@ class GrpoS(SequenceAlgorithm):
 
         count_B = total(torch.ones_like(x_B))
         if geometric:
-            centre_B = (total(torch.where(member_B, x_B, 1.0).log()) / count_B.clamp(min=1.0)).exp()
-            return torch.where(member_B, x_B / centre_B, 0.0)
+            center_B = (total(torch.where(member_B, x_B, 1.0).log()) / count_B.clamp(min=1.0)).exp()
+            return torch.where(member_B, x_B / center_B, 0.0)
         total_B = total(x_B) + denominator_eps
         return torch.where(member_B & (total_B > 0), x_B / total_B * count_B, 0.0)
 
@@ -156,7 +156,7 @@ class GrpoS(SequenceAlgorithm):
         return classes.select(positive_B + penalty_B, negative_B + penalty_B)
 
     def _pool_has_success(self, inputs: Inputs, success_B: Tensor) -> Tensor:
-        """(B,) the pool that standardises the completion has a success in it."""
+        """(B,) the pool that standardizes the completion has a success in it."""
         if self.options.norm_scope == "batch":
             return success_B.any().expand_as(success_B)
         return inputs.groups.any(success_B)[inputs.groups.index_B]

@@ -18,7 +18,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import ShapedBatch
+from openrlhf_ext.algorithms.base import LossBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
@@ -195,7 +195,7 @@ class GtpoConflict(TokenAlgorithm):
         longest_B = torch.maximum(forward.count_B, backward.count_B).clamp(min=1).to(torch.float64)
         return longest_B if self.options.conflict_divisor == "max_run" else torch.ones_like(longest_B)
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         loss_mask_N = self.loss_mask(shaped)
         denominator_B = shaped.lengths * shaped.exposed["divisor"]
         if self.options.group_reduce == "mean":
@@ -208,7 +208,7 @@ class GtpoConflict(TokenAlgorithm):
             complete=True,
         )
 
-    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {
             "A_tilde": lambda shaped: shaped.seq_advantages,
             "lambda": lambda shaped: (

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import ShapedBatch
+from openrlhf_ext.algorithms.base import LossBatch
 from openrlhf_ext.algorithms.entropy_shaping import Classes, TokenShares, base_rewards, class_pools, make_cohorts
 from openrlhf_ext.algorithms.group_advantage import require_positive_std
 from openrlhf_ext.algorithms.groups import Inputs, Moments
@@ -194,7 +194,7 @@ class GtpoEntropy(TokenAlgorithm):
             )
             for _, block, rho_n in shares:
                 rho_N[block.tokens] = rho_n.to(rho_N.dtype)
-                a_n = self._standardised(reward, rho_n, block, mean_B[block.rows], std_B[block.rows], classes)
+                a_n = self._standardized(reward, rho_n, block, mean_B[block.rows], std_B[block.rows], classes)
                 a_N[block.tokens] = a_n.to(a_N.dtype)
         if options.adv_eps == 0.0:
             require_positive_std(std_B, classes.live_B, batch.group_ids)
@@ -224,7 +224,7 @@ class GtpoEntropy(TokenAlgorithm):
         offset_B = classes.select(positive[0] + penalty_B, negative[0] + penalty_B)
         return TokenReward(options, offset_B, classes.select(positive[1], negative[1]), classes.success_B)
 
-    def _standardised(
+    def _standardized(
         self,
         reward: TokenReward,
         rho_n: Tensor,
@@ -248,7 +248,7 @@ class GtpoEntropy(TokenAlgorithm):
         compares_groups = self.options.entropy_scope == "batch" and self.options.entropy_axis != "row"
         return compares_groups or self.options.norm_scope == "batch"
 
-    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {
             "Rpos": lambda shaped: self._rewards(shaped, ~shaped.inverted),
             "Rneg": lambda shaped: self._rewards(shaped, shaped.inverted),
@@ -256,7 +256,7 @@ class GtpoEntropy(TokenAlgorithm):
             "rho_neg": lambda shaped: _on(shaped, shaped.inverted, shaped.shares),
         }
 
-    def _rewards(self, shaped: ShapedBatch, rows_B: Tensor) -> Tensor:
+    def _rewards(self, shaped: LossBatch, rows_B: Tensor) -> Tensor:
         """(N,) shaped rewards of these completions, 0 elsewhere."""
         reward = TokenReward(self.options, shaped.reward_offset, shaped.reward_weight, shaped.success)
         whole = shaped.segments.block(slice(None))
@@ -264,6 +264,6 @@ class GtpoEntropy(TokenAlgorithm):
         return _on(shaped, rows_B, rewards_N)
 
 
-def _on(shaped: ShapedBatch, rows_B: Tensor, values_N: Tensor) -> Tensor:
+def _on(shaped: LossBatch, rows_B: Tensor, values_N: Tensor) -> Tensor:
     """(N,) the values of these completions, 0 elsewhere."""
     return torch.where(shaped.segments.spread(rows_B), values_N, 0.0)

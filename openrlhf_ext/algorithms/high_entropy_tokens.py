@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import ShapedBatch
+from openrlhf_ext.algorithms.base import LossBatch
 from openrlhf_ext.algorithms.baselines import GroupRelative
 from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.option_blocks import (
@@ -53,25 +53,25 @@ class HighEntropyTokens(GroupRelative):
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)
         tau, cut = upper_threshold(shaped.exposed["entropies"], pool_N, self.options.top_rho)
         return super().loss_level(dataclasses.replace(shaped, pools={"tau": tau, "cut": cut}))
 
-    def loss_mask(self, shaped: ShapedBatch) -> Tensor:
+    def loss_mask(self, shaped: LossBatch) -> Tensor:
         return self._selected(shaped) & shaped.segments.spread(shaped.active)
 
-    def loss_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+    def loss_tokens(self, shaped: LossBatch, loss_mask_N: Tensor) -> Tensor:
         return shaped.segments.sums(loss_mask_N).long()
 
-    def counted_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+    def counted_tokens(self, shaped: LossBatch, loss_mask_N: Tensor) -> Tensor:
         if self.options.mask_denominator == "all":
             return torch.where(shaped.active, shaped.lengths, 0)
         return self.loss_tokens(shaped, loss_mask_N)
 
-    def derived(self) -> dict[str, Callable[[ShapedBatch], Tensor]]:
+    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {"token_mask": self._selected}
 
-    def _selected(self, shaped: ShapedBatch) -> Tensor:
+    def _selected(self, shaped: LossBatch) -> Tensor:
         """(N,) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
         return shaped.exposed["entropies"] >= shaped.pools["cut"]

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import Algorithm, Loss, ShapedBatch, TokenLoss
+from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch, TokenLoss
 from openrlhf_ext.algorithms.batch import check_values
 from openrlhf_ext.algorithms.groups import Inputs, segment_sum
 
@@ -32,7 +32,7 @@ def promote(logprobs: Tensor) -> Tensor:
     return logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
 
 
-def masked_log_ratio(new_logprobs: Tensor, shaped: ShapedBatch) -> Tensor:
+def masked_log_ratio(new_logprobs: Tensor, shaped: LossBatch) -> Tensor:
     """(N,) `log w = new - old` on loss tokens, 0 elsewhere."""
     if new_logprobs.shape != shaped.old_logprobs.shape:
         raise ValueError(
@@ -83,7 +83,7 @@ def clipped_surrogate(
     return torch.where(clipped | (scale == 0), bound, log_ratio).exp() * scale, clipped
 
 
-def token_weights(shaped: ShapedBatch, counted_B: Tensor, *, agg: str, agg_scope: str, l_norm: float | None) -> Tensor:
+def token_weights(shaped: LossBatch, counted_B: Tensor, *, agg: str, agg_scope: str, l_norm: float | None) -> Tensor:
     """Weight omega of every token of a completion, float64, 0 for inactive completions.
 
     Args:
@@ -103,12 +103,12 @@ def token_weights(shaped: ShapedBatch, counted_B: Tensor, *, agg: str, agg_scope
     return reciprocal(counted_B.sum(), shaped.active)
 
 
-def sequence_weights(shaped: ShapedBatch) -> Tensor:
+def sequence_weights(shaped: LossBatch) -> Tensor:
     """Weight 1/(Q G) of every completion in a sequence objective, 0 for inactive ones."""
     return reciprocal(prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active)
 
 
-def prompts(shaped: ShapedBatch) -> int:
+def prompts(shaped: LossBatch) -> int:
     """Q, the number of groups of the mini-batch that were not dropped."""
     return len(shaped.kept_groups)
 
@@ -119,12 +119,12 @@ def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
     return torch.where(usable_B, 1.0 / denominator.clamp(min=1e-300), 0.0)
 
 
-def share(values_N: Tensor, shaped: ShapedBatch) -> Tensor:
+def share(values_N: Tensor, shaped: LossBatch) -> Tensor:
     """This share's part of the mean over the loss tokens of the whole mini-batch."""
     return values_N.detach().sum(dtype=torch.float64) / shaped.denominators["tokens"].clamp(min=1.0)
 
 
-def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: ShapedBatch) -> dict[str, Tensor]:
+def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch) -> dict[str, Tensor]:
     """Mean of `old - new`, and clip fractions by sign of the advantage."""
     metrics = {"policy_kl": -share(log_ratio_N, shaped)}
     if clipped_N is not None:
@@ -135,9 +135,7 @@ def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: ShapedB
     return metrics
 
 
-def checked(
-    loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch
-) -> Loss:
+def checked(loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> Loss:
     """The loss; on the CPU a ValueError that names what makes it, or a log-ratio, infinite or NaN.
 
     Args:
@@ -156,7 +154,7 @@ def checked(
         f"the loss is {float(loss.value.detach())}: at row {row}, position {position} (new log-prob "
         f"{float(new_logprobs.detach()[token])}, old {float(shaped.old_logprobs[token])}) a ratio or KL "
         f"term overflows {log_ratio_N.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
-        "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenisation"
+        "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenization"
     )
 
 
@@ -183,7 +181,7 @@ class TokenAlgorithm(Algorithm):
 
     # ---- denominators of the mini-batch ----
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         loss_mask_N = self.loss_mask(shaped)
         weights_B = token_weights(
             shaped,
@@ -197,21 +195,21 @@ class TokenAlgorithm(Algorithm):
             shaped, loss_mask=loss_mask_N, weights=weights_B, denominators={"tokens": tokens}, complete=True
         )
 
-    def loss_mask(self, shaped: ShapedBatch) -> Tensor:
+    def loss_mask(self, shaped: LossBatch) -> Tensor:
         """(N,) tokens that carry loss."""
         return shaped.segments.spread(shaped.active)
 
-    def loss_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+    def loss_tokens(self, shaped: LossBatch, loss_mask_N: Tensor) -> Tensor:
         """(B,) tokens of each completion that carry loss."""
         return torch.where(shaped.active, shaped.lengths, 0)
 
-    def counted_tokens(self, shaped: ShapedBatch, loss_mask_N: Tensor) -> Tensor:
+    def counted_tokens(self, shaped: LossBatch, loss_mask_N: Tensor) -> Tensor:
         """(B,) counted tokens c_i, the denominators of `agg`."""
         return self.loss_tokens(shaped, loss_mask_N)
 
     # ---- the loss, of rows and of single tokens ----
 
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+    def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
         shaped = self._prepared(new_logprobs, shaped)
         log_ratio_N = masked_log_ratio(new_logprobs, shaped)
         objective_N, clipped_N, kl_N = self.objective(promote(new_logprobs), log_ratio_N, shaped)
@@ -227,14 +225,14 @@ class TokenAlgorithm(Algorithm):
         loss = Loss(value, metrics, {"clipped": clipped_N})
         return checked(loss, (objective_N, *extra.values()), new_logprobs, log_ratio_N, shaped)
 
-    def token_loss(self, shaped: ShapedBatch) -> TokenLoss | None:
+    def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
         if not self.tokenwise:
             return None
         if self.needs_prepare and shaped.selection is None:
             raise self._unprepared("`token_loss`")
         return functools.partial(self._terms_of_tokens, shaped.lean())
 
-    def _terms_of_tokens(self, shaped: ShapedBatch, new_logprobs_n: Tensor, index_n: Tensor) -> Tensor:
+    def _terms_of_tokens(self, shaped: LossBatch, new_logprobs_n: Tensor, index_n: Tensor) -> Tensor:
         """(n,) loss terms: the loss of n rows of one token each."""
         part = shaped.tokens_at(index_n)
         new_n = promote(new_logprobs_n)
@@ -244,7 +242,7 @@ class TokenAlgorithm(Algorithm):
             loss_n = loss_n + terms_n
         return loss_n
 
-    def _prepared(self, new_logprobs: Tensor, shaped: ShapedBatch) -> ShapedBatch:
+    def _prepared(self, new_logprobs: Tensor, shaped: LossBatch) -> LossBatch:
         """The batch with its tokens chosen, where `needs_prepare`; refuses a share for which nobody chose them."""
         if not self.needs_prepare or shaped.selection is not None:
             return shaped
@@ -260,10 +258,8 @@ class TokenAlgorithm(Algorithm):
 
     # ---- what a method may change ----
 
-    def objective(
-        self, new_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Objective to maximise per token, before aggregation weights; which tokens were clipped; reference KL."""
+    def objective(self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Objective to maximize per token, before aggregation weights; which tokens were clipped; reference KL."""
         objective_N, clipped_N = self.surrogate(log_ratio_N, shaped)
         kl_N = None
         if shaped.ref_logprobs is not None:
@@ -271,7 +267,7 @@ class TokenAlgorithm(Algorithm):
             objective_N = objective_N - self.penalty.coef * kl_N
         return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
 
-    def surrogate(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> tuple[Tensor, Tensor]:
+    def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         """Objective per token times `factor`, 0 outside the loss mask, and which tokens were clipped."""
         options = self.options
         value_N, clipped_N = clipped_surrogate(
@@ -284,17 +280,17 @@ class TokenAlgorithm(Algorithm):
         )
         return torch.where(shaped.loss_mask, value_N, 0.0), clipped_N & shaped.loss_mask
 
-    def factor(self, shaped: ShapedBatch) -> Tensor | None:
+    def factor(self, shaped: LossBatch) -> Tensor | None:
         """(N,) constant factor on each token's surrogate, None for 1."""
         factors = [f for f in (shaped.token_weights, shaped.correction) if f is not None]
         return functools.reduce(torch.mul, factors) if factors else None
 
-    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
+    def extra_objective(self, objective_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> Tensor:
         """Hook for terms beyond the surrogate and the reference KL."""
         return objective_N
 
-    def extra_terms(self, new_N: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
-        """Hook for loss terms (N,) with a normalisation of their own; each is a metric by its name."""
+    def extra_terms(self, new_N: Tensor, shaped: LossBatch) -> dict[str, Tensor]:
+        """Hook for loss terms (N,) with a normalization of their own; each is a metric by its name."""
         return {}
 
 
@@ -306,12 +302,12 @@ class SequenceAlgorithm(Algorithm):
         """ "geometric" or "arithmetic" mean of the token ratios."""
         return "geometric"
 
-    def rollout_level(self, inputs: Inputs) -> ShapedBatch:
+    def rollout_level(self, inputs: Inputs) -> LossBatch:
         fields = self.advantages(inputs)
         token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
         return self.shaped(inputs, advantages=token_N, **fields)
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         denominators = {
             "tokens": torch.where(shaped.active, shaped.lengths, 0).sum().to(torch.float64),
             "sequences": shaped.active.sum().to(torch.float64),
@@ -325,7 +321,7 @@ class SequenceAlgorithm(Algorithm):
             complete=True,
         )
 
-    def loss(self, new_logprobs: Tensor, shaped: ShapedBatch) -> Loss:
+    def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
         options = self.options
         log_ratio_N = masked_log_ratio(new_logprobs, shaped)
         log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
@@ -347,7 +343,7 @@ class SequenceAlgorithm(Algorithm):
         loss = Loss(value, {"policy_loss": value.detach(), **metrics}, details)
         return checked(loss, (objective_B,), new_logprobs, log_ratio_N, shaped)
 
-    def sequence_log_ratio(self, log_ratio_N: Tensor, shaped: ShapedBatch) -> Tensor:
+    def sequence_log_ratio(self, log_ratio_N: Tensor, shaped: LossBatch) -> Tensor:
         """(B,) log s_i, 0 in dropped groups."""
         segments = shaped.segments
         if self.ratio_kind == "geometric" or len(shaped) == 0:
@@ -357,7 +353,7 @@ class SequenceAlgorithm(Algorithm):
         mean_B = segments.sums((log_ratio_N - segments.spread(largest_B)).exp()) / shaped.lengths
         return largest_B + mean_B.to(log_ratio_N.dtype).log()
 
-    def _factor(self, shaped: ShapedBatch) -> Tensor:
+    def _factor(self, shaped: LossBatch) -> Tensor:
         """(B,) 1/(Q G), times the importance correction."""
         if shaped.correction is None:
             return shaped.weights

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, ShapedBatch
+from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, LossBatch
 from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 from openrlhf_ext.algorithms.registry import register_algorithm
@@ -68,14 +68,14 @@ class MixedPolicyDapo(GroupRelative):
         everyone_B = super().corrected_rows(inputs)
         return everyone_B if inputs.batch.from_guide is None else everyone_B & ~inputs.batch.from_guide
 
-    def loss_level(self, shaped: ShapedBatch) -> ShapedBatch:
+    def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)
         if not self.options.zero_batch:
             return shaped
         tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
         return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
 
-    def extra_terms(self, new_N: Tensor, shaped: ShapedBatch) -> dict[str, Tensor]:
+    def extra_terms(self, new_N: Tensor, shaped: LossBatch) -> dict[str, Tensor]:
         """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
         if not self.options.zero_batch:
             return {}

@@ -59,10 +59,10 @@ class Segments:
         return Segments(self.lengths_B.to(device), self.bounds)
 
     def span(self, rows: slice) -> slice:
-        """The tokens of neighbouring rows."""
+        """The tokens of neighboring rows."""
         first, stop, step = rows.indices(len(self))
         if step != 1:
-            raise ValueError(f"rows of a slice must be neighbours, got step {step}")
+            raise ValueError(f"rows of a slice must be neighbors, got step {step}")
         return slice(int(self.bounds[first]), int(self.bounds[max(first, stop)]))
 
     def select(self, rows: RowSelection) -> Segments:
@@ -131,7 +131,7 @@ class Segments:
         return Block(rows, tokens.to(self.lengths_B.device), self.lengths_B[rows])
 
     def blocks(self) -> Iterator[Block]:
-        """Blocks of neighbouring rows that cover all."""
+        """Blocks of neighboring rows that cover all."""
         first = 0
         while first < len(self):
             fitting = int(np.searchsorted(self.bounds, self.bounds[first] + BLOCK_TOKENS, side="right")) - 1
@@ -145,7 +145,7 @@ class Block:
     """Some rows of a batch.
 
     Attributes:
-        rows, tokens: which rows, and which entries of the flat tensors: slices where they are neighbours.
+        rows, tokens: which rows, and which entries of the flat tensors: slices where they are neighbors.
         lengths_b: int64 tokens of each row.
     """
 

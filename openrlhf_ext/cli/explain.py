@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
-    colour = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
-    _print(render(explanation, width=arguments.width or shutil.get_terminal_size((100, 24)).columns, colour=colour))
+    color = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
+    _print(render(explanation, width=arguments.width or shutil.get_terminal_size((100, 24)).columns, color=color))
     if arguments.png:
         print(f"explain: wrote {arguments.png}", file=sys.stderr)
     return 0
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
     add("--png", metavar="OUT.png", help="also draw the picture into this file")
     add("--width", type=_width, help=f"characters of a line (default: the terminal's; {_PNG_WIDTH} in the PNG)")
-    add("--no_color", action="store_true", help="numbers instead of colours, as where the output is no terminal")
+    add("--no_color", action="store_true", help="numbers instead of colors, as where the output is no terminal")
     return parser
 
 

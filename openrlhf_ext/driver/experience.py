@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Algorithm, RolloutBatch, ShapedBatch
+from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch
 from openrlhf_ext.driver.records import (
     batch_metrics,
     correction_band,
@@ -111,7 +111,7 @@ class ExperienceMaker:
         metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
         return Experience(shards, batch, old, metrics)
 
-    def _shape(self, rollout: RolloutBatch) -> tuple[ShapedBatch, dict[str, float]]:
+    def _shape(self, rollout: RolloutBatch) -> tuple[LossBatch, dict[str, float]]:
         """The batch as the algorithm shapes it, and what both are like."""
         algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
         shaped = algorithm.shape(rollout)
@@ -205,7 +205,7 @@ def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:
 
 
 def training_shards(
-    shaped: ShapedBatch, chunks: Sequence[slice], deals: Sequence[Deal], seed: int = 0
+    shaped: LossBatch, chunks: Sequence[slice], deals: Sequence[Deal], seed: int = 0
 ) -> list[TrainingShard]:
     """Each data-parallel rank's shard of every optimizer step.
 

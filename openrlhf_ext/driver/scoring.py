@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.gae import explained_variance
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
@@ -156,7 +156,7 @@ class ValueTrainer:
         """Starts the forward pass; its result is (N,) values."""
         return self._scorer.start(batch)
 
-    def take(self, batch: SequenceBatch, shaped: ShapedBatch) -> dict[str, float]:
+    def take(self, batch: SequenceBatch, shaped: LossBatch) -> dict[str, float]:
         """Keeps what the next ``start_fit`` trains on; returns metrics of the values and returns."""
         sizes = {"group_size": self.group_size, "mini_batch_size": self.mini_batch_size, "replicas": self.replicas}
         self._shards = value_shards(batch, shaped, **sizes, attention_length=self.attention_length)
@@ -176,7 +176,7 @@ class ValueTrainer:
 
 def value_shards(
     batch: SequenceBatch,
-    shaped: ShapedBatch,
+    shaped: LossBatch,
     group_size: int,
     mini_batch_size: int,
     replicas: int,
@@ -196,7 +196,7 @@ def value_shards(
     return ranks
 
 
-def value_metrics(shaped: ShapedBatch) -> dict[str, float]:
+def value_metrics(shaped: LossBatch) -> dict[str, float]:
     """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only if it is defined."""
     values_N, returns_N = shaped.exposed["values"], shaped.exposed["returns"]
     means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}

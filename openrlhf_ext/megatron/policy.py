@@ -31,7 +31,7 @@ from openrlhf_ext.megatron.step.optimizer import gradient_norms
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
 if TYPE_CHECKING:
-    from openrlhf_ext.algorithms import Algorithm, Loss, ShapedBatch
+    from openrlhf_ext.algorithms import Algorithm, Loss, LossBatch
 
 __all__ = ["LogprobEntropy", "MegatronPolicy", "NonFiniteUpdateError", "PolicySettings", "initialize_distributed"]
 
@@ -82,7 +82,7 @@ class MegatronPolicy(MegatronModel):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Algorithm) -> dict[str, float]:
+    def train_step(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``.
 
         The shares of all micro-batches and ranks add up to the loss of the whole mini-batch, because ``shaped`` carries
@@ -102,7 +102,7 @@ class MegatronPolicy(MegatronModel):
         metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
         return metrics | self.optimizer_step()
 
-    def accumulate_gradients(self, batch: SequenceBatch, shaped: ShapedBatch, algorithm: Algorithm) -> dict[str, float]:
+    def accumulate_gradients(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.plan(batch, forward_only=False)
@@ -117,9 +117,7 @@ class MegatronPolicy(MegatronModel):
         shares = self.run(batch, plan, share, forward_only=False)
         return {"loss/policy": 0.0} | self.sum_metrics(shares)
 
-    def _loss(
-        self, part: PackedBatch, states: Tensor, shaped: ShapedBatch, algorithm: Algorithm
-    ) -> tuple[Tensor, Loss]:
+    def _loss(self, part: PackedBatch, states: Tensor, shaped: LossBatch, algorithm: Algorithm) -> tuple[Tensor, Loss]:
         """What to differentiate on this rank, and the loss of the micro-batch with its metrics.
 
         Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
 
 
@@ -25,7 +25,7 @@ class TrainingShard:
         seed: of random choices.
     """
 
-    mini_batches: list[ShapedBatch]
+    mini_batches: list[LossBatch]
     seed: int
 
 

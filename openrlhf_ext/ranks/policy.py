@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
-from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.deadlines.watchdog import phase
@@ -117,7 +117,7 @@ class PolicyActor(TrainedActor):
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
         return mean | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
-    def _update(self, batch: SequenceBatch, shaped: ShapedBatch, seed: int, number: int) -> dict[str, float]:
+    def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int) -> dict[str, float]:
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
         return self.policy.train_step(batch, shaped, shaped.algorithm)
@@ -176,7 +176,7 @@ class PolicyActor(TrainedActor):
         self.version = extra["version"] - 1
 
 
-def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[SequenceBatch, ShapedBatch]]:
+def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[SequenceBatch, LossBatch]]:
     """A replica's part of each optimizer step: its rows lie one step behind the other."""
     first = 0
     for shaped in shard.mini_batches:
@@ -184,9 +184,7 @@ def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[
         first += len(shaped)
 
 
-def reselected(
-    policy: MegatronPolicy, batch: SequenceBatch, shaped: ShapedBatch, seed: int, update: int
-) -> ShapedBatch:
+def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int) -> LossBatch:
     """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the current policy.
 
     The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after a

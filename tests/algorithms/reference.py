@@ -206,8 +206,8 @@ def mean(values):
 def std(values, ddof):
     if len(values) - ddof <= 0:
         return 0.0
-    centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - ddof))
+    center = mean(values)
+    return math.sqrt(sum((v - center) ** 2 for v in values) / (len(values) - ddof))
 
 
 def partition(group, o):
@@ -289,7 +289,7 @@ def penalties(group, o):
 
 
 def group_advantages(group, o):
-    """Penalised rewards and A_i of 2.5, without the treatment of degenerate groups."""
+    """Penalized rewards and A_i of 2.5, without the treatment of degenerate groups."""
     rewards = [c["reward"] + r for c, r in zip(group, penalties(group, o), strict=True)]
     if o["baseline"] == "token":
         mu = sum(length(c) * r for c, r in zip(group, rewards, strict=True)) / sum(length(c) for c in group)
@@ -404,7 +404,7 @@ def token_loss(
     factors=None,
     correction=None,
     removed=(),
-    penalised=(),
+    penalized=(),
     kl=None,
     ratio_base=None,
 ):
@@ -434,7 +434,7 @@ def token_loss(
                 if kl_coef:
                     k, dk = kl_term(estimator, c["ref"][t], c["new"][t])
                     value, slope = value - kl_coef * k, slope - kl_coef * dk
-                if (g, i, t) in penalised:
+                if (g, i, t) in penalized:
                     difference = c["new"][t] - c["old"][t]
                     value -= o["ppo_kl_coef"] * abs(difference)
                     slope -= o["ppo_kl_coef"] * ((difference > 0) - (difference < 0))
@@ -579,7 +579,7 @@ def run_kl_cov(groups, o, correction=None):
     k = max(1, int(o["cov_ratio"] * len(entries))) if entries else 0
     chosen = sorted(entries, key=lambda e: -cov[e])[:k]
     omegas = token_omegas(groups, kept, counted, o)
-    loss, grad, _ = token_loss(groups, tokens, omegas, o, correction=correction, penalised=set(chosen))
+    loss, grad, _ = token_loss(groups, tokens, omegas, o, correction=correction, penalized=set(chosen))
     return {"loss": loss, "grad": grad, "advantages": tokens, "cov": cov, "chosen": chosen}
 
 

@@ -63,11 +63,11 @@ def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
     assert torch.allclose(shaped.rewards, rewards)
 
 
-def test_whitening_without_the_std_only_centres() -> None:
+def test_whitening_without_the_std_only_centers() -> None:
     batch, _ = ragged(1)
-    plain, centred = (get_algorithm("gae", **o).shape(batch) for o in ({"whiten": False}, {"normalize_std": False}))
+    plain, centered = (get_algorithm("gae", **o).shape(batch) for o in ({"whiten": False}, {"normalize_std": False}))
     mean = plain.advantages.mean()
-    assert torch.allclose(centred.advantages, plain.advantages - mean)
+    assert torch.allclose(centered.advantages, plain.advantages - mean)
 
 
 def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:

@@ -214,7 +214,7 @@ def test_mini_batch_needs_whole_groups() -> None:
 @FEW
 @given(seed=SEEDS)
 def test_v6_without_entropy_has_the_advantages_of_v1_without_entropy(seed: int) -> None:
-    """Invariant 7: alpha = 0 is a token-level standardisation, which plain DAPO is not."""
+    """Invariant 7: alpha = 0 is a token-level standardization, which plain DAPO is not."""
     batch, _, _ = to_batch(mixed_groups(seed))
     v6 = get_algorithm("gtpo_entropy", version="v6", alpha1=1.0, alpha2=0.0, adv_eps=0.0).shape(batch)
     v1 = get_algorithm("gtpo_entropy", version="v1", alpha=0.0, adv_eps=0.0).shape(batch)

@@ -37,7 +37,7 @@ def test_threshold_is_the_interpolated_quantile(dtype: torch.dtype, fraction: fl
     assert torch.equal(values >= cut, values.double() >= tau)
 
 
-def test_a_threshold_between_neighbouring_floats_excludes_the_lower_one() -> None:
+def test_a_threshold_between_neighboring_floats_excludes_the_lower_one() -> None:
     low = torch.tensor(1.0)
     values = torch.stack([low, torch.nextafter(low, torch.tensor(2.0))])
     tau, cut = upper_threshold(values, None, 0.7)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from openrlhf_ext.algorithms import RolloutBatch, ShapedBatch, get_algorithm
+from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
 from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.algorithms.test_invariants import NAMES, build
@@ -32,7 +32,7 @@ LENGTHS = [(4, 9), (4, 1), (4, 6), (4, 3), (7, 2), (7, 12), (7, 1), (7, 5), (2, 
 class Truth:
     """One algorithm's loss on the mini-batch: ``shaped`` and what the whole of it gives."""
 
-    shaped: ShapedBatch
+    shaped: LossBatch
     value: float
     metrics: dict[str, float]
     grads: dict[str, Tensor]  # by HF name

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.algorithms import ShapedBatch
+from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.distributed import initialize_distributed
@@ -17,7 +17,7 @@ from openrlhf_ext.ranks.policy import reselected
 from tests.patience import PATIENCE_S
 
 # a replica's part of a mini-batch: rows of the rollout batch, sequences, what was prepared for them
-Part = tuple[list[int], SequenceBatch, ShapedBatch]
+Part = tuple[list[int], SequenceBatch, LossBatch]
 
 
 class MovedPolicy:

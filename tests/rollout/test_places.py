@@ -17,7 +17,7 @@ def places(placements: list) -> list[tuple]:
     ]
 
 
-def test_an_engine_takes_neighbours_in_the_order_it_is_given():
+def test_an_engine_takes_neighbors_in_the_order_it_is_given():
     placements = launch._gpu_placements(2, 2, GROUP, [3, 1, 0, 2])
     assert places(placements) == [(3, [3, 1]), (0, [0, 2])]
     assert [extra["num_gpus"] for _, extra in placements] == [0.2, 0.2], "as OpenRLHF's colocated engines"

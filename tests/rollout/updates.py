@@ -60,28 +60,28 @@ def without(name: str, version: int) -> Fill:
 class FakeEngine:
     """The weight-sync surface of a rollout engine, without a model."""
 
-    def __init__(self, behaviour: str = "good", device: str | None = None) -> None:
+    def __init__(self, behavior: str = "good", device: str | None = None) -> None:
         """`device`: the name of this process's device, for `host_ipc`."""
-        self.behaviour = behaviour
+        self.behavior = behavior
         if device is not None:
             import_module("tests.rollout.host_ipc").TRANSPORT.name = device
 
-    def behave(self, behaviour: str) -> None:
-        self.behaviour = behaviour
+    def behave(self, behavior: str) -> None:
+        self.behavior = behavior
 
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
-        if self.behaviour == "cannot connect":
+        if self.behavior == "cannot connect":
             raise OSError("no route to the policy")
         self.receiver = WeightReceiver.connect(BucketPlan.from_wire(plan.to_wire()), Link(**vars(link)), 0)
 
     def receive_weights(self, version: int) -> float:
-        if self.behaviour == "hang":
+        if self.behavior == "hang":
             time.sleep(3600)
         stream = self.receiver.receive(version)
-        if self.behaviour == "die":
+        if self.behavior == "die":
             next(stream)
             os._exit(3)
-        if self.behaviour == "fail":
+        if self.behavior == "fail":
             next(stream)
             self.receiver.close()
             raise RuntimeError("layer0.weight does not fit into this model")

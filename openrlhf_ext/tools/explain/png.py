@@ -1,4 +1,4 @@
-"""The picture as a PNG, the same layout and colours as in the terminal."""
+"""The picture as a PNG, the same layout and colors as in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.tools.explain.explanation import Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import columns_of, gutter_of, head, lay_out, row_name, visible
-from openrlhf_ext.tools.explain.palette import Colour, Palette, Swatch, ink_on
+from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,10 +143,10 @@ class _Picture:
             width = self._cell_width(position)
             if position < len(completion.tokens):
                 value = quantity.values[row][position]
-                self._cell(x, width, visible(completion.tokens[position]), palette.text(value), palette.colour(value))
+                self._cell(x, width, visible(completion.tokens[position]), palette.text(value), palette.color(value))
             x += width
 
-    def _cell(self, x: float, width: float, token: str, number: str, shade: Colour) -> None:
+    def _cell(self, x: float, width: float, token: str, number: str, shade: Color) -> None:
         self._box(x, self.y, width, _CELL, shade, edge="white" if sum(shade) < 2.85 else "#e4e4e4")
         ink = ink_on(shade)
         self._text(x + width / 2, self.y + 0.36 * _CELL, token, color=ink, ha="center")
@@ -156,7 +156,7 @@ class _Picture:
         right = self.width - _MARGIN
         for row, completion in enumerate(self.explanation.completions):
             self._text(_MARGIN, self.y + _STRIPE / 2, row_name(row, completion), color=_FAINT)
-            shades = [[palette.colour(value) for value in quantity.values[row]]]
+            shades = [[palette.color(value) for value in quantity.values[row]]]
             end = self.left + (right - self.left) * len(completion.tokens) / self.explanation.longest
             box = (self.left, end, self.y + _STRIPE - 1, self.y)
             self.axes.imshow(shades, extent=box, aspect="auto", interpolation="antialiased")
@@ -169,7 +169,7 @@ class _Picture:
         self.y += _LINE
 
     def _box(
-        self, x: float, y: float, width: float, height: float, fill: Colour | None, edge: str | Colour = "#bbbbbb"
+        self, x: float, y: float, width: float, height: float, fill: Color | None, edge: str | Color = "#bbbbbb"
     ) -> None:
         from matplotlib.patches import Rectangle
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Algorithm, RolloutBatch, ShapedBatch, get_algorithm, with_published_values
+from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, with_published_values
 from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
 from openrlhf_ext.tools.explain.rollouts import TOKEN_NUMBERS, Rollout
 
@@ -79,7 +79,7 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
 
 
 def _quantities(
-    algorithm: Algorithm, batch: RolloutBatch, shaped: ShapedBatch, rows: Sequence[int]
+    algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch, rows: Sequence[int]
 ) -> tuple[list[Quantity], list[str]]:
     """The panels that a method has, and what is said instead of a panel that would show nothing new."""
 
@@ -99,7 +99,7 @@ def _quantities(
     return [*panels, panel("update", meaning, "signed", update_N)], []
 
 
-def _method_quantities(shaped: ShapedBatch) -> Iterator[tuple[str, str, str, Tensor]]:
+def _method_quantities(shaped: LossBatch) -> Iterator[tuple[str, str, str, Tensor]]:
     """Name, meaning, scale and (N,) values of what some methods expose and others do not."""
     names = shaped.names()
     if "Rpos" in names:
@@ -115,7 +115,7 @@ def _method_quantities(shaped: ShapedBatch) -> Iterator[tuple[str, str, str, Ten
         yield "lambda", "0 silences a conflict token, above 1 strengthens it", "factor", shaped["lambda"]
 
 
-def first_update(algorithm: Algorithm, batch: RolloutBatch, shaped: ShapedBatch) -> Tensor:
+def first_update(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> Tensor:
     """(N,) gradient of the objective in the log-probs, at the policy that sampled, times the tokens that count."""
     logprobs_N = batch.old_logprobs.clone().requires_grad_()
     (gradient_N,) = torch.autograd.grad(algorithm.loss(logprobs_N, shaped).value, logprobs_N)
@@ -128,17 +128,17 @@ def _idea(algorithm: Algorithm) -> str:
     return " ".join(paragraph.replace("`", "").split())
 
 
-def _group_notes(shaped: ShapedBatch, rows: Sequence[int]) -> Iterator[str]:
+def _group_notes(shaped: LossBatch, rows: Sequence[int]) -> Iterator[str]:
     if not bool(shaped.kept[rows[0]]):
         yield "The group is dropped from the batch: all its completions are correct, or all are wrong."
     elif not bool(shaped.segments.take(shaped.advantages, rows).any()):
         yield "The group teaches nothing: all its advantages are 0."
 
 
-def _completion(rollout: Rollout, algorithm: Algorithm, shaped: ShapedBatch, row: int) -> Completion:
+def _completion(rollout: Rollout, algorithm: Algorithm, shaped: LossBatch, row: int) -> Completion:
     mark, verdict = _verdict(rollout, algorithm, shaped, row)
-    reward, penalised = rollout.record["reward"], float(shaped.rewards[row])
-    facts = [f"reward {reward:g}" + (f" (with penalties {penalised:g})" if penalised != reward else ""), verdict]
+    reward, penalized = rollout.record["reward"], float(shaped.rewards[row])
+    facts = [f"reward {reward:g}" + (f" (with penalties {penalized:g})" if penalized != reward else ""), verdict]
     facts.append("1 token" if len(rollout) == 1 else f"{len(rollout)} tokens")
     facts.append(f"mean entropy {sum(rollout.record['entropies']) / len(rollout):.3f}")
     if rollout.record.get("truncated"):
@@ -148,7 +148,7 @@ def _completion(rollout: Rollout, algorithm: Algorithm, shaped: ShapedBatch, row
     return Completion(mark, ", ".join(fact for fact in facts if fact), tuple(rollout.record["tokens"]))
 
 
-def _verdict(rollout: Rollout, algorithm: Algorithm, shaped: ShapedBatch, row: int) -> tuple[str, str]:
+def _verdict(rollout: Rollout, algorithm: Algorithm, shaped: LossBatch, row: int) -> tuple[str, str]:
     """Mark and word for the class that the method puts a completion into."""
     if "A" in shaped.names():
         sign = float(shaped["A"][row])

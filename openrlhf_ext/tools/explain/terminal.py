@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import Layout, columns_of, gutter_of, head, lay_out, row_name, visible
-from openrlhf_ext.tools.explain.palette import Colour, Palette, Swatch, ink_on
+from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_on
 
 
-def render(explanation: Explanation, *, width: int = 100, colour: bool = True) -> str:
+def render(explanation: Explanation, *, width: int = 100, color: bool = True) -> str:
     """The picture as text.
 
     Args:
         width: characters of a line.
-        colour: ANSI background colours (24 bit) behind the tokens; otherwise the numbers below the tokens.
+        color: ANSI background colors (24 bit) behind the tokens; otherwise the numbers below the tokens.
     """
     palettes = [Palette(quantity) for quantity in explanation.quantities]
     gutter = gutter_of(explanation)
-    layout = lay_out(explanation, palettes, width - gutter, numbers=not colour)
+    layout = lay_out(explanation, palettes, width - gutter, numbers=not color)
     lines = head(explanation)
     for quantity, palette in zip(explanation.quantities, palettes, strict=True):
-        lines += ["", _heading(quantity, palette, colour)]
+        lines += ["", _heading(quantity, palette, color)]
         for band in layout.bands:
             lines += _band_mark(layout, band, gutter)
             for row, completion in enumerate(explanation.completions):
                 name = f"{row_name(row, completion):>{gutter - 1}} "
-                lines += _row(name, completion, quantity.values[row], palette, layout.widths, band, colour)
+                lines += _row(name, completion, quantity.values[row], palette, layout.widths, band, color)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _heading(quantity: Quantity, palette: Palette, colour: bool) -> str:
-    legend = "   ".join(_swatch(swatch) if colour else swatch.label for swatch in palette.legend())
+def _heading(quantity: Quantity, palette: Palette, color: bool) -> str:
+    legend = "   ".join(_swatch(swatch) if color else swatch.label for swatch in palette.legend())
     return f"{quantity.name}: {quantity.meaning}   [{legend}]"
 
 
@@ -52,15 +52,15 @@ def _row(
     palette: Palette,
     widths: Sequence[int],
     band: range,
-    colour: bool,
+    color: bool,
 ) -> list[str]:
-    """The part of a completion that lies in a band, with colours or with a line of numbers below it."""
+    """The part of a completion that lies in a band, with colors or with a line of numbers below it."""
     positions = [position for position in band if position < len(completion.tokens)]
     if not positions:
         return []
     texts = [_pad(visible(completion.tokens[position]), widths[position]) for position in positions]
-    if colour:
-        shades = [palette.colour(values[position]) for position in positions]
+    if color:
+        shades = [palette.color(values[position]) for position in positions]
         return [name + " ".join(_painted(text, shade) for text, shade in zip(texts, shades, strict=True))]
     numbers = [palette.text(values[position]).rjust(widths[position]) for position in positions]
     return [name + " ".join(texts), " " * len(name) + " ".join(numbers)]
@@ -70,8 +70,8 @@ def _pad(text: str, columns: int) -> str:
     return " " * (columns - columns_of(text)) + text
 
 
-def _painted(text: str, background: Colour) -> str:
-    def code(colour: Colour) -> str:
-        return ";".join(str(round(255 * part)) for part in colour)
+def _painted(text: str, background: Color) -> str:
+    def code(color: Color) -> str:
+        return ";".join(str(round(255 * part)) for part in color)
 
     return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink_on(background))}m{text}\x1b[0m"

@@ -112,7 +112,9 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
     policy = MegatronPolicy(PolicySettings(settings.path, settings.layout, param_dtype=settings.dtype))
     loaded = time.perf_counter()
-    different, missing, counts = compare_export(policy.export_rows(), HFCheckpoint(settings.path), rank)
+    different, missing, counts = compare_export(
+        policy.export_rows(), HFCheckpoint(settings.path), rank, output=policy.shape.family.output
+    )
     exported = time.perf_counter()
     sequences = random_sequences(policy.shape.vocab_size, settings.sequences, settings.tokens)
     ours = _policy_logprobs(policy, sequences)
@@ -129,7 +131,7 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
 
 
 def compare_export(
-    exported: Iterable[HFRows], checkpoint: HFCheckpoint, rank: int = 0
+    exported: Iterable[HFRows], checkpoint: HFCheckpoint, rank: int = 0, *, output: str = "lm_head.weight"
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int]]:
     """Names that differ, names that did not come, and (tensors, parameters) that came; nothing but waits off rank 0.
 
@@ -145,8 +147,8 @@ def compare_export(
             different.add(part.name)
     different |= {name for name in rows.keys() & checkpoint.names if rows[name] != checkpoint.header(name)[0][0]}
     unread = {name for name in checkpoint.names if name.endswith("rotary_emb.inv_freq")}
-    if "lm_head.weight" not in rows:  # tied: the files may carry a copy of the embedding
-        unread.add("lm_head.weight")
+    if output not in rows:  # tied: the files may carry a copy of the embedding
+        unread.add(output)
     missing = checkpoint.names - rows.keys() - unread if rank == 0 else set()
     return tuple(sorted(different)), tuple(sorted(missing)), (len(rows), parameters)
 

@@ -1,4 +1,4 @@
-"""Colours, terminal and PNG, on plain numbers."""
+"""Colors, terminal and PNG, on plain numbers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def picture(*rows: tuple[str, ...], scale: str = "signed") -> Explanation:
     return Explanation("title", "prompt", ("note",), tuple(Completion("+", "label", row) for row in rows), (quantity,))
 
 
-def test_colours_follow_sign_and_size() -> None:
+def test_colors_follow_sign_and_size() -> None:
     palette = Palette(Quantity("a", "", "signed", ((-2.0, -1.0, 0.0, 1.05, 1.15),)))
-    deep, pale, zero, low, high = (palette.colour(value) for value in (-2.0, -1.0, 0.0, 1.05, 1.15))
+    deep, pale, zero, low, high = (palette.color(value) for value in (-2.0, -1.0, 0.0, 1.05, 1.15))
     assert zero == (1, 1, 1)
     assert deep[0] > deep[2] and high[2] > high[0]
     assert sum(deep) < sum(pale) < 3 and sum(high) + 0.5 < sum(low) < 3
     assert [swatch.label for swatch in palette.legend()] == ["-2.00 to -1.00", "0", "+1.05 to +1.15"]
     nearly_equal = Palette(Quantity("a", "", "signed", ((1.0, 1.0001),)))
-    assert nearly_equal.colour(1.0) == pytest.approx(nearly_equal.colour(1.0001), abs=0.01)
+    assert nearly_equal.color(1.0) == pytest.approx(nearly_equal.color(1.0001), abs=0.01)
 
 
-def test_terminal_colours_and_bands() -> None:
+def test_terminal_colors_and_bands() -> None:
     explanation = picture(("abc",) * 20, ("d",) * 3)
     text = render(explanation, width=40)
     assert "\x1b[48;2;" in text and "from token 1" in text
@@ -41,7 +41,7 @@ def test_terminal_colours_and_bands() -> None:
     assert all(len(line) <= 40 for line in plain[8:])  # below the heading
     assert sum(line.count("abc") for line in plain) == 20
     assert sum(line.startswith("2 + ") for line in plain[6:]) == 1  # it ends in the first band
-    assert "\x1b" not in render(explanation, width=40, colour=False)
+    assert "\x1b" not in render(explanation, width=40, color=False)
 
 
 def test_hostile_tokens_are_shown_not_obeyed(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_hostile_tokens_are_shown_not_obeyed(tmp_path: Path) -> None:
     assert len(visible("x" * 99)) == 12
     tokens = ("\x1b[2J", "$x_1$", "漢字", "\ud800", "", "\\frac{", "👍")
     explanation = picture(tokens)
-    assert "\x1b" not in render(explanation, colour=False)
+    assert "\x1b" not in render(explanation, color=False)
     write_png(explanation, tmp_path / "a.png")
     assert size_of(tmp_path / "a.png")[0] > 300
 
