@@ -53,6 +53,7 @@ EXTRAS = {
 setup(
     name="openrlhf_ext",
     version="0.1.0",
+    license="Apache-2.0",
     description="OpenRLHF with a Megatron-core policy and entropy-shaped credit assignment",
     packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
     package_dir={"openrlhf_ext.patches": "patches"},

@@ -119,18 +119,18 @@ def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
     return torch.where(usable_B, 1.0 / denominator.clamp(min=1e-300), 0.0)
 
 
-def share(values_N: Tensor, shaped: LossBatch) -> Tensor:
+def partial_mean(values_N: Tensor, shaped: LossBatch) -> Tensor:
     """This share's part of the mean over the loss tokens of the whole mini-batch."""
     return values_N.detach().sum(dtype=torch.float64) / shaped.denominators["tokens"].clamp(min=1.0)
 
 
 def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch) -> dict[str, Tensor]:
     """Mean of `old - new`, and clip fractions by sign of the advantage."""
-    metrics = {"policy_kl": -share(log_ratio_N, shaped)}
+    metrics = {"policy_kl": -partial_mean(log_ratio_N, shaped)}
     if clipped_N is not None:
         up_N = clipped_N & (shaped.advantages > 0)
-        metrics["clip_fraction"] = share(clipped_N, shaped)
-        metrics["clip_fraction_high"] = share(up_N, shaped)
+        metrics["clip_fraction"] = partial_mean(clipped_N, shaped)
+        metrics["clip_fraction_high"] = partial_mean(up_N, shaped)
         metrics["clip_fraction_low"] = metrics["clip_fraction"] - metrics["clip_fraction_high"]
     return metrics
 
@@ -216,7 +216,7 @@ class TokenAlgorithm(Algorithm):
         value = -(objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))).sum()
         metrics = {"policy_loss": value.detach(), **ratio_metrics(log_ratio_N, clipped_N, shaped)}
         if kl_N is not None:
-            metrics["ref_kl"] = share(kl_N, shaped)
+            metrics["ref_kl"] = partial_mean(kl_N, shaped)
         extra = self.extra_terms(promote(new_logprobs), shaped)
         for name, terms_N in extra.items():
             total = terms_N.sum()

@@ -5,9 +5,9 @@ Nothing here knows of a model or of a trainer, and nothing that is read can run 
 
 from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, check_files, deal_files, write_file
 from openrlhf_ext.checkpoints.store import CheckpointStore, Manifest, read_manifest
-from openrlhf_ext.checkpoints.tensors import Block, Piece, TensorIndex, TensorReader, write_pieces
+from openrlhf_ext.checkpoints.tensors import Block, BlockRange, TensorIndex, TensorReader, write_pieces
 
 __all__ = [
-    "Block", "CheckpointError", "CheckpointStore", "FileEntry", "Manifest", "Piece", "TensorIndex", "TensorReader",
+    "Block", "CheckpointError", "CheckpointStore", "FileEntry", "Manifest", "BlockRange", "TensorIndex", "TensorReader",
     "check_files", "deal_files", "read_manifest", "write_file", "write_pieces",
 ]  # fmt: skip

@@ -60,7 +60,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockRange:
     """Elements ``start`` to ``end`` of a block in row-major order."""
 
     block: Block
@@ -68,7 +68,7 @@ class Piece:
     end: int
 
     @classmethod
-    def whole(cls, block: Block) -> Piece:
+    def whole(cls, block: Block) -> BlockRange:
         return cls(block, 0, block.numel)
 
     @property
@@ -82,7 +82,7 @@ class Piece:
         return self.block.shape if (self.start, self.end) == (0, self.block.numel) else (self.end - self.start,)
 
 
-def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[Piece, Tensor]]) -> FileEntry:
+def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[BlockRange, Tensor]]) -> FileEntry:
     """Writes a safetensors file tensor by tensor: host memory holds one of them at a time (GPU), none (CPU).
 
     Args:
@@ -122,7 +122,7 @@ class StoredTensor:
 
     dtype: str
     global_shape: tuple[int, ...]
-    pieces: tuple[tuple[Piece, str], ...]  # (piece, file)
+    pieces: tuple[tuple[BlockRange, str], ...]  # (piece, file)
 
 
 class TensorIndex:
@@ -132,13 +132,13 @@ class TensorIndex:
         self.tensors = tensors
 
     @classmethod
-    def build(cls, pieces: Iterable[tuple[Piece, str, str]]) -> TensorIndex:
+    def build(cls, pieces: Iterable[tuple[BlockRange, str, str]]) -> TensorIndex:
         """From (piece, name of its dtype, file) of all ranks.
 
         Raises:
             CheckpointError: the pieces of a tensor leave a hole or lie on each other, so nothing could be restored.
         """
-        by_key: dict[str, list[tuple[Piece, str, str]]] = defaultdict(list)
+        by_key: dict[str, list[tuple[BlockRange, str, str]]] = defaultdict(list)
         for piece, dtype, file in pieces:
             by_key[piece.block.key].append((piece, dtype, file))
         tensors = {}
@@ -183,7 +183,7 @@ def _stored_to_plain(tensor: StoredTensor) -> dict:
 def _stored_from_plain(key: str, value: dict) -> StoredTensor:
     shape = tuple(value["shape"])
     pieces = tuple(
-        (Piece(Block(key, shape, tuple(offset), tuple(size)), int(start), int(end)), str(file))
+        (BlockRange(Block(key, shape, tuple(offset), tuple(size)), int(start), int(end)), str(file))
         for offset, size, start, end, file in value["pieces"]
     )
     return StoredTensor(str(value["dtype"]), shape, pieces)
@@ -200,9 +200,9 @@ class TensorReader:
         self.folder, self.index = folder, index
         self._open = lru_cache(maxsize=16)(self._open_file)
         self._block = lru_cache(maxsize=2)(self._assemble)
-        self._by_block: dict[str, dict[Block, list[tuple[Piece, str]]]] = {}
+        self._by_block: dict[str, dict[Block, list[tuple[BlockRange, str]]]] = {}
 
-    def read(self, piece: Piece, dtype: torch.dtype, *, padded: bool = False) -> Tensor:
+    def read(self, piece: BlockRange, dtype: torch.dtype, *, padded: bool = False) -> Tensor:
         """The piece's elements, flat.
 
         Args:
@@ -248,7 +248,7 @@ class TensorReader:
             raise CheckpointError(f"the checkpoint {self.folder} holds {covered} of {expected} elements of {block}")
         return target
 
-    def _blocks(self, key: str) -> dict[Block, list[tuple[Piece, str]]]:
+    def _blocks(self, key: str) -> dict[Block, list[tuple[BlockRange, str]]]:
         """Pieces of a stored tensor by block."""
         if key not in self._by_block:
             blocks = self._by_block[key] = {}
@@ -271,7 +271,7 @@ class TensorReader:
             raise CheckpointError(f"the checkpoint {self.folder} holds {covered} of {end - start} elements of {block}")
         return flat
 
-    def _range(self, file: str, piece: Piece, low: int, high: int) -> Tensor:
+    def _range(self, file: str, piece: BlockRange, low: int, high: int) -> Tensor:
         path = self.folder / file
         try:
             opened = self._open(file)

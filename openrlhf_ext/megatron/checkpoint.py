@@ -35,7 +35,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
 
-from openrlhf_ext.checkpoints import Block, CheckpointError, FileEntry, Piece, TensorIndex, TensorReader, write_pieces
+from openrlhf_ext.checkpoints import (
+    Block,
+    BlockRange,
+    CheckpointError,
+    FileEntry,
+    TensorIndex,
+    TensorReader,
+    write_pieces,
+)
 from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.deadlines.gate import wait_for_all
@@ -220,7 +228,7 @@ class Snapshot:
     """What one rank will write; its methods communicate with nobody and may run in a thread of their own."""
 
     rank: int
-    pieces: list[tuple[Piece, Tensor]]
+    pieces: list[tuple[BlockRange, Tensor]]
     random_states: dict[str, Any]
     index: TensorIndex | None  # on rank 0 only, as is
     state: dict[str, Any] | None
@@ -267,7 +275,7 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     return Snapshot(rank, pieces, random_states(), index, state if rank == 0 else None)
 
 
-def _own_pieces(model: MegatronModel) -> Iterator[tuple[Piece, Tensor]]:
+def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
     """The pieces this rank writes: copies on other ranks are left out, data-parallel ranks share the rest evenly."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     replica, replicas = group.rank(), group.size()
@@ -278,11 +286,11 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[Piece, Tensor]]:
             continue
         mine = i % replicas == replica
         if mine:
-            yield Piece.whole(_named(block.block, "model")), block.elements()
+            yield BlockRange.whole(_named(block.block, "model")), block.elements()
         own_range = ranges.get(id(block.parameter))
         if own_range is not None and (mine or distributed):
             for name, start, end, tensor in _state_of(block, own_range):
-                yield Piece(_named(block.block, f"optimizer.{name}"), start, end), tensor
+                yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
 
 
 def _state_of(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[str, int, int, Tensor]]:
@@ -355,12 +363,12 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
         model.scheduler.step(0)  # the present schedule's rate at that step
 
 
-def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[Piece, Tensor]]:
+def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[BlockRange, Tensor]]:
     """Every piece this rank needs of the block, and where its elements go."""
-    yield Piece.whole(_named(block.block, "model")), block.elements()
+    yield BlockRange.whole(_named(block.block, "model")), block.elements()
     if held is not None:
         for name, start, end, tensor in _state_of(block, held):
-            yield Piece(_named(block.block, f"optimizer.{name}"), start, end), tensor
+            yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
 
 
 def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:

@@ -92,7 +92,7 @@ class MegatronCritic(MegatronModel):
         plan = self.plan(batch, forward_only=False)
         clip, targets = self.critic.value_clip, targets.select(planned_rows(plan)).to(self.device)
 
-        def share(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def pack_loss(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
             mine = targets.select(part.rows)
             arguments = (self.gather_tokens(self._head(hidden_NH), part), mine.old_values_N, mine.returns_N)
             loss = value_loss(*arguments, clip=clip, tokens=mine.tokens)
@@ -101,8 +101,8 @@ class MegatronCritic(MegatronModel):
                 metrics["value/clip_fraction"] = value_clip_fraction(*arguments, clip=clip, tokens=mine.tokens)
             return loss, one(self.device), metrics
 
-        shares = self.run(batch, plan, share, forward_only=False)
-        return {"loss/value": 0.0} | self.sum_metrics(shares)
+        losses = self.run(batch, plan, pack_loss, forward_only=False)
+        return {"loss/value": 0.0} | self.sum_metrics(losses)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

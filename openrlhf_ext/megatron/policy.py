@@ -109,13 +109,13 @@ class MegatronPolicy(MegatronModel):
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
-        def share(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def pack_loss(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
             value, loss = self._loss(part, states, shaped.select(part.rows), algorithm)
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
-        shares = self.run(batch, plan, share, forward_only=False)
-        return {"loss/policy": 0.0} | self.sum_metrics(shares)
+        losses = self.run(batch, plan, pack_loss, forward_only=False)
+        return {"loss/policy": 0.0} | self.sum_metrics(losses)
 
     def _loss(self, part: PackedBatch, states: Tensor, shaped: LossBatch, algorithm: Algorithm) -> tuple[Tensor, Loss]:
         """What to differentiate on this rank, and the loss of the micro-batch with its metrics.

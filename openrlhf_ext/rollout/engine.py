@@ -15,12 +15,12 @@ from packaging import version as packaging_version
 
 from openrlhf_ext import compat
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.rollout.clock import BusyClock
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 from openrlhf_ext.rollout.sync.base import Link
 from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.timers import OverlapTimer
 from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class RolloutEngine(compat.RolloutRayActor):
         self._in_process = in_process
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
-        self._generating = BusyClock()
-        self._responding = BusyClock()
+        self._generating = OverlapTimer()
+        self._responding = OverlapTimer()
         self._num_tokens = 0
         self._num_sequences = 0
         self._last_finished = time.monotonic()

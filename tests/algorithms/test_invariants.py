@@ -1,4 +1,4 @@
-"""The invariants of specification section 7, on random ragged groups."""
+"""What holds for every method, on random ragged groups: sums of shares, shifts, splits, permutations."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf_ext.checkpoints import Block, CheckpointError, Piece, TensorIndex, TensorReader, write_pieces
+from openrlhf_ext.checkpoints import Block, BlockRange, CheckpointError, TensorIndex, TensorReader, write_pieces
 
 KEY = "layer.weight"
 
@@ -27,12 +27,12 @@ def part_of(whole: torch.Tensor, block: Block) -> torch.Tensor:
     return whole[tuple(slice(o, o + n) for o, n in zip(block.offset, block.shape, strict=True))]
 
 
-def ranges(block: Block, cuts: list[int]) -> list[Piece]:
+def ranges(block: Block, cuts: list[int]) -> list[BlockRange]:
     edges = [0, *cuts, block.numel]
-    return [Piece(block, a, b) for a, b in itertools.pairwise(edges) if a < b]
+    return [BlockRange(block, a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
-def write(folder, whole: torch.Tensor, pieces: list[Piece], files: int = 2) -> TensorIndex:
+def write(folder, whole: torch.Tensor, pieces: list[BlockRange], files: int = 2) -> TensorIndex:
     """Deals the pieces to files, as ranks do."""
     entries = []
     for n in range(files):
@@ -58,16 +58,16 @@ def test_every_layout_reads_every_other(tmp_path, seed):
         for block in grid(shape, parts):
             low, high = sorted(chance.sample(range(block.numel + 1), 2))
             expected = part_of(whole, block).reshape(-1)
-            assert reader.read(Piece.whole(block), torch.float32).equal(expected)
-            assert reader.read(Piece(block, low, high), torch.float32).equal(expected[low:high])
+            assert reader.read(BlockRange.whole(block), torch.float32).equal(expected)
+            assert reader.read(BlockRange(block, low, high), torch.float32).equal(expected[low:high])
 
 
 def test_a_padded_dimension_may_grow_and_shrink(tmp_path):
     whole = torch.randn(6, 3)
-    reader = TensorReader(tmp_path, write(tmp_path, whole, [Piece.whole(b) for b in grid((6, 3), (2, 1))]))
-    longer = Piece.whole(Block(KEY, (8, 3), (4, 0), (4, 3)))
+    reader = TensorReader(tmp_path, write(tmp_path, whole, [BlockRange.whole(b) for b in grid((6, 3), (2, 1))]))
+    longer = BlockRange.whole(Block(KEY, (8, 3), (4, 0), (4, 3)))
     assert reader.read(longer, torch.float32, padded=True).view(4, 3).equal(torch.cat([whole[4:], torch.zeros(2, 3)]))
-    shorter = Piece.whole(Block(KEY, (5, 3), (0, 0), (5, 3)))
+    shorter = BlockRange.whole(Block(KEY, (5, 3), (0, 0), (5, 3)))
     assert reader.read(shorter, torch.float32, padded=True).view(5, 3).equal(whole[:5])
     with pytest.raises(CheckpointError, match=r"layer\.weight has the shape \(6, 3\) .* needs \(8, 3\)"):
         reader.read(longer, torch.float32)
@@ -75,18 +75,18 @@ def test_a_padded_dimension_may_grow_and_shrink(tmp_path):
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     block = Block(KEY, (6, 3), (0, 0), (6, 3))
-    reader = TensorReader(tmp_path, write(tmp_path, torch.randn(6, 3), [Piece.whole(block)]))
+    reader = TensorReader(tmp_path, write(tmp_path, torch.randn(6, 3), [BlockRange.whole(block)]))
     with pytest.raises(CheckpointError, match=r"layer\.weight has the type F32 .* needs BF16"):
-        reader.read(Piece.whole(block), torch.bfloat16)
+        reader.read(BlockRange.whole(block), torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"holds no tensor other"):
-        reader.read(Piece.whole(Block("other", (1,), (0,), (1,))), torch.float32)
+        reader.read(BlockRange.whole(Block("other", (1,), (0,), (1,))), torch.float32)
     (tmp_path / "0.safetensors").write_bytes(b"\x80\x04 no safetensors")
     with pytest.raises(CheckpointError, match=r"0\.safetensors cannot be read as safetensors"):
-        TensorReader(tmp_path, reader.index).read(Piece.whole(block), torch.float32)
+        TensorReader(tmp_path, reader.index).read(BlockRange.whole(block), torch.float32)
 
 
 def test_holes_and_overlaps_are_found_when_saving():
-    half = [Piece(b, 0, b.numel) for b in grid((4, 2), (2, 1))]
+    half = [BlockRange(b, 0, b.numel) for b in grid((4, 2), (2, 1))]
     with pytest.raises(CheckpointError, match="hold 4 elements"):
         TensorIndex.build([(half[0], "F32", "0")])
     with pytest.raises(CheckpointError, match="hold 12 elements"):
@@ -96,6 +96,8 @@ def test_holes_and_overlaps_are_found_when_saving():
 def test_files_are_ordinary_safetensors(tmp_path):
     values = torch.randn(4, 2).to(torch.bfloat16)
     block = Block(KEY, (4, 2), (0, 0), (4, 2))
-    write_pieces(tmp_path, "x.safetensors", [(Piece.whole(block), values), (Piece(block, 2, 5), values.view(-1)[2:5])])
+    write_pieces(
+        tmp_path, "x.safetensors", [(BlockRange.whole(block), values), (BlockRange(block, 2, 5), values.view(-1)[2:5])]
+    )
     loaded = load_file(tmp_path / "x.safetensors")
     assert loaded["layer.weight@0.0+0"].equal(values) and loaded["layer.weight@0.0+2"].equal(values.view(-1)[2:5])

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from openrlhf_ext.rollout.clock import BusyClock
+from openrlhf_ext.rollout.timers import OverlapTimer
 
 
 class Time:
@@ -18,7 +18,7 @@ class Time:
 
 def test_overlapping_activities_count_once_and_gaps_do_not() -> None:
     time = Time()
-    clock = BusyClock(time)
+    clock = OverlapTimer(time)
     with ExitStack() as first:
         first.enter_context(clock.running())
         time.now = 2.0
@@ -34,7 +34,7 @@ def test_overlapping_activities_count_once_and_gaps_do_not() -> None:
 
 def test_take_includes_what_is_still_going_on_and_does_not_count_it_twice() -> None:
     time = Time()
-    clock = BusyClock(time)
+    clock = OverlapTimer(time)
     with clock.running():
         time.now = 4.0
         assert clock.take() == 4.0
@@ -43,7 +43,7 @@ def test_take_includes_what_is_still_going_on_and_does_not_count_it_twice() -> N
 
 
 def test_an_activity_that_fails_ends() -> None:
-    clock = BusyClock(Time())
+    clock = OverlapTimer(Time())
     with pytest.raises(KeyError), clock.running():
         raise KeyError
     assert clock.count == 0

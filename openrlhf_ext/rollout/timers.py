@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class BusyClock:
+class OverlapTimer:
     """Length of the union of intervals, in seconds. Not thread-safe: one event loop, one clock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
