@@ -58,7 +58,7 @@ setup(
     packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
     package_dir={"openrlhf_ext.patches": "patches"},
     python_requires=">=3.11",
-    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing but torch (2.10: openrlhf_ext/head/precision.py).
-    install_requires=["torch>=2.10"],
+    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing else (torch 2.10: openrlhf_ext/head/arithmetic.py).
+    install_requires=["pydantic>=2", "torch>=2.10"],
     extras_require=EXTRAS,
 )

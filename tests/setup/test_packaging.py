@@ -49,9 +49,12 @@ def test_apex_of_the_public_index_is_no_dependency() -> None:
     assert not any(re.match(r"apex\b", requirement) for requirement in requirements)
 
 
-def test_only_torch_is_required_without_extras() -> None:
+def test_only_torch_and_pydantic_are_required_without_extras() -> None:
     requirements = importlib.metadata.requires("openrlhf_ext") or []
-    assert [requirement for requirement in requirements if "extra ==" not in requirement] == ["torch>=2.10"]
+    assert [requirement for requirement in requirements if "extra ==" not in requirement] == [
+        "pydantic>=2",
+        "torch>=2.10",
+    ]
 
 
 def test_tests_are_not_packaged_and_patches_are() -> None:
@@ -65,15 +68,15 @@ def test_tests_are_not_packaged_and_patches_are() -> None:
     assert not [name for name in packages if name.split(".")[0] != "openrlhf_ext"]
 
 
-def test_algorithms_import_with_torch_only() -> None:
+def test_algorithms_import_with_torch_and_pydantic_only() -> None:
     code = """
 import sys
-ABSENT = {"ray", "vllm", "openrlhf", "megatron", "transformers", "pydantic", "yaml", "deepspeed"}
-class OnlyTorch:
+ABSENT = {"ray", "vllm", "openrlhf", "megatron", "transformers", "yaml", "deepspeed"}
+class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ABSENT:
             raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, OnlyTorch())
+sys.meta_path.insert(0, Absent())
 import openrlhf_ext.algorithms
 """
     result = subprocess.run(
