@@ -292,7 +292,7 @@ class AuxiliaryModels:
         return Scorer(policy, f"{model.name}_logprobs", config.data_parallel_size, attention_length)
 
     def _value_trainer(self, config: RunConfig) -> ValueTrainer | None:
-        if self.critic is None:
+        if self.critic is None or not config.has_critic:
             return None
         layout = parallel_layout(config.critic_ranks, config.critic_layout)
         return ValueTrainer(
