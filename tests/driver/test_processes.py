@@ -107,7 +107,7 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
     )
     config = run_config(vllm={"enable_sleep": True}, ds={"enable_sleep": True})
     session = SimpleNamespace(remember=lambda *_: None, watch=lambda *_: None, use_gpu=False)
-    monkeypatch.setattr("openrlhf_ext.rollout.wait_until_ready", lambda *_: None, raising=False)
+    monkeypatch.setattr("openrlhf_ext.rollout.launch.wait_until_ready", lambda *_: None)
     monkeypatch.setattr(processes, "policy_settings", lambda *_: None)
     monkeypatch.setattr(processes, "sync_settings", lambda *_: None)
     deadline = SimpleNamespace(get=lambda references: references)
