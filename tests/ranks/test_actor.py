@@ -14,7 +14,7 @@ import sys
 from openrlhf_ext import patches
 patches.apply()
 from openrlhf_ext.ranks import auxiliary, policy
-print(sorted({name.partition(".")[0] for name in sys.modules} & {"openrlhf", "vllm", "deepspeed", "pydantic"}))
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"openrlhf", "vllm", "deepspeed", "transformers"}))
 print([name for name in sys.modules if name.startswith(("openrlhf_ext.driver", "openrlhf_ext.config"))])
 """
 
