@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the environment, then lints, checks the types, and tests (tests/test_unused.py looks for dead code). Arguments are passed on to pytest: bash tests/run.sh -k megatron
+# Sets up the environment, then lints, checks the types and tests; tests/test_unused.py looks for dead code.
+# Arguments are passed on to pytest: bash tests/run.sh -k megatron
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/scripts/setup_env.sh"
@@ -17,6 +18,7 @@ if (($# > 0)); then
     exec "$VENV_PYTHON" -m pytest "$@"
 fi
 # Starting processes is most of the work and leaves a core idle half of the time: two files at once, whole jobs first.
-"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: with a new one in its place pytest-xdist 3.8 may wait for ever.
+"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Triton stays out of the other tests' environment, see requirements/triton.lock.
 PYTHONPATH="$VENV/triton" "$VENV_PYTHON" -m pytest tests/head/test_triton.py
