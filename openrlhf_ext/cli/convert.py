@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ranks = arguments.tp * arguments.pp * arguments.cp
         layout = ParallelLayout(ranks, arguments.tp, arguments.pp, arguments.cp, arguments.sp, arguments.vp)
+        if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
+            raise ValueError("; ".join(wrong))
         shape = read_model_shape(arguments.check)
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:
@@ -53,6 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(_text(report, settings))
     return 0 if report.passed(tolerance) else 1
+
+
+_FLAGS = {
+    "world_size": "the ranks", "tensor_parallel_size": "--tp", "pipeline_parallel_size": "--pp",
+    "context_parallel_size": "--cp", "sequence_parallel": "--sp", "virtual_pipeline_size": "--vp",
+}  # fmt: skip
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

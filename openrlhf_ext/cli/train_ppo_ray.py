@@ -77,23 +77,19 @@ def dry_run(config: RunConfig) -> int:
 
 def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
-    from openrlhf_ext.driver.settings import parallel_layout
     from openrlhf_ext.megatron.decoder import DTYPES
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
-    megatron = config.megatron
-    layout = parallel_layout(config.world_size, megatron)
-    proof = prove_layout(policy, layout, DTYPES[megatron.param_dtype], megatron.distributed_optimizer_enable)
-    yield f"policy, {format_proof(proof)}"
+    dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
+    yield f"policy, {format_proof(prove_layout(policy, config.layout, dtype, distributed))}"
     if not config.has_critic:
         return
-    model, megatron = config.critic.model_name_or_path or policy, config.critic_layout
-    if not os.path.isdir(model):
-        yield f"critic: {model} is not on this machine, so no rank of it was built\n"
+    critic = config.critic.model_name_or_path or policy
+    if not os.path.isdir(critic):
+        yield f"critic: {critic} is not on this machine, so no rank of it was built\n"
         return
-    layout = parallel_layout(config.critic_ranks, megatron)
-    dtype, head = DTYPES[megatron.param_dtype], config.ds.value_head_prefix
-    yield f"critic, {format_proof(prove_layout(model, layout, dtype, megatron.distributed_optimizer_enable, head))}"
+    proof = prove_layout(critic, config.critic_layout, dtype, distributed, config.ds.value_head_prefix)
+    yield f"critic, {format_proof(proof)}"
 
 
 if __name__ == "__main__":

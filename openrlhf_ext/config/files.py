@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from openrlhf_ext.megatron.families import UnsupportedModelError, family_of
 from openrlhf_ext.options import PathKind
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -99,58 +98,9 @@ class InputError(ValueError):
     """A file that is absent or does not hold what it should. The message names the file."""
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the layout rules need of a checkpoint, from its ``config.json``."""
-
-    model_type: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_hidden_size: int
-    vocab_size: int
-    max_positions: int | None
-    has_weights: bool
-
-
-def read_model_facts(folder: str) -> ModelFacts:
-    """Reads ``folder/config.json``.
-
-    Raises:
-        InputError: the folder or the file is absent or unreadable, the model type is that of no
-            family, or a dimension is missing.
-    """
-    path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise InputError(f"{folder} does not exist (a hub name has the form org/name)")
-    try:
-        shape = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if not isinstance(shape, dict):
-        raise InputError(f"{path} must hold a mapping, got {type(shape).__name__}")
-    try:
-        return _model_facts(family_of(shape.get("model_type", "")).usual(shape), path)
-    except UnsupportedModelError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _model_facts(shape: dict[str, Any], path: Path) -> ModelFacts:
-    def size(key: str) -> int:
-        if not isinstance(shape.get(key), int) or shape[key] < 1:
-            raise InputError(f"{path} must hold a positive integer {key}, got {shape.get(key)!r}")
-        return shape[key]
-
-    return ModelFacts(
-        model_type=shape["model_type"],
-        num_layers=size("num_hidden_layers"),
-        num_heads=size("num_attention_heads"),
-        num_kv_heads=size("num_key_value_heads" if shape.get("num_key_value_heads") else "num_attention_heads"),
-        ffn_hidden_size=size("intermediate_size"),
-        vocab_size=size("vocab_size"),
-        max_positions=size("max_position_embeddings") if shape.get("max_position_embeddings") else None,
-        has_weights=any(path.parent.glob("*.safetensors")),
-    )
+def has_weights(folder: str) -> bool:
+    """Whether a model folder holds weights; one of ``config.json`` alone is for a dry run."""
+    return any(Path(folder).glob("*.safetensors"))
 
 
 def first_record(path: str) -> dict[str, Any] | None:

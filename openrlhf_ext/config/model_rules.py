@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf_ext.config.file_rules import tokenizer_violations
-from openrlhf_ext.config.files import InputError, ModelFacts, is_hub_name, read_model_facts, tokenizer_difference
+from openrlhf_ext.config.files import has_weights, is_hub_name, tokenizer_difference
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections import Megatron
+from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
 from openrlhf_ext.options import Violation
 
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
@@ -15,46 +16,45 @@ _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path
 
 def model_violations(config: RunConfig) -> Iterator[Violation]:
     """The rules about the models, where they are local folders: to be asked again when one has been downloaded."""
-    policy, problems = model_facts(_ACTOR, config.actor.model_name_or_path)
+    folder = config.actor.model_name_or_path or ""
+    policy, problems = local_shape(_ACTOR, config.actor.model_name_or_path)
     yield from problems
     if policy is not None:
         yield from _model_rules(config, policy, _ACTOR)
-        if policy.has_weights:  # a folder of config.json alone is for a dry run
-            yield from tokenizer_violations(
-                _ACTOR, config.actor.model_name_or_path or "", chat=config.data.apply_chat_template
-            )
+        if has_weights(folder):
+            yield from tokenizer_violations(_ACTOR, folder, chat=config.data.apply_chat_template)
     if config.has_critic:
-        yield from _criticmodel_facts(config, policy)
+        yield from _critic_rules(config, policy)
     if config.has_guide:
-        yield from _guidemodel_facts(config, policy)
+        yield from _guide_rules(config, policy)
 
 
-def model_facts(option: str, path: str | None) -> tuple[ModelFacts | None, list[Violation]]:
+def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[Violation]]:
     """What is known of the model named by an option, None where it is no local folder, and why it cannot be used."""
     if path is None:
         return None, [Violation((option,), f"{option} is required: the folder of a Hugging Face checkpoint")]
     if is_hub_name(path):
         return None, []
     try:
-        return read_model_facts(path), []
-    except InputError as error:
+        return read_model_shape(path), []
+    except ModelError as error:
         return None, [Violation((option,), f"{option}: {error}")]
 
 
-def _model_rules(config: RunConfig, model: ModelFacts, option: str) -> Iterator[Violation]:
+def _model_rules(config: RunConfig, model: ModelShape, option: str) -> Iterator[Violation]:
     """What holds for the policy, and for a guide, which is laid out and sampled from as the policy."""
     yield from _divisible(option, model, "megatron", config.megatron)
     yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
     yield from _positions(option, model, config.data.max_len)
 
 
-def _criticmodel_facts(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
+def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
     path = config.critic.model_name_or_path
-    model, problems = (policy, []) if path is None else model_facts(_CRITIC, path)
+    model, problems = (policy, []) if path is None else local_shape(_CRITIC, path)
     yield from problems
     if model is None:
         return
-    yield from _divisible(_CRITIC, model, "critic.megatron", config.critic_layout)
+    yield from _divisible(_CRITIC, model, "critic.megatron", config.critic_megatron)
     yield from _positions(_CRITIC, model, config.data.max_len)
     if policy is not None and model.vocab_size < policy.vocab_size:
         yield Violation(
@@ -64,15 +64,15 @@ def _criticmodel_facts(config: RunConfig, policy: ModelFacts | None) -> Iterator
         )
 
 
-def _guidemodel_facts(config: RunConfig, policy: ModelFacts | None) -> Iterator[Violation]:
+def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
     """A token id is the same token to guide and policy."""
     folder, policy_folder = config.guide.model_name_or_path or "", config.actor.model_name_or_path or ""
-    model, problems = model_facts(_GUIDE, folder)
+    model, problems = local_shape(_GUIDE, folder)
     yield from problems
     if model is None:
         return
     yield from _model_rules(config, model, _GUIDE)
-    if model.has_weights:
+    if has_weights(folder):
         yield from tokenizer_violations(_GUIDE, folder, chat=False)
     remedy = "use a guide of the policy's family"
     if policy is not None and (difference := tokenizer_difference(folder, policy_folder)) is not None:
@@ -89,7 +89,7 @@ def _guidemodel_facts(config: RunConfig, policy: ModelFacts | None) -> Iterator[
         )
 
 
-def _divisible(option: str, model: ModelFacts, prefix: str, layout: Megatron) -> Iterator[Violation]:
+def _divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> Iterator[Violation]:
     """The model of ``option`` can be cut as the layout named ``prefix`` says."""
     tp, pp = f"{prefix}.tensor_parallel_size", f"{prefix}.pipeline_parallel_size"
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
@@ -119,7 +119,7 @@ def _divisible(option: str, model: ModelFacts, prefix: str, layout: Megatron) ->
         )
 
 
-def _heads_divisible(option: str, model: ModelFacts, size_option: str, size: int) -> Iterator[Violation]:
+def _heads_divisible(option: str, model: ModelShape, size_option: str, size: int) -> Iterator[Violation]:
     if model.num_heads % size:
         yield _indivisible(option, size_option, size, "attention heads", model.num_heads)
     if model.num_kv_heads % size and size % model.num_kv_heads:
@@ -138,7 +138,7 @@ def _indivisible(option: str, size_option: str, size: int, what: str, count: int
     )
 
 
-def _positions(option: str, model: ModelFacts, max_len: int) -> Iterator[Violation]:
+def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violation]:
     if model.max_positions is not None and max_len > model.max_positions:
         yield Violation(
             (option, "data.max_len"),

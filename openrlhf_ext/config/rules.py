@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from openrlhf_ext.config.file_rules import file_violations
-from openrlhf_ext.config.files import dataset_refs, is_hub_name
-from openrlhf_ext.config.model_rules import model_facts, model_violations
+from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name
+from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED, Estimator
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Section, Violation, is_set, leaf_fields, no_effect, value_of
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
@@ -66,36 +66,24 @@ def _sections(section: Section) -> Iterator[Section]:
 
 def policy_layout(config: RunConfig) -> Iterator[Violation]:
     """The ranks can be divided into copies of the policy."""
-    yield from _layout_violations("actor", "megatron", config.world_size, config.megatron)
+    yield from _layout_violations("actor", "megatron", config.layout)
 
 
 def critic_layout(config: RunConfig) -> Iterator[Violation]:
     """The critic's ranks can be divided into copies of it."""
     if config.has_critic:
-        yield from _layout_violations("critic", "critic.megatron", config.critic_ranks, config.critic_layout)
+        yield from _layout_violations("critic", "critic.megatron", config.critic_layout)
 
 
-def _layout_violations(ranks: str, prefix: str, world: int, layout: Megatron) -> Iterator[Violation]:
+def _layout_violations(ranks: str, prefix: str, layout: ParallelLayout) -> Iterator[Violation]:
     """``prefix`` names the options of the layout, ``ranks`` the section that says how many ranks there are."""
-    tp, pp, cp = (f"{prefix}.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
-    inherited = "" if prefix == "megatron" else " (unset: that of megatron.*)"
-    if world % layout.copy_ranks:
-        degrees = f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} * {layout.context_parallel_size}"
-        yield Violation(
-            (f"{ranks}.num_nodes", f"{ranks}.num_gpus_per_node", tp, pp, cp),
-            f"{ranks}.num_nodes * {ranks}.num_gpus_per_node must be a multiple of {tp} * {pp} * {cp}{inherited}: got "
-            f"{world} ranks, {degrees} = {layout.copy_ranks}; use {_multiples(world, layout.copy_ranks)} ranks or "
-            "another layout",
-        )
-    if layout.virtual_pipeline_size > 1 and layout.pipeline_parallel_size == 1:
-        option = f"{prefix}.virtual_pipeline_size"
-        yield Violation(
-            (option, pp),
-            f"{option} needs {pp} > 1{inherited}: got {layout.virtual_pipeline_size} and 1; set it to 1",
-        )
-    if layout.sequence_parallel_enable and layout.tensor_parallel_size == 1:
-        option = f"{prefix}.sequence_parallel_enable"
-        yield Violation((option, tp), f"{option} needs {tp} > 1{inherited}: got 1; switch it off")
+    named = {
+        "world_size": f"{ranks}.num_nodes * {ranks}.num_gpus_per_node",
+        "sequence_parallel": f"{prefix}.sequence_parallel_enable",
+    }
+    inherited = "" if prefix == "megatron" else f" (what {prefix} leaves out is that of megatron.*)"
+    for names, problem in layout.problems(lambda field: named.get(field, f"{prefix}.{field}")):
+        yield Violation(tuple(option for name in names for option in name.split(" * ")), problem + inherited)
 
 
 def nodes(config: RunConfig) -> Iterator[Violation]:
@@ -194,11 +182,12 @@ def reference(config: RunConfig) -> Iterator[Violation]:
 
 def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Violation]:
     """The own ranks of a frozen model hold whole copies of it, laid out as the policy."""
-    if ranks % config.model_parallel_size:
+    size = config.layout.model_parallel_size
+    if ranks % size:
         yield Violation(
             (f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
             f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks of one copy of the "
-            f"policy, as which the model is laid out: got {ranks} and {config.model_parallel_size}; use another "
+            f"policy, as which the model is laid out: got {ranks} and {size}; use another "
             "number, or leave both out for a copy in the policy's host memory",
         )
 
@@ -424,8 +413,8 @@ def hub_names(config: RunConfig) -> Iterator[str]:
             f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it is "
             "downloaded"
         )
-    model, _ = model_facts(_ACTOR, path)
-    if model is not None and not model.has_weights:
+    model, _ = local_shape(_ACTOR, path)
+    if model is not None and not has_weights(path or ""):
         yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
     for option in ("data.prompt_dataset", "eval.dataset"):
         for ref in dataset_refs(value_of(config, option) or ""):

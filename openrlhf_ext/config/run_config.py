@@ -28,6 +28,7 @@ from openrlhf_ext.config.sections import (
     WeightSync,
 )
 from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Int, Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
 
 _PROBE_LENGTH = 160
@@ -110,14 +111,9 @@ class RunConfig(Section):
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the policy: tensor * pipeline * context."""
-        return self.megatron.copy_ranks
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the policy."""
-        return self.world_size // self.model_parallel_size
+    def layout(self) -> ParallelLayout:
+        """How the policy is laid out over its ranks."""
+        return self.megatron.layout(self.world_size)
 
     @property
     def has_critic(self) -> bool:
@@ -125,7 +121,12 @@ class RunConfig(Section):
         return self.algo.advantage.estimator == "gae"
 
     @property
-    def critic_layout(self) -> Megatron:
+    def critic_layout(self) -> ParallelLayout:
+        """How the critic is laid out over its ranks."""
+        return self.critic_megatron.layout(self.critic_ranks)
+
+    @property
+    def critic_megatron(self) -> Megatron:
         """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
         own = {name: value for name, value in self.critic.megatron if value is not None}
         layout = self.megatron.model_copy(update=own)

@@ -10,11 +10,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from openrlhf_ext.config.files import InputError, ModelFacts, read_model_facts
 from openrlhf_ext.config.openrlhf import DIFFERENCES
 from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.table import option_table
+from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
+from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
 from openrlhf_ext.options import (
     Option,
     describe,
@@ -193,19 +194,10 @@ def format_config(config: RunConfig) -> str:
 def placement_table(config: RunConfig) -> str:
     """Every policy rank with its coordinates and place, every engine with its ranks, and the arithmetic of one step.
 
-    Rank order is tp-cp-ep-pp-dp: tensor-parallel ranks are neighbors, data-parallel copies are furthest apart. Ray
-    chooses the nodes; node and gpu say which slot of the policy's placement group a rank takes.
+    Ray chooses the nodes; node and gpu say which slot of the policy's placement group a rank takes.
     """
     models = [*_policy_lines(config), *_auxiliary_lines(config)]
     return "\n".join([*models, "", *_engine_lines(config), "", *_step_lines(config)]) + "\n"
-
-
-def rank_coordinates(rank: int, *, tp: int, cp: int, pp: int) -> dict[str, int]:
-    """Coordinates of a rank in the order tp-cp-ep-pp-dp (no expert parallelism)."""
-    rest, tp_rank = divmod(rank, tp)
-    rest, cp_rank = divmod(rest, cp)
-    dp_rank, pp_rank = divmod(rest, pp)
-    return {"tp": tp_rank, "cp": cp_rank, "pp": pp_rank, "dp": dp_rank}
 
 
 def _shown_values(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -258,34 +250,37 @@ def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _policy_lines(config: RunConfig) -> Iterator[str]:
-    layout = config.megatron
-    tp, pp, cp = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
-    yield (
-        f"policy: {config.world_size} ranks = tp {tp} x cp {cp} x pp {pp} x dp {config.data_parallel_size} "
-        f"(order tp-cp-ep-pp-dp), {layout.param_dtype}"
-    )
+    layout = config.layout
+    yield f"policy: {_degrees(layout)} (order {RANK_ORDER}), {config.megatron.param_dtype}"
     model = _local_model(config)
     if model is not None:
-        yield from _model_lines(model, tp)
+        yield from _model_lines(model, layout.tensor_parallel_size)
     rows = [["rank", "node", "gpu", "tp", "cp", "pp", "dp", "layers"]]
-    for rank in range(config.world_size):
-        at = rank_coordinates(rank, tp=tp, cp=cp, pp=pp)
-        node, gpu = divmod(rank, config.actor.num_gpus_per_node)
-        layers = _stage_layers(model, at["pp"], pp)
-        rows.append([*map(str, (rank, node, gpu, at["tp"], at["cp"], at["pp"], at["dp"])), layers])
+    for rank in range(layout.world_size):
+        place, (node, gpu) = layout.place(rank), divmod(rank, config.actor.num_gpus_per_node)
+        layers = _stage_layers(model, place.stage, layout.pipeline_parallel_size)
+        at = (rank, node, gpu, place.tensor, place.context, place.stage, place.replica)
+        rows.append([*map(str, at), layers])
     yield from _aligned(rows)
 
 
-def _local_model(config: RunConfig) -> ModelFacts | None:
+def _degrees(layout: ParallelLayout) -> str:
+    return (
+        f"{layout.world_size} ranks = tp {layout.tensor_parallel_size} x cp {layout.context_parallel_size} x pp "
+        f"{layout.pipeline_parallel_size} x dp {layout.data_parallel_size}"
+    )
+
+
+def _local_model(config: RunConfig) -> ModelShape | None:
     """Facts of the model when it is a local folder, None when it is still on the hub."""
     try:
-        return read_model_facts(config.actor.model_name_or_path or "")
-    except InputError:
+        return read_model_shape(config.actor.model_name_or_path or "")
+    except ModelError:
         return None
 
 
-def _model_lines(model: ModelFacts, tp: int) -> Iterator[str]:
-    padded = -(-model.vocab_size // tp) * tp
+def _model_lines(model: ModelShape, tp: int) -> Iterator[str]:
+    padded = model.padded_vocab_size(tp)
     padding = f", padded to {padded}" if padded != model.vocab_size else ""
     yield (
         f"model: {model.model_type}, {model.num_layers} layers, {model.num_heads} heads, {model.num_kv_heads} "
@@ -293,7 +288,7 @@ def _model_lines(model: ModelFacts, tp: int) -> Iterator[str]:
     )
 
 
-def _stage_layers(model: ModelFacts | None, stage: int, stages: int) -> str:
+def _stage_layers(model: ModelShape | None, stage: int, stages: int) -> str:
     if model is None:
         return "?"
     size = model.num_layers // stages
@@ -324,7 +319,7 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
     samples = config.samples_per_rollout
     yield f"  {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} responses = {samples} samples"
     updates = samples // train.batch_size * train.max_epochs
-    dp = config.data_parallel_size
+    dp = config.layout.data_parallel_size
     yield (
         f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples, dealt to {dp} "
         f"data-parallel rank{'s' if dp != 1 else ''} by length"
@@ -339,14 +334,9 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
 def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
     """The models beside the policy and where they are."""
     if config.has_critic:
-        layout = config.critic_layout
-        tp, pp, cp = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
-        shared = " on GPUs of the policy" if config.train.colocate_all else ""
-        yield (
-            f"critic: {config.critic_ranks} ranks{shared} = tp {tp} x cp {cp} x pp {pp} x dp "
-            f"{config.critic_ranks // (tp * pp * cp)}, from "
-            f"{config.critic.model_name_or_path or 'the model of the policy'}"
-        )
+        shared = ", on GPUs of the policy" if config.train.colocate_all else ""
+        model = config.critic.model_name_or_path or "the model of the policy"
+        yield f"critic: {_degrees(config.critic_layout)}{shared}, from {model}"
     if config.has_reference:
         yield f"reference: {_place_of_frozen(config.reference_ranks)}"
     if config.has_guide:

@@ -204,7 +204,7 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
             algorithm=build_algorithm(config),
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
-            data_parallel_size=config.data_parallel_size,
+            data_parallel_size=config.layout.data_parallel_size,
             attention_length=shape.attention_length,
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),

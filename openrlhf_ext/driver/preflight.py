@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterable, Iterator
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
-from openrlhf_ext.config.files import InputError, read_model_facts
+from openrlhf_ext.config.files import has_weights
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.sections.algo import CUSTOM
+from openrlhf_ext.megatron.model.shape import ModelError, read_model_shape, read_value_shape
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 
 
@@ -201,9 +202,8 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
         if folder is None or not os.path.isdir(folder):
             continue
         try:
-            read_model_facts(folder)
             check_model(folder, value_head)
-        except InputError:
+        except ModelError:
             continue  # reported by the configuration's own rules
         except ValueError as error:
             yield Violation((option,), f"{option}: {error}")
@@ -211,14 +211,12 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
 
 def guide_violations(config: RunConfig) -> Iterator[Violation]:
     """A guide that takes the policy's place for a forward pass differs from it in nothing but its weights."""
-    from openrlhf_ext.megatron.model.shape import read_model_shape
-
     folders = [folder for folder in (config.guide.model_name_or_path, config.actor.model_name_or_path) if folder]
     if not config.has_guide or config.guide_ranks or len([*filter(os.path.isdir, folders)]) < 2:
         return
     try:
         guide, policy = (dataclasses.asdict(read_model_shape(folder)) for folder in folders)
-    except (OSError, ValueError, LookupError):
+    except ModelError:
         return  # reported by other rules
     names = [name for name in guide if guide[name] != policy[name] and name != "max_positions"]
     if names:
@@ -242,12 +240,10 @@ def check_model(folder: str, value_head: str | None) -> None:
     """
     from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
-    from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 
     shape = read_model_shape(folder) if value_head is None else read_value_shape(folder, value_head)
-    if any(name.endswith(".safetensors") for name in os.listdir(folder)):
-        if problems := unaccounted_tensors(HFCheckpoint(folder), shape):
-            raise ValueError(f"{folder}: {describe(problems)}")
+    if has_weights(folder) and (problems := unaccounted_tensors(HFCheckpoint(folder), shape)):
+        raise ValueError(f"{folder}: {describe(problems)}")
 
 
 def _require(violations: Iterable[Violation]) -> None:

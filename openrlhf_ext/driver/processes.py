@@ -23,7 +23,6 @@ from openrlhf_ext.driver.settings import (
     critic_path,
     critic_settings,
     frozen_models,
-    parallel_layout,
     policy_path,
     policy_settings,
     required,
@@ -160,7 +159,7 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
 
 def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
     """The group of policy ranks."""
-    tensor, layout = tensor_block_size(config), parallel_layout(config.world_size, config.megatron)
+    tensor, layout = tensor_block_size(config), config.layout
     block = math.lcm(tensor, layout.near_ranks)
     return _start_ranks(PolicyActor, places, layout, tensor, block)
 
@@ -272,7 +271,7 @@ class AuxiliaryModels:
             )
         for model in frozen_models(config):
             if (group := self.frozen.get(model.name)) is not None:
-                layout = parallel_layout(model.ranks, config.megatron)
+                layout = config.megatron.layout(model.ranks)
                 own = dataclasses.replace(policy, model_path=model.path, layout=layout, optimizer=None, host_copies={})
                 refs[model.name] = group.async_run_method("init_model", own)
         for name, ranks in refs.items():
@@ -287,17 +286,16 @@ class AuxiliaryModels:
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
         attention_length = read_model_shape(model.path).attention_length
         if (group := self.frozen.get(model.name)) is not None:
-            layout = parallel_layout(model.ranks, config.megatron)
+            layout = config.megatron.layout(model.ranks)
             return Scorer(group, "forward", layout.data_parallel_size, attention_length)
-        return Scorer(policy, f"{model.name}_logprobs", config.data_parallel_size, attention_length)
+        return Scorer(policy, f"{model.name}_logprobs", config.layout.data_parallel_size, attention_length)
 
     def _value_trainer(self, config: RunConfig) -> ValueTrainer | None:
         if self.critic is None or not config.has_critic:
             return None
-        layout = parallel_layout(config.critic_ranks, config.critic_layout)
         return ValueTrainer(
             self.critic,
-            replicas=layout.data_parallel_size,
+            replicas=config.critic_layout.data_parallel_size,
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
             attention_length=read_model_shape(critic_path(config)).attention_length,
@@ -314,13 +312,12 @@ class AuxiliaryModels:
 def _start_critic(config: RunConfig, policy_places: Reservation | None) -> RankGroup | None:
     if not config.has_critic:
         return None
-    layout = parallel_layout(config.critic_ranks, config.critic_layout)
     places = policy_places if config.train.colocate_all else None
-    return _start_auxiliary(CriticActor, config, "the critic's ranks", layout, places)
+    return _start_auxiliary(CriticActor, config, "the critic's ranks", config.critic_layout, places)
 
 
 def _start_frozen(config: RunConfig, model: FrozenModel) -> RankGroup:
-    layout = parallel_layout(model.ranks, config.megatron)
+    layout = config.megatron.layout(model.ranks)
     return _start_auxiliary(FrozenActor, config, f"the {model.name}'s ranks", layout)
 
 

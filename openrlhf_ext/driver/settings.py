@@ -8,20 +8,16 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM
-from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
 from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
-
-if TYPE_CHECKING:
-    from openrlhf_ext.config.sections.models import Megatron
 
 _T = TypeVar("_T")
 
@@ -75,7 +71,7 @@ def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
     actor, megatron = config.actor, config.megatron
     return PolicySettings(
         model_path=policy_path(config),
-        layout=parallel_layout(config.world_size, megatron),
+        layout=config.layout,
         param_dtype=megatron.param_dtype,
         temperature=config.rollout.temperature,
         micro_batch_size=config.train.micro_batch_size,
@@ -154,19 +150,11 @@ def critic_settings(config: RunConfig, policy: PolicySettings, steps: int) -> Cr
     model = dataclasses.replace(
         policy,
         model_path=critic_path(config),
-        layout=parallel_layout(config.critic_ranks, config.critic_layout),
+        layout=config.critic_layout,
         optimizer=optimizer,
         host_copies={},
     )
     return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
-
-
-def parallel_layout(world_size: int, megatron: Megatron) -> ParallelLayout:
-    """The layout of a model on ``world_size`` ranks from ``megatron.*`` (or the critic's own)."""
-    return ParallelLayout(
-        world_size, megatron.tensor_parallel_size, megatron.pipeline_parallel_size,
-        megatron.context_parallel_size, megatron.sequence_parallel_enable, megatron.virtual_pipeline_size,
-    )  # fmt: skip
 
 
 def frozen_steps(config: RunConfig) -> int:

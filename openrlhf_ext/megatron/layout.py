@@ -7,7 +7,8 @@ group is asked of ``ParallelLayout``, and not computed from a rank's number anyw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 
 RANK_ORDER = "tp-cp-ep-pp-dp"
 
@@ -33,24 +34,36 @@ class ParallelLayout:
     sequence_parallel: bool = False
     virtual_pipeline_size: int = 1  # model chunks per pipeline stage (interleaved schedule)
 
-    def __post_init__(self) -> None:
+    def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
+        """The rules that these degrees break: the fields concerned, and what is wrong.
+
+        Args:
+            name: what the user calls a field.
+        """
+        world, tp, pp, cp, sp, vp = (name(field.name) for field in fields(self))
+        size, world_size = self.model_parallel_size, self.world_size
+        if world_size % size:
+            below = world_size // size * size
+            remedy = " or ".join(str(count) for count in (below, below + size) if count)
+            yield (
+                (world, tp, pp, cp),
+                f"{world} must be a multiple of {tp} * {pp} * {cp}: got {world_size} ranks, "
+                f"{self.tensor_parallel_size} * {self.pipeline_parallel_size} * {self.context_parallel_size} = {size}; "
+                f"use {remedy} ranks or another layout",
+            )
         if self.virtual_pipeline_size > 1 and self.pipeline_parallel_size == 1:
-            raise ValueError(
-                f"virtual_pipeline_size needs pipeline_parallel_size > 1: got {self.virtual_pipeline_size} and 1"
-            )
-        if self.world_size % self.model_parallel_size:
-            raise ValueError(
-                "tensor_parallel_size * pipeline_parallel_size * context_parallel_size must divide the ranks: "
-                f"{self.tensor_parallel_size} * {self.pipeline_parallel_size} * {self.context_parallel_size} = "
-                f"{self.model_parallel_size}, ranks = {self.world_size}"
-            )
+            yield (vp, pp), f"{vp} needs {pp} > 1: got {self.virtual_pipeline_size} and 1; set it to 1"
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            yield (sp, tp), f"{sp} needs {tp} > 1: got 1; switch it off"
 
     @property
     def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
+        """Copies of the model."""
         return self.world_size // self.model_parallel_size
 
     def place(self, rank: int) -> RankPlace:

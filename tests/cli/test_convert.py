@@ -114,7 +114,10 @@ def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint,
     assert "model.safetensors cannot be read as safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "text"), [(["--vp", "2"], "virtual_pipeline_size"), ([], "config.json")])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["--vp", "2"], "--vp needs --pp > 1: got 2 and 1"), (["--sp"], "--sp needs --tp > 1"), ([], "config.json")],
+)
 def test_what_cannot_be_built_is_refused_before_any_process_starts(tmp_path, capsys, words, text):
     assert convert.main(["--check", str(tmp_path), *words]) == 2
     assert text in capsys.readouterr().err

@@ -256,7 +256,7 @@ def test_derived_sizes(load):
     config = load(
         "--actor.num_nodes", "2", "--megatron.tensor_parallel_size", "2", "--rollout.n_samples_per_prompt", "8"
     )
-    assert (config.world_size, config.model_parallel_size, config.data_parallel_size) == (4, 2, 2)
+    assert (config.world_size, config.layout.model_parallel_size, config.layout.data_parallel_size) == (4, 2, 2)
     assert config.samples_per_rollout == 64
 
 

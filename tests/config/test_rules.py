@@ -404,10 +404,10 @@ def test_the_critic_has_the_policys_layout_where_it_has_none_of_its_own(load):
     layout = ["--actor.num_gpus_per_node", "4", "--megatron.tensor_parallel_size", "2",
               "--megatron.pipeline_parallel_size", "2", "--megatron.sequence_parallel_enable"]  # fmt: skip
     config = load(*GAE[:2], "--critic.num_gpus_per_node", "4", *layout)
-    assert config.critic_layout == config.megatron and config.critic_ranks == 4 and config.training_ranks == 8
+    assert config.critic_layout == config.megatron.layout(4) and config.critic_ranks == 4 and config.training_ranks == 8
     own = load(*GAE, *layout, "--critic.megatron.tensor_parallel_size", "1").critic_layout
     assert (own.tensor_parallel_size, own.pipeline_parallel_size) == (1, 2)
-    assert not own.sequence_parallel_enable, "sequence parallelism needs tensor parallelism"
+    assert not own.sequence_parallel, "sequence parallelism needs tensor parallelism"
     assert load().critic_ranks == 0
 
 
@@ -418,7 +418,7 @@ def test_the_critics_ranks_are_whole_copies_of_it(problems):
 
 def test_interleaving_needs_stages_and_layers(problems):
     vp = ["--critic.megatron.virtual_pipeline_size", "2"]
-    assert "needs critic.megatron.pipeline_parallel_size > 1 (unset: that of megatron.*)" in problems(*GAE, *vp)[0]
+    assert "needs critic.megatron.pipeline_parallel_size > 1: got 2 and 1" in problems(*GAE, *vp)[0]
     assert problems(*GAE, *vp, "--critic.megatron.pipeline_parallel_size", "2") == []
     found = problems(*GAE[:2], "--critic.num_gpus_per_node", "4", *vp, "--critic.megatron.pipeline_parallel_size", "4")
     assert "critic.megatron.virtual_pipeline_size must divide the model's layers: got 4 * 2" in found[0]

@@ -3,11 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from openrlhf_ext.config import format_config, load_config, placement_table
-from openrlhf_ext.config.show import rank_coordinates
 
 
 @pytest.mark.parametrize(
@@ -43,18 +40,6 @@ def test_what_the_estimator_decides_is_not_shown_as_openrlhf_default(load):
 
 def test_secrets_are_hidden(load):
     assert "s3cret" not in format_config(load("--logger.wandb.key", "s3cret"))
-
-
-@given(tp=st.integers(1, 4), cp=st.integers(1, 2), pp=st.integers(1, 4), dp=st.integers(1, 3))
-def test_ranks_are_ordered_tensor_context_pipeline_data(tp, cp, pp, dp):
-    """OpenRLHF's actor groups take neighboring blocks of tp * cp * pp ranks for one data-parallel copy."""
-    seen = set()
-    for rank in range(tp * cp * pp * dp):
-        at = rank_coordinates(rank, tp=tp, cp=cp, pp=pp)
-        assert rank == at["tp"] + tp * (at["cp"] + cp * (at["pp"] + pp * at["dp"]))
-        assert at["dp"] == rank // (tp * cp * pp)
-        seen.add(tuple(at.values()))
-    assert len(seen) == tp * cp * pp * dp
 
 
 def test_the_table_places_every_rank_and_engine(load):

@@ -28,3 +28,13 @@ def test_ranks_by_coordinates():
     assert LAYOUT.ranks(context=0, replica=0) == (0, 1, 4, 5, 8, 9)
     assert LAYOUT.ranks(tensor=1, stage=2) == (9, 11, 21, 23)
     assert [rank for rank in range(24) if LAYOUT.answers_for_replica(rank)] == [0, 12]
+
+
+def test_what_cannot_be_arranged_says_so_in_the_words_of_the_user():
+    assert list(LAYOUT.problems()) == []
+    broken = ParallelLayout(8, 1, 1, 3, sequence_parallel=True, virtual_pipeline_size=2)
+    options, texts = zip(*broken.problems(lambda field: f"--{field}"), strict=True)
+    assert options[0][0] == "--world_size" and options[1] == ("--virtual_pipeline_size", "--pipeline_parallel_size")
+    assert "got 8 ranks, 1 * 1 * 3 = 3; use 6 or 9 ranks" in texts[0]
+    assert texts[1] == "--virtual_pipeline_size needs --pipeline_parallel_size > 1: got 2 and 1; set it to 1"
+    assert texts[2] == "--sequence_parallel needs --tensor_parallel_size > 1: got 1; switch it off"

@@ -1,14 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.step.pipeline import schedule_order
-
-
-def test_interleaving_needs_stages():
-    with pytest.raises(ValueError, match="virtual_pipeline_size needs pipeline_parallel_size > 1: got 2 and 1"):
-        ParallelLayout(2, 2, virtual_pipeline_size=2)
 
 
 def test_without_interleaving_micro_batches_come_in_turn():

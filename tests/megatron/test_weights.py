@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFCheckpointError, HFRows, save_hf
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES
-from openrlhf_ext.megatron.model.shape import ModelShape, UnsupportedModelError, read_model_shape
+from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,
     Rule,
@@ -317,7 +317,7 @@ def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ]:
         (tmp_path / "m/config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UnsupportedModelError, match=reason):
+        with pytest.raises(ModelError, match=reason):
             read_model_shape(tmp_path / "m")
 
 

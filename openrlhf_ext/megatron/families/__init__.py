@@ -14,9 +14,9 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from openrlhf_ext.megatron.model.family import Family, UnsupportedModelError
+from openrlhf_ext.megatron.model.family import Family, ModelError
 
-__all__ = ["UnsupportedModelError", "family_of"]
+__all__ = ["ModelError", "family_of"]
 
 GROUP = "openrlhf_ext.families"
 
@@ -26,7 +26,7 @@ def family_of(model_type: str) -> Family:
     """The family of checkpoints whose ``config.json`` says ``model_type``.
 
     Raises:
-        UnsupportedModelError: there is none.
+        ModelError: there is none.
     """
     own = [module.name for module in pkgutil.iter_modules(__path__)]
     if model_type in own:
@@ -35,4 +35,4 @@ def family_of(model_type: str) -> Family:
     for entry in installed.select(name=model_type):
         return entry.load()
     known = ", ".join(sorted({*own, *installed.names}))
-    raise UnsupportedModelError(f"model_type must be one of {known}, got {model_type!r}")
+    raise ModelError(f"model_type must be one of {known}, got {model_type!r}")

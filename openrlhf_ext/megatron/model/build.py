@@ -175,7 +175,7 @@ def build_model(
         config,
         _spec(config, vp_stage, plain=meta),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=shape.max_positions,
+        max_sequence_length=shape.max_positions or 0,  # read by learned positions only
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=shape.tied_embeddings,

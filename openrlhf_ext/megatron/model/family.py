@@ -14,8 +14,8 @@ from typing import Any, Literal
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 
 
-class UnsupportedModelError(ValueError):
-    """The checkpoint uses something the Megatron policy does not build."""
+class ModelError(ValueError):
+    """A checkpoint that cannot be read, or that uses something which is not built."""
 
 
 @dataclass(frozen=True)

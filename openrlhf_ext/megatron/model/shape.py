@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.megatron.families import family_of
-from openrlhf_ext.megatron.model.family import Family, UnsupportedModelError, rope_settings, rope_type
+from openrlhf_ext.megatron.model.family import Family, ModelError, rope_settings, rope_type
 
-__all__ = ["ModelShape", "UnsupportedModelError", "read_model_shape", "read_value_shape"]
+__all__ = ["ModelShape", "ModelError", "read_model_shape", "read_value_shape"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_positions: int
+    max_positions: int | None  # None: config.json does not say
     rms_norm_eps: float
     rope_theta: float
     rope_scaling_factor: float | None  # Llama 3 scaling; None = plain rotary embedding
@@ -59,7 +60,8 @@ def read_model_shape(model_path: str | Path) -> ModelShape:
     """Reads ``model_path/config.json`` (transformers 4 and 5 forms).
 
     Raises:
-        UnsupportedModelError: model type, rotary scaling, activation or bias that is not built.
+        ModelError: there is no such file, a dimension is missing, or the model type, rotary scaling, activation or bias
+            is none of those that are built.
     """
     return _shape(_config(model_path), model_path)
 
@@ -76,17 +78,38 @@ def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
 
 
 def _config(model_path: str | Path) -> dict[str, Any]:
-    return json.loads((Path(model_path) / "config.json").read_text())
+    path = Path(model_path) / "config.json"
+    if not path.parent.is_dir():
+        raise ModelError(f"{model_path} does not exist (a hub name has the form org/name)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} must hold a mapping, got {type(config).__name__}")
+    return config
+
+
+_DIMENSIONS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+def _dimension_problems(config: dict[str, Any]) -> Iterator[str]:
+    for key in (*_DIMENSIONS, *_MAY_BE_ABSENT):
+        value = config.get(key)
+        if (value or key in _DIMENSIONS) and (not isinstance(value, int) or value < 1):
+            yield f"{key} must be a positive integer, got {value!r}"
 
 
 def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
+    path = Path(model_path) / "config.json"
     try:
         family = family_of(own_config.get("model_type", ""))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{model_path}: {error}") from error
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
     config = family.usual(own_config)
-    if problems := list(family.problems(config)):
-        raise UnsupportedModelError(f"{model_path}: " + "; ".join(problems))
+    if problems := [*_dimension_problems(config), *family.problems(config)]:
+        raise ModelError(f"{path}: " + "; ".join(problems))
     heads, rope = config["num_attention_heads"], rope_settings(config)
     return ModelShape(
         model_type=family.model_type,
@@ -97,7 +120,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
-        max_positions=config.get("max_position_embeddings", 32768),
+        max_positions=config.get("max_position_embeddings") or None,
         rms_norm_eps=config["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
         rope_scaling_factor=float(rope["factor"]) if rope_type(rope) == "llama3" else None,

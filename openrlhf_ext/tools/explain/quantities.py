@@ -93,7 +93,7 @@ def _quantities(
         panel("advantage", "above 0 makes the token likelier, below 0 rarer", "signed", shaped.advantages),
     ]
     update_N = first_update(algorithm, batch, shaped)
-    if torch.allclose(update_N, shaped.advantages, rtol=1e-9, atol=1e-12):
+    if torch.allclose(update_N, shaped.advantages.to(update_N), rtol=1e-9, atol=1e-12):
         return panels, ["The first update pulls each token by its advantage: all tokens weigh the same."]
     meaning = "pull of the first update on the log-prob; the advantage, where all tokens weigh the same"
     return [*panels, panel("update", meaning, "signed", update_N)], []

@@ -97,7 +97,7 @@ def prove_layout(
 
     Raises:
         LayoutProofError: lists everything that does not fit.
-        UnsupportedModelError: the model is none of those that are built.
+        ModelError: the model is none of those that are built.
         RuntimeError: this process has a process group.
     """
     started = time.perf_counter()
