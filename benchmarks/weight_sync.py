@@ -106,8 +106,10 @@ class PolicyRank:
 
     def load(self, path: str, bucket_mib: int) -> None:
         """Build the policy."""
+        from openrlhf_ext.megatron.distributed import initialize_distributed
         from openrlhf_ext.megatron.layout import ParallelLayout
-        from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+        from openrlhf_ext.megatron.policy import MegatronPolicy
+        from openrlhf_ext.megatron.settings import PolicySettings
         from openrlhf_ext.ranks.publishing import SyncSettings
 
         settings = PolicySettings(path, ParallelLayout(self.world_size, self.world_size))

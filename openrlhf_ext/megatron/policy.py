@@ -15,25 +15,16 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
-from openrlhf_ext.megatron.decoder import (
-    MegatronModel,
-    NonFiniteUpdateError,
-    one,
-    planned_rows,
-)
-from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.decoder import MegatronModel, NonFiniteUpdateError, one, planned_rows
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
-from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.step.optimizer import gradient_norms
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Algorithm, Loss, LossBatch
-
-__all__ = ["LogprobEntropy", "MegatronPolicy", "NonFiniteUpdateError", "PolicySettings", "initialize_distributed"]
 
 
 class MegatronPolicy(MegatronModel):

@@ -8,7 +8,7 @@ import torch
 from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.driver import drift
 from openrlhf_ext.driver.drift import DriftCheck, DriftError
-from openrlhf_ext.megatron.policy import LogprobEntropy
+from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.reporting import is_documented
 
 

@@ -18,7 +18,7 @@ from openrlhf_ext.driver.experience import Experience
 from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline
-from openrlhf_ext.megatron.policy import LogprobEntropy
+from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from tests.driver.simulated import Loader, Requests, options, response
 
 

@@ -16,8 +16,10 @@ from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.deadlines import watchdog
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.megatron.parity import WeightedLogprob

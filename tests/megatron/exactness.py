@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
-from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.algorithms.test_invariants import NAMES, build
 from tests.megatron.parity import deal, settings

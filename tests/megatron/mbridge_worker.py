@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from megatron.core import parallel_state
 
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.model.spec import block_spec
-from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S
 

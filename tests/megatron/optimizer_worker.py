@@ -7,8 +7,10 @@ import math
 import torch
 from megatron.core import parallel_state
 
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings, gradient_norms
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.algorithms.segments import Segments
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import Recompute
-from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.patience import PATIENCE_S

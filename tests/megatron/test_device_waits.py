@@ -12,7 +12,8 @@ from openrlhf_ext.megatron import critic, decoder, policy
 from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.packing import pack
 from tests.megatron.exactness import algorithms, make_batch, rollout
 from tests.models import make_tiny_model

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import load
 from openrlhf_ext.megatron.model.export import HFExporter
-from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings
 from tests.megatron.slow_disk import let_others_wait, monitors, until
 from tests.patience import PATIENCE_S
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from openrlhf_ext.megatron.policy import MegatronPolicy, initialize_distributed
+from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError

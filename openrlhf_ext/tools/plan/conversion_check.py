@@ -102,7 +102,9 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     from openrlhf_ext.patches import apply
 
     apply()
-    from openrlhf_ext.megatron.policy import MegatronPolicy, PolicySettings, initialize_distributed
+    from openrlhf_ext.megatron.distributed import initialize_distributed
+    from openrlhf_ext.megatron.policy import MegatronPolicy
+    from openrlhf_ext.megatron.settings import PolicySettings
 
     size = settings.layout.world_size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
