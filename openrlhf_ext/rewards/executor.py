@@ -94,8 +94,12 @@ class GradedExecutor:
     async def _known_log_keys(self) -> frozenset[str]:
         """The keys of ``extra_logs``; waits for the first graded sample while one may still come."""
         deadline = time.monotonic() + _KEYS_WAIT_S
-        while self._log_keys is None and self._under_way and time.monotonic() < deadline:
-            await asyncio.sleep(_KEYS_POLL_S)
+        self._under_way -= 1  # this one will not bring them, nor will others that wait here
+        try:
+            while self._log_keys is None and self._under_way and time.monotonic() < deadline:
+                await asyncio.sleep(_KEYS_POLL_S)
+        finally:
+            self._under_way += 1
         return self._log_keys or frozenset()
 
 

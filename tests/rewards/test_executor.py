@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
 from openrlhf_ext.rewards.http_reward import HttpReward
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
+from tests.patience import PATIENCE_S, SOONER_S
 
 REWARD_FILE = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -153,8 +155,11 @@ def test_a_failure_before_the_first_grade_waits_for_the_keys(reward_path: Path) 
     assert {frozenset(output.extra_logs) for output in outputs} == {frozenset({"length", "reward_failed"})}
 
 
-def test_failures_alone_do_not_wait_for_ever(reward_path: Path) -> None:
+def test_failures_alone_do_not_wait_for_each_other(reward_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openrlhf_ext.rewards.executor._KEYS_WAIT_S", PATIENCE_S)
+    start = time.monotonic()
     outputs = graded_run(reward_path, ["!$", "!$"])
+    assert time.monotonic() - start < SOONER_S
     assert [output.extra_logs for output in outputs] == [{"reward_failed": 1.0}] * 2
 
 
