@@ -238,7 +238,7 @@ class Algorithm:
             "active": part.active_B,
             "rewards": batch.rewards,
             "old_logprobs": batch.old_logprobs,
-            "loss_mask": inputs.segments.spread(part.active_B),
+            "loss_mask": part.active_B.new_ones(()).expand(len(batch.tokens)),  # `loss_level` says which, and how much
             "weights": torch.zeros_like(batch.rewards),
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
             "correction": weights_N,
