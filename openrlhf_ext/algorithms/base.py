@@ -238,7 +238,8 @@ class Algorithm:
             "active": part.active_B,
             "rewards": batch.rewards,
             "old_logprobs": batch.old_logprobs,
-            "loss_mask": part.active_B.new_ones(()).expand(len(batch.tokens)),  # `loss_level` says which, and how much
+            # no token carries loss until `loss_level` says which, and how much
+            "loss_mask": part.active_B.new_zeros(()).expand(len(batch.tokens)),
             "weights": torch.zeros_like(batch.rewards),
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
             "correction": weights_N,
