@@ -271,10 +271,11 @@ def test_a_request_that_outlives_its_deadline_says_what_it_waited_for(rig: Rig) 
 def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_tokens_are_whose(rig: Rig) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=1)
+    params = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=0)
+    zeros = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=0, allowed_token_ids=[0])
     models = {rig.version: rig.model}
     ray.get(rig.engine.pause_generation.remote())
-    running = [rig.engine.generate.remote(PROBE[:60], params) for _ in range(8)]
+    *running, only_zeros = [rig.engine.generate.remote(PROBE[:60], each) for each in [params] * 7 + [zeros]]
     until(lambda: ray.get(rig.engine.get_num_unfinished_requests.remote()) == 8, "all have arrived")
     ray.get(rig.engine.resume_generation.remote())
     until(lambda: sum(ray.get(rig.engine.sampled_tokens.remote()).values()) >= 8, "they have begun")
@@ -295,6 +296,9 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_tokens_are_
             sampled = [e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)][start:end]
             assert (expected - torch.tensor(sampled)).abs().max() < TOLERANCE, (version, start, end)
     assert any(len(output.outputs[0].weight_versions) == 2 for output in outputs), "no request was in mid-flight"
+    completion = ray.get(only_zeros, timeout=PATIENCE_S).outputs[0]
+    assert len(completion.weight_versions) == 2, "not beside the probe"
+    assert {entry[0].logprob for entry in completion.logprobs} == {0.0}, "the probe's padding (token 0) hid a token"
 
 
 def test_a_killed_engine_surfaces_at_once_in_generation_and_in_weight_sync(rig: Rig) -> None:
