@@ -85,10 +85,8 @@ class GradedAgentExecutor(GradedExecutor):
     def _arguments(self, request: GroupRequest, tokenizer: Any, engine: Any) -> dict[str, Any]:
         """What OpenRLHF gives an agent's ``execute``. An agent without need of ``text`` says so by ``needs_text``."""
         sampling, needs_text = request.sampling, getattr(self._agent, "needs_text", True)
-        # OpenRLHF asks for logprobs=1. Beside a request with `logprob_token_ids`, the engine's probe, vLLM fills that
-        # second column with token 0 at -inf (v1/sample/sampler.py:196), which hides a sampled token 0.
         params = engine.sampling_params(
-            sampling, max_tokens=sampling.max_new_tokens, detokenize=needs_text, logprobs=0
+            sampling, max_tokens=sampling.max_new_tokens, detokenize=needs_text, logprobs=1
         )  # fmt: skip
         return {
             "prompt": request.prompt, "label": request.label, "sampling_params": params, "images": None,

@@ -111,7 +111,8 @@ class RolloutEngine(compat.RolloutRayActor):
         """One request, as agent executors make it.
 
         Returns:
-            vLLM's output; each completion has ``weight_versions``, see `token_versions`.
+            vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each completion has
+            ``weight_versions``, see `token_versions`.
 
         Raises:
             GenerationTimeout: it did not finish within the engine's `request_timeout_s`.
@@ -320,11 +321,17 @@ class RolloutEngine(compat.RolloutRayActor):
 
 
 def _final_only(asked: SamplingParams) -> SamplingParams:
-    """The same parameters for a request whose output is wanted once, at its end."""
+    """The same parameters for a request whose output is wanted once, at its end, with no alternatives to its tokens.
+
+    Beside a request with `logprob_token_ids`, the probe, vLLM fills the columns of alternatives with token 0 at -inf
+    (vllm 0.29.0 v1/sample/sampler.py:196), which hides a sampled token 0. `logprobs=0` has no such column.
+    """
     from vllm.sampling_params import RequestOutputKind
 
     params = asked.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
+    if params.logprobs is not None:
+        params.logprobs = 0
     return params
 
 

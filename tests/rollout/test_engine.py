@@ -271,8 +271,8 @@ def test_a_request_that_outlives_its_deadline_says_what_it_waited_for(rig: Rig) 
 def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_tokens_are_whose(rig: Rig) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=0)
-    zeros = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=0, allowed_token_ids=[0])
+    params = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=1)
+    zeros = SamplingParams(max_tokens=190, ignore_eos=True, temperature=1.0, logprobs=1, allowed_token_ids=[0])
     models = {rig.version: rig.model}
     ray.get(rig.engine.pause_generation.remote())
     *running, only_zeros = [rig.engine.generate.remote(PROBE[:60], each) for each in [params] * 7 + [zeros]]
