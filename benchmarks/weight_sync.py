@@ -42,6 +42,7 @@ from openrlhf_ext import patches
 patches.apply()
 
 from openrlhf_ext.rollout.sync.base import Link  # noqa: E402
+from openrlhf_ext.rollout.sync.checksum import Receipt, bit_sum, together, words  # noqa: E402
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan  # noqa: E402
 from openrlhf_ext.rollout.sync.stream import WeightReceiver  # noqa: E402
 
@@ -127,12 +128,12 @@ class PolicyRank:
         self.publisher.connect()
         plan = self.publisher.plan
         self.ready = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
-        return {"tensors": len(plan.slots), "buckets": len(plan.buckets), "bytes": plan.payload_bytes}
+        return {"tensors": len(plan.tensors), "buckets": len(plan.buckets), "bytes": plan.payload_bytes}
 
     def publish(self) -> dict[str, float] | None:
         """Our protocol: a whole update."""
         self.version += 1
-        report = self.publisher.publish(self.version)
+        report = self.publisher.publish(self.version, trained=False)
         return None if report is None else {"seconds": report.seconds, "load_s": report.load_s}
 
     def broadcast_raw(self) -> dict[str, float] | None:
@@ -148,13 +149,15 @@ class PolicyRank:
 
     def publish_each(self) -> dict[str, float] | None:
         """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our gathering and group."""
+        from openrlhf_ext.megatron.model.export import Part
+
         publisher = self.publisher
         start = time.perf_counter()
-        for slot in publisher.plan.slots:
-            tensor = torch.empty(slot.shape, dtype=slot.dtype)
-            publisher._exporter.gather([publisher._exporter.whole(slot.name)], [tensor])
+        for name, shape, dtype in publisher.plan.tensors:
+            tensor = torch.empty(shape, dtype=dtype)
+            publisher._exporter.gather([Part(name, 0, shape[0])], [tensor])
             if self.rank == 0:
-                references = [engine.receive_one.remote(slot.name, slot.shape) for engine in self.engines]
+                references = [engine.receive_one.remote(name, shape) for engine in self.engines]
                 self._broadcast(tensor.view(torch.uint8).flatten())
                 ray.get(references)
         return {"seconds": time.perf_counter() - start} if self.rank == 0 else None
@@ -165,7 +168,7 @@ class PolicyRank:
 
 @ray.remote(num_cpus=1)
 class Sink:
-    """An engine that takes every tensor and drops it."""
+    """An engine that takes every tensor, sums its bits, and drops it."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -175,10 +178,12 @@ class Sink:
         self.receiver = WeightReceiver.connect(plan, link, 0)
         self.buffer = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
 
-    def receive_weights(self, version: int) -> float:
-        for _name, _tensor in self.receiver.receive(version):
-            pass
-        return 0.0
+    def receive_weights(self, version: int) -> Receipt:
+        held = []
+        for _name, tensor in self.receiver.receive(version):
+            words_N = words(tensor, tensor.shape)
+            held.append((int(bit_sum(words_N)), tensor.numel(), False))
+        return together([0.0], [held])
 
     def receive_raw(self) -> None:
         for bucket in self.plan.buckets:

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of CPU code, also where there are GPUs: tests/gpu is for those
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
 from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
 from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
@@ -68,6 +69,7 @@ class Report:
     kernels: list[KernelCheck]
     patches: list[PatchStatus]
     problems: list[str]
+    gpu_host: GpuHost | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -91,6 +93,7 @@ def examine() -> Report:
     extra = "gpu" if cuda else "cpu"
     packages = [check_package(name, wanted) for name, wanted in pinned_packages(extra)]
     statuses = status() if torch_present else []
+    gpu_host = examine_gpu_host() if cuda else None
     return Report(
         machine=describe_machine(),
         extra=extra,
@@ -100,9 +103,10 @@ def examine() -> Report:
         problems=[
             *python_problems(),
             *package_problems(packages),
-            *([] if cuda else conflict_problems()),
+            *(conflict_problems() if gpu_host is None else gpu_host.problems()),
             *(status.reason for status in statuses if status.state == "refused"),
         ],
+        gpu_host=gpu_host,
     )
 
 
@@ -204,6 +208,7 @@ def render(report: Report) -> str:
     sections = [
         _section("Machine", list(report.machine.items())),
         _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", "")] + _rows(report.packages)),
+        *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
         _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
         _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
         _verdict(report),
@@ -226,7 +231,7 @@ def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:
 def _verdict(report: Report) -> str:
     if not report.problems:
         return "Everything needed is there."
-    remedy = "bash examples/scripts/setup_env.sh" if report.extra == "cpu" else "pip install -e '.[gpu]'"
+    remedy = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
 
 

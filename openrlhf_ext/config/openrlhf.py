@@ -32,6 +32,12 @@ DIFFERENCES = (
     Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
     Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
+    Difference(
+        "vllm.gpu_memory_utilization",
+        "0.95",
+        "0.95; 0.8 with train.colocate_all",
+        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there",
+    ),
     Difference("reward.clip_range", "-10 10", "null", "rewards enter the estimator as they are graded"),
     Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
     Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),

@@ -192,6 +192,13 @@ class RunConfig(Section):
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     @property
+    def gpu_memory_utilization(self) -> float:
+        """``vllm.gpu_memory_utilization`` with its default resolved."""
+        if self.vllm.gpu_memory_utilization is not None:
+            return self.vllm.gpu_memory_utilization
+        return 0.8 if self.train.colocate_all else 0.95
+
+    @property
     def rollout_dtype(self) -> Literal["bf16", "fp32"]:
         """Data type of the engines, with ``vllm.dtype auto`` resolved."""
         return self.megatron.param_dtype if self.vllm.dtype == "auto" else self.vllm.dtype

@@ -23,8 +23,10 @@ from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
     AuxiliaryModels,
+    await_engines,
     await_guide_engines,
-    initialize_everything,
+    initialize_policy,
+    prove_start,
     reserve_policy_places,
     start_engines,
     start_guide_engines,
@@ -161,10 +163,17 @@ def build_parts(config: RunConfig, session: RaySession) -> Parts:
             prompts, held_out = load_data(config, strategy, tokenizer)
         steps = training_steps(config, len(prompts))
         check_frozen_steps(config, steps)
-        logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
-        start.doing = "building the policy and connecting it to the engines"
-        initialize_everything(config, session, policy, engines, steps, start)
+        start.doing = "starting the rollout engines"
+        await_engines(config, session, engines, start)
+    logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
+    ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
+    with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
+        initialize_policy(config, session, policy, engines, steps, start)
+    with start.limit(config.weight_sync.timeout_s, "comparing policy and engines", "weight_sync.timeout_s"):
+        prove_start(config, policy, engines, start)
+    with start.limit(config.vllm.start_timeout_s, "starting the guide's engines", "vllm.start_timeout_s"):
         await_guide_engines(config, session, guide_engines, start)
+    with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
         resumed = restore(config, trained_groups(policy, auxiliary))

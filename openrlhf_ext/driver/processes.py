@@ -125,7 +125,7 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         max_model_len=config.data.max_len,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enforce_eager=config.vllm.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
-        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
         max_num_seqs=config.vllm.max_num_seqs,
         max_num_batched_tokens=config.vllm.max_num_batched_tokens,
@@ -134,6 +134,7 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         # before the batch's own deadline, so that an engine that is stuck can be replaced
         request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
         enable_sleep=config.vllm.enable_sleep and use_gpu,
+        batch_invariant=config.train.full_determinism_enable,
         use_gpu=use_gpu,
         **places,
     )
@@ -182,25 +183,37 @@ def _start_ranks(
     return group
 
 
-def initialize_everything(
-    config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, steps: int, deadline: Deadline
-) -> None:
-    """Waits for the engines, loads the policy on every rank, connects both, proves that they agree.
-
-    Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
-    """
+def await_engines(config: RunConfig, session: RaySession, engines: EngineFleet, deadline: Deadline) -> None:
+    """Waits for the rollout engines. Those that give up memory sleep afterwards: the policy is about to be loaded."""
     _await_engines(config, session, engines, deadline, "rollout engine")
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
+
+
+def initialize_policy(
+    config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, steps: int, deadline: Deadline
+) -> None:
+    """Loads the policy on every rank and connects it to the engines."""
     refs = policy.async_run_method(
         "init_model",
         policy_settings(config, steps),
         sync_settings(config, session.use_gpu),
         config.train.max_epochs,
         engines,
-        SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep),
+        SleepModes(
+            config.ds.enable_sleep,
+            config.vllm.enable_sleep,
+            config.gpu_memory_utilization if config.train.colocate_all else None,
+        ),
     )
     _await_ranks(session, "policy", refs, deadline)
+
+
+def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline) -> None:
+    """Proves that policy and engines have the same weights.
+
+    Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
+    """
     gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
     logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
     if config.vllm.enable_sleep:

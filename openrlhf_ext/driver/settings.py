@@ -42,6 +42,8 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     }
+    if config.train.full_determinism_enable:
+        env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
     if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
@@ -83,6 +85,7 @@ def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
         recompute=Recompute(
             megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
         ),
+        rope_fusion=megatron.rope_fusion,
         seed=config.train.seed,
         collective_timeout_s=megatron.collective_timeout_s,
         optimizer=OptimizerSettings(

@@ -78,7 +78,9 @@ class MegatronModel:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        self.config = transformer_config(self.shape, settings.layout, self.dtype, settings.recompute)
+        self.config = transformer_config(
+            self.shape, settings.layout, self.dtype, settings.recompute, settings.rope_fusion
+        )
         self.chunks = self.build_chunks()
         self.load_weights()
         self.models = [self._wrap(chunk) for chunk in self.chunks]
@@ -222,7 +224,9 @@ class MegatronModel:
         # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
         dtype = {} if self.dtype == torch.float32 else {"fp32_output": False}
         tokens, positions = part.packed_L[None], part.positions_L[None]
-        return model(tokens, positions, None, packed_seq_params=packed_sequences(part, self.dtype), **dtype)
+        return model(
+            tokens, positions, None, packed_seq_params=packed_sequences(part, self.config.apply_rope_fusion), **dtype
+        )
 
     def _finish(
         self, loss: LossFunction, part: PackedBatch, hidden: Tensor

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from openrlhf_ext.megatron.deadlines.nccl_calls import keep_nccl_calls
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 
 JOIN_TIMEOUT_S = 600.0
@@ -22,6 +23,7 @@ def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    keep_nccl_calls()
     if not dist.is_initialized():
         # the others may take longer to start than a collective may take
         joining = timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S))

@@ -84,6 +84,7 @@ class PolicySettings:
     head_kernels: str = "auto"  # see --megatron.head_kernels
     head_workspace_bytes: int = 256 << 20
     recompute: Recompute = Recompute()
+    rope_fusion: bool = False  # see --megatron.rope_fusion
     seed: int = 42
     collective_timeout_s: float = 600.0
     optimizer: OptimizerSettings | None = None  # None: a model that is never trained

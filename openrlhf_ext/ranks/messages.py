@@ -10,10 +10,15 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
 
 @dataclass(frozen=True)
 class SleepModes:
-    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``."""
+    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``.
+
+    Attributes:
+        engine_share: of the GPU's memory, that an engine takes on a policy rank's GPU; None: engines have their own.
+    """
 
     policy: bool = False
     engines: bool = False
+    engine_share: float | None = None
 
 
 @dataclass

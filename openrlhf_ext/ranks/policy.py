@@ -19,6 +19,7 @@ from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
+from openrlhf_ext.ranks.shared_gpu import SharedGpu, device_bytes, state_bytes
 from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, timed
 from openrlhf_ext.ranks.trained import TrainedActor
 
@@ -54,9 +55,22 @@ class PolicyActor(TrainedActor):
         self.hold(self.policy, sleeping.policy)
         self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
-        self.version, self.is_ahead = 0, False
+        self.version, self.is_ahead, self.has_moved = 0, False, False
         self.publisher = WeightPublisher(self.policy, sync, engines)
+        self._check_memory(sleeping)
         self.publisher.connect()
+
+    def _check_memory(self, sleeping: SleepModes) -> None:
+        """Raises SharedGpuTooSmall if an engine on this rank's GPU leaves too little."""
+        device, settings = device_bytes(), self.policy.settings
+        if device is None or sleeping.engine_share is None:
+            return
+        parameters = [p for chunk in self.policy.chunks for p in chunk.parameters()]
+        distributed = settings.optimizer is not None and settings.optimizer.distributed
+        replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
+        states = state_bytes(sum(p.numel() for p in parameters), parameters[0].element_size(), replicas)
+        staging = 2 * self.publisher.plan.largest_frame
+        SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
 
     def rank_report(self) -> RankReport:
         """This rank's time by phase since the last report, and its memory. Not a collective."""
@@ -111,6 +125,7 @@ class PolicyActor(TrainedActor):
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
         steps = [self._update(*mini, shard.seed, number) for number, mini in enumerate(mini_batches)]
         self.is_ahead = True  # of the version that the engines have
+        self.has_moved = self.has_moved or any(step["lr"] > 0 and step["grad_norm"] > 0 for step in steps)
         self.batch = self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
@@ -132,8 +147,8 @@ class PolicyActor(TrainedActor):
                 repeated when they have been replaced.
         """
         self.reload_states("parameters")
-        report = self.publisher.publish(self.version + 1)
-        self.version, self.is_ahead = self.version + 1, False
+        report = self.publisher.publish(self.version + 1, self.has_moved)
+        self.version, self.is_ahead, self.has_moved = self.version + 1, False, False
         sent = {}
         if report is not None:
             sent = {

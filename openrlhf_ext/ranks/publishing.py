@@ -21,10 +21,12 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf_ext.megatron.deadlines.gate import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
 from openrlhf_ext.rollout.probe import check_sync, probe_tokens
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
+from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
@@ -71,30 +73,42 @@ class WeightPublisher:
             settings: how to send.
             engines: Ray handles of the rollout engines, the same list on every rank.
         """
-        from openrlhf_ext.megatron.model.export import HFExporter  # Megatron: see ranks/actor.py
+        from openrlhf_ext.megatron.model.export import HFExporter, Part  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
         self._exporter = HFExporter(policy.chunks, policy.shape)
         self.plan = BucketPlan.build(policy.hf_specs(), settings.bucket_bytes)
+        self._parts = {
+            bucket.index: [Part(slot.name, slot.start, slot.stop) for slot in bucket.slots]
+            for bucket in self.plan.buckets
+        }
         exporting = _ranks_with(self._exporter.takes_part)
         transport = find_transport(settings.transport)
         self._staging = transport.staging(self.plan, exporting, policy.settings.collective_timeout_s)
+        self._gate = Gate()
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines)
+        self._last_sums: list[int] | None = None
 
     def connect(self) -> None:
         """Bring rank 0 and all engines together."""
         self._together(self._sender.connect)
 
-    def publish(self, version: int) -> SendReport | None:
+    def publish(self, version: int, trained: bool) -> SendReport | None:
         """Replace the weights of all engines; the report on rank 0, None elsewhere.
 
+        Args:
+            version: number of these weights.
+            trained: since the last update there was a step with a learning rate and a gradient that were not zero.
+
         Raises:
+            WeightSyncMismatch: an engine does not hold what was sent; or not a bit has changed since the last update
+                although the policy was trained.
             EnginesAtFault: with the positions of the engines that died, failed or hung.
             WeightSyncError: the update did not arrive for another reason; engines refuse to generate until one does.
         """
         self._together(lambda: None if self._sender.connected else self._sender.connect())
-        return self._send(self._sender, version)
+        return self._send(self._sender, version, lambda report: self._require_change(report, version, trained))
 
     def replace_engines(self, engines: Sequence[Any]) -> None:
         """Go on with other engines, which are connected by the next `publish`."""
@@ -167,28 +181,52 @@ class WeightPublisher:
             settings.timeout_s,
         )  # fmt: skip
 
-    def _send(self, sender: WeightSender, version: int) -> SendReport | None:
+    def _send(
+        self, sender: WeightSender, version: int, check: Callable[[SendReport], None] = lambda _: None
+    ) -> SendReport | None:
+        def send() -> SendReport:
+            report = sender.send(self._fill, version)
+            check(report)
+            return report
+
         if dist.get_rank() == 0:
-            return self._together(lambda: sender.send(self._fill, version))
+            return self._together(send)
         return self._together(lambda: follow_stream(self.plan, self._staging, self._fill), everywhere=True)
+
+    def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
+        if trained and report.sums == self._last_sums:
+            raise WeightSyncMismatch(
+                f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"
+                " are those of the update before to the last bit: the optimizer's values do not reach the parameters, "
+                "or the rate (actor.adam.lr) is far below the resolution of megatron.param_dtype"
+            )
+        self._last_sums = report.sums
 
     def _fill(self, bucket: Bucket, content: Tensor | None) -> None:
         """This rank's part in filling a bucket (``stream.Fill``)."""
-        parts = [self._exporter.whole(slot.name) for slot in bucket.slots]
+        parts = self._parts[bucket.index]
         targets = None if content is None else [slot.view(content) for slot in bucket.slots]
+        if not self._exporter.takes_part:
+            return
         if not self._staging.shared:
+            self._gate.next()  # nobody sends before rank 0 receives
             self._exporter.gather(parts, targets)
         elif targets is not None:
             self._exporter.write(parts, targets)
 
     def _together(self, function: Callable[[], Any], everywhere: bool = False) -> Any:
-        """Run on rank 0, or on this rank too; if it fails on any rank, every rank raises."""
+        """Run on rank 0, or on this rank too; if it fails on any rank, every rank raises.
+
+        Ranks that have nothing to do do not wait in a collective: on a GPU that would take computing time from an
+        engine that shares it.
+        """
         result, error = None, None
         if everywhere or dist.get_rank() == 0:
             try:
                 result = function()
             except Exception as caught:
                 error = caught
+        wait_for_all()
         errors: list = [None] * dist.get_world_size()
         dist.all_gather_object(errors, _portable(error))
         if error is not None:

@@ -22,6 +22,8 @@ class RankReport:
         device: name of the GPU, 'cpu' without one.
         seconds: by phase ('logprob', 'train', 'sync'), without the time in which the rank waited for other replicas.
         memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
+        device_bytes: most that was in use on its GPU at the end of a phase since the last report, by all processes and
+            libraries (an engine that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class RankReport:
     device: str
     seconds: dict[str, float]
     memory_bytes: int
+    device_bytes: int = 0
 
     @property
     def busy_seconds(self) -> float:
@@ -47,6 +50,7 @@ class PhaseTimers:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._waited = 0.0
+        self._device_bytes = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,6 +61,7 @@ class PhaseTimers:
         finally:
             spent = _now() - started - (self._waited - waited)
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
+            self._device_bytes = max(self._device_bytes, device_memory_bytes())
 
     def without(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose time no phase counts."""
@@ -73,8 +78,9 @@ class PhaseTimers:
     def report(self, rank: int) -> RankReport:
         """What was counted since the last report."""
         seconds, self._seconds = self._seconds, {}
+        used, self._device_bytes = self._device_bytes, 0
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        return RankReport(rank, socket.gethostname(), device, seconds, peak_memory_bytes())
+        return RankReport(rank, socket.gethostname(), device, seconds, peak_memory_bytes(), used)
 
 
 def peak_memory_bytes() -> int:
@@ -85,6 +91,14 @@ def peak_memory_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def device_memory_bytes() -> int:
+    """In use on this process's GPU, by whomever; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _now() -> float:

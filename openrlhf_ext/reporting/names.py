@@ -114,8 +114,12 @@ METRICS = (
         "the same as `throughput/train_tflops_per_rank` for the old-log-prob pass (forward only)"),
     Metric("throughput/logprob_mfu", "fraction", "the same as `throughput/train_mfu` for the old-log-prob pass"),
     Metric("memory/rank_max_gib", "GiB", (
-        "largest peak memory of any policy rank since it started: device memory, or resident memory of the process on "
-        "CPU"
+        "largest peak memory of any policy rank since it started: what torch allocated on its GPU, or resident memory "
+        "of the process on CPU"
+    )),
+    Metric("memory/device_max_gib", "GiB", (
+        "on GPUs: most that was in use on any policy rank's GPU at the end of a phase, by all processes and libraries: "
+        "an engine that shares it, NCCL's buffers, fragments, CUDA contexts"
     )),
     Metric("rank/*", "see right", (
         "per policy rank: `rank/<n>/time_logprob`, `time_train`, `time_sync` (s, without waiting for other replicas "

@@ -19,6 +19,7 @@ from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, Generation
 from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 from openrlhf_ext.rollout.sync.base import Link
+from openrlhf_ext.rollout.sync.checksum import Receipt, together
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.timers import OverlapTimer
 from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
@@ -190,7 +191,7 @@ class RolloutEngine(compat.RolloutRayActor):
         """Let this engine's workers join the sender's group."""
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
-    async def receive_weights(self, version: int) -> float:
+    async def receive_weights(self, version: int) -> Receipt:
         """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
 
         Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values; if the
@@ -198,7 +199,7 @@ class RolloutEngine(compat.RolloutRayActor):
         probe is put in front of them: asked after they go on, it would wait until one of them ends.
 
         Returns:
-            Seconds that the slowest worker spent loading.
+            What the engine holds now, for the sender to compare.
 
         Raises:
             WeightSyncError: the update did not complete; until one does, generation is refused.
@@ -210,7 +211,7 @@ class RolloutEngine(compat.RolloutRayActor):
             self._queued_probe = None
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
-                load_s = await self._load(version)
+                receipt = await self._load(version)
             except Exception as error:
                 self._weight_error = f"update to version {version} failed: {error}"
                 raise
@@ -218,14 +219,14 @@ class RolloutEngine(compat.RolloutRayActor):
                 if self._probe_tokens:
                     self._queued_probe = await self._queue_probe()
                 await self.llm.resume_generation()
-            return load_s
+            return receipt
 
-    async def _load(self, version: int) -> float:
-        load_s = await self.llm.collective_rpc("replace_weights", args=(version,))
+    async def _load(self, version: int) -> Receipt:
+        load_s, sums = zip(*await self.llm.collective_rpc("replace_weights", args=(version,)), strict=True)
         await self.reset_prefix_cache()
         await self._change_version(version)
         self._weight_error = None
-        return max(load_s)
+        return together(load_s, sums)
 
     async def _change_version(self, version: int) -> None:
         """Everything sampled so far came from the old weights; the engine stands still, so the counts are final.

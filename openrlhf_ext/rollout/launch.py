@@ -64,6 +64,7 @@ def create_rollout_engines(
     fast_tokenizer: bool = True,
     request_timeout_s: float,
     enable_sleep: bool = False,
+    batch_invariant: bool = False,
     use_gpu: bool,
     shared_placement_group: PlacementGroup | None = None,
     shared_bundles: Sequence[int] = (),
@@ -86,6 +87,7 @@ def create_rollout_engines(
             `max_model_len`, whichever is larger.
         executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
+        batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
         use_gpu: whether they run on GPUs.
         shared_placement_group: bundles of which engines take a fifth of each: the policy's (colocated), or bundles of
             GPUs of their own; None: engines on CPU that go where Ray puts them.
@@ -110,6 +112,10 @@ def create_rollout_engines(
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
     }
+    if dtype != "float32":
+        # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL
+        # training-inference consistency" (vllm 0.29.0 config/model.py:1949)
+        engine_args["hf_overrides"] = {"head_dtype": "float32"}
     engine_args |= batch_limits(use_gpu, max_num_seqs, max_num_batched_tokens, max_model_len)
     if kv_cache_mib is not None:
         engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
@@ -122,7 +128,7 @@ def create_rollout_engines(
         engine_args |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
         placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
     actor_class = ray.remote(RolloutEngine)
-    environment = engine_env(use_gpu=use_gpu, model_path=model_path)
+    environment = engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant)
 
     def start(index: int) -> Any:
         options, extra = placements[index]
@@ -132,12 +138,13 @@ def create_rollout_engines(
     return EngineFleet(start, num_engines)
 
 
-def engine_env(*, use_gpu: bool, model_path: str) -> dict[str, str]:
+def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:
     """Environment of an engine's process; it has to be there before vLLM is imported.
 
     Args:
         use_gpu: whether the engine runs on GPUs.
         model_path: where the model comes from; a directory needs no hub.
+        batch_invariant: see `create_rollout_engines`.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -146,6 +153,8 @@ def engine_env(*, use_gpu: bool, model_path: str) -> dict[str, str]:
     }
     if os.path.isdir(model_path):
         environment["HF_HUB_OFFLINE"] = "1"
+    if use_gpu and batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     if not use_gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

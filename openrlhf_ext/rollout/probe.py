@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-
-class WeightSyncMismatch(RuntimeError):
-    """An engine does not sample from the weights the policy has."""
+from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
 
 
 def probe_tokens(vocab_size: int, length: int, seed: int) -> list[int]:

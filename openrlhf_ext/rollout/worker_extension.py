@@ -15,6 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
+from openrlhf_ext.rollout.held_weights import HeldWeights
 from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
@@ -30,6 +31,7 @@ class WeightSyncExtension:
     vllm_config: Any
     reload_weights: Callable[..., None]
     _weight_receiver: WeightReceiver | None = None
+    _held: HeldWeights
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         """Join the sender's group as this worker's number within its engine says.
@@ -40,7 +42,9 @@ class WeightSyncExtension:
         """
         self.disconnect_weight_receiver()
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
-        self._weight_receiver = WeightReceiver.connect(BucketPlan.from_wire(plan), Link(**link), self.rank)
+        agreed = BucketPlan.from_wire(plan)
+        self._weight_receiver = WeightReceiver.connect(agreed, Link(**link), self.rank)
+        self._held = HeldWeights(self.model_runner.get_model(), agreed)
 
     def disconnect_weight_receiver(self) -> None:
         """Leave the group; a no-op outside of one."""
@@ -48,25 +52,29 @@ class WeightSyncExtension:
             self._weight_receiver.close()
             self._weight_receiver = None
 
-    def replace_weights(self, version: int) -> float:
-        """Receive and load a whole update; seconds spent loading, the rest having been spent waiting for weights.
+    def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
+        """Receive and load a whole update.
 
         After an error the weights are a mixture of two versions: the caller must not sample until an update succeeds
         (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error the
         group has to be connected anew.
+
+        Returns:
+            Seconds spent loading and summing, the rest having been spent waiting for weights; `HeldWeights.sums`.
         """
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
         try:
-            self.reload_weights(weights_iterator=self._weight_receiver.receive(version))
+            self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version)))
             repack_tied_heads(self.model_runner.get_model())
+            sums = self._held.sums()
         except Exception as error:
             if not isinstance(error, WeightStreamAborted):
                 self.disconnect_weight_receiver()
             self._recover_from_partial_reload()
             raise
-        return time.monotonic() - start - self._weight_receiver.waited_s
+        return time.monotonic() - start - self._weight_receiver.waited_s, sums
 
     def _recover_from_partial_reload(self) -> None:
         # A layer that has got some of its tensors would take those for part of the next update

@@ -111,7 +111,9 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
     monkeypatch.setattr(processes, "policy_settings", lambda *_: None)
     monkeypatch.setattr(processes, "sync_settings", lambda *_: None)
     deadline = SimpleNamespace(get=lambda references: references)
-    processes.initialize_everything(config, session, policy, [engine], steps=1, deadline=deadline)
+    processes.await_engines(config, session, [engine], deadline)
+    processes.initialize_policy(config, session, policy, [engine], steps=1, deadline=deadline)
+    processes.prove_start(config, policy, [engine], deadline)
     assert order == ["info", "engine sleeps", "init_model", "prove_sync", "engine sleeps"]
 
 

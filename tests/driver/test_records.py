@@ -175,7 +175,9 @@ def test_the_slowest_and_the_fullest_rank_are_named():
     assert (got["rank/slowest"], got["rank/fullest"], got["memory/rank_max_gib"]) == (1.0, 0.0, 3.0)
     assert got["rank/slowest_over_mean"] == pytest.approx(6 / 4)
     assert (got["rank/1/time_train"], got["rank/2/time_sync"], got["rank/0/memory_gib"]) == (5.0, 9.0, 3.0)
-    assert all(map(is_documented, got))
+    assert all(map(is_documented, got)) and "memory/device_max_gib" not in got
+    shared = rank_gauges([report(0, 2.0), dataclasses.replace(report(1, 2.0), device_bytes=70 << 30)])
+    assert shared["memory/device_max_gib"] == 70.0 and is_documented("memory/device_max_gib")
 
 
 def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 
 import pytest
 import torch
@@ -42,11 +44,12 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
     """Its attention over packed sequences has no fp32 kernel: spec, rotary embedding and boundaries go together."""
     caplog.set_level(logging.INFO, logger=build.__name__)
     with fake_rank(ParallelLayout(1), 0):
-        config = transformer_config(shape, ParallelLayout(1), dtype, Recompute())
+        assert not transformer_config(shape, ParallelLayout(1), dtype, Recompute()).apply_rope_fusion
+        config = transformer_config(shape, ParallelLayout(1), dtype, Recompute(), rope_fusion=True)
         assert config.apply_rope_fusion == chosen
         assert (build._spec(config, None) == "TE layers") == chosen
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
-    sequences = packed_sequences(part, dtype)
+    sequences = packed_sequences(part, config.apply_rope_fusion)
     assert isinstance(sequences, PackedSequences) and sequences.cu_seqlens_q.tolist() == [0, 5, 10]
     assert (sequences.cu_seqlens_q is part.boundaries) == chosen, "the other rotary embedding reads them on the host"
     expected = "TransformerEngine's" if chosen else "no attention over packed sequences in torch.float32"
@@ -85,3 +88,45 @@ def test_layers_that_can_add_weight_gradients_themselves_are_told_to(shape, monk
 def test_recomputation_in_megatrons_words(shape, recompute, expected):
     config = transformer_config(shape, ParallelLayout(1), torch.float32, recompute)
     assert {name: getattr(config, f"recompute_{name}") for name in expected} == expected
+
+
+def test_attention_gets_the_boundaries_on_the_device_and_the_rotary_embedding_before_it_on_the_host(shape) -> None:
+    seen = []
+    with fake_rank(ParallelLayout(1), 0):
+        config = transformer_config(shape, ParallelLayout(1), torch.float32, Recompute())
+        decoder = build.build_model(shape, config).decoder
+    build.boundaries_on_device(decoder)
+    part = pack(ragged([(2, 3), (4, 1)]), PackShape())
+    sequences = packed_sequences(part, fused_rope=False)
+    for layer in decoder.layers:
+        layer.self_attention.core_attention.forward = lambda *_, packed_seq_params: seen.append(packed_seq_params)
+        layer.self_attention.core_attention(packed_seq_params=sequences)
+    assert len(seen) == 2 and all(each.cu_seqlens_q is each.cu_seqlens_kv is part.boundaries for each in seen)
+    assert sequences.cu_seqlens_q is not part.boundaries and sequences.slots == part.slots
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (
+            "raise ImportError('flash_attn_2_cuda.so: undefined symbol: c10')",
+            "ImportError: flash_attn_2_cuda.so: undef",
+        ),
+        ("raise RuntimeError('cudnn shared object not found')", "RuntimeError: cudnn shared object not found"),
+        ("", "megatron-core 0.16.1 cannot use it"),
+    ],
+)
+def test_an_installed_transformer_engine_that_cannot_be_used_is_an_error(tmp_path, monkeypatch, source, says) -> None:
+    """Not slow layers: the run would finish, at a fraction of its speed."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(
+        build.BrokenLibraryError, match=rf"TransformerEngine (is installed|can be)(.|\n)*{re.escape(says)}"
+    ):
+        build.has_transformer_engine()
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 import subprocess
@@ -11,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.deadlines import watchdog
+from openrlhf_ext.megatron.deadlines import nccl_calls, watchdog
 from openrlhf_ext.megatron.deadlines.watchdog import RankState, Watchdog, describe_ranks, find_suspects
 from tests.launch import launch
 from tests.megatron.watchdog_worker import TIMEOUT_S
@@ -133,8 +136,28 @@ def state(rank: int, **fields) -> RankState:
         ([state(0), state(1, phase=None, error="ValueError: no"), state(2, in_collective=False)], {"Failed": [1]}),
         ([state(0), TimeoutError("timed out"), state(2, count=2)], {"Not answering": [1], "Not arrived": [2]}),
         ([ConnectionRefusedError()], {"Not answering": [0]}),
+        (
+            [state(0, begun={"tp 3": 7}), state(1, begun={"tp 3": 6}), state(2, begun={"tp 4": 2})],
+            {"Behind in NCCL's calls": [1]},
+        ),
+        ([state(0, begun={"tp 3": 7}), state(1, begun={"tp 3": 6}, count=2)], {"Not arrived": [1]}),
+        (
+            [state(0, begun={"tp 3": 7}), state(1, begun={"tp 3": 7}, in_collective=False)],
+            {"Arrived, but not in a collective": [1]},
+        ),
     ],
-    ids=["all wait", "busy", "gave up", "late", "failed", "silent and late", "all gone"],
+    ids=[
+        "all wait",
+        "busy",
+        "gave up",
+        "late",
+        "failed",
+        "silent and late",
+        "all gone",
+        "behind",
+        "behind and late",
+        "busy beside NCCL",
+    ],
 )
 def test_who_is_suspected(states, wanted) -> None:
     assert find_suspects(states) == wanted
@@ -179,3 +202,33 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
     assert run.returncode == watchdog.EXIT_CODE and "not stuck" in run.stdout, run.stderr
     assert "rank 0 has stood still for" in run.stderr and "in 'training step', so it ends" in run.stderr
     assert "(--megatron.collective_timeout_s is 9)" in run.stderr and "is at <module>" in run.stderr
+
+
+def entry(group: str, number: int, state: str, p2p: int | None = None) -> dict:
+    """A call as torch 2.13 records it (FlightRecorderDetail.hpp, ``dump_json``)."""
+    return {
+        "process_group": [group, "TENSOR_MODEL_PARALLEL_GROUP"], "collective_seq_id": number, "is_p2p": p2p is not None,
+        "p2p_seq_id": p2p or 0, "profiling_name": "nccl:send 0->1" if p2p else "nccl:all_reduce", "state": state,
+    }  # fmt: skip
+
+
+def test_a_rank_that_waits_at_a_line_of_its_own_says_which_call_of_nccl_is_not_done(monkeypatch) -> None:
+    trace = {"entries": [entry("3", 6, "completed"), entry("3", 7, "started"), entry("3", 7, "scheduled", p2p=9)]}
+    dump = lambda calls, only_active: json.dumps(trace).encode() if calls and not only_active else b"{}"  # noqa: E731
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    with monitors(1) as (monitor,), monitor.phase("training"):
+        report = monitor.report()
+    assert report.startswith("All ranks are in a collective")
+    assert "in 'training'" in report and "waits in a collective at" in report
+    assert "nccl:all_reduce, call 7 of group TENSOR_MODEL_PARALLEL_GROUP 3 is not done" in report
+    assert nccl_calls.nccl_calls().begun == {"TENSOR_MODEL_PARALLEL_GROUP 3": 7}
+    assert nccl_calls.read_calls({}) == nccl_calls.NcclCalls({}, None)
+
+
+def test_torch_keeps_the_last_calls_unless_it_is_told_how_many(monkeypatch) -> None:
+    for given, kept in ((None, "2000"), ("0", None)):
+        monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+        if given is not None:
+            monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", given)
+        nccl_calls.keep_nccl_calls()
+        assert os.environ.get("TORCH_FR_BUFFER_SIZE") == kept

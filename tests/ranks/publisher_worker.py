@@ -17,6 +17,7 @@ from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError
+from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.sync.memory import HostMemory
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan
@@ -51,8 +52,8 @@ class LoopbackSender:
     def send(self, fill: Fill, version: int) -> SendReport:
         self.frames = 0
         end = SimpleNamespace(send=self.deliver)
-        send_stream(end, self.plan, self.staging, fill, version)
-        return SendReport(0.0, self.plan.payload_bytes, 0.0)
+        sums = send_stream(end, self.plan, self.staging, fill, version)
+        return SendReport(0.0, self.plan.payload_bytes, 0.0, sums)
 
     def deliver(self, frame: torch.Tensor) -> Callable[[], None]:
         if self.frames == LoopbackSender.fail_at:
@@ -61,9 +62,49 @@ class LoopbackSender:
         bucket = self.plan.buckets[self.frames]
         arrived = frame.clone()[HEADER_BYTES:]
         for engine in self.engines:
-            engine.update(bucket.unpack(arrived))
+            for slot in bucket.slots:
+                rows = slot.view(arrived)
+                engine.setdefault(slot.name, rows.new_zeros(slot.shape))[slot.start : slot.stop] = rows
         self.frames += 1
         return lambda: None
+
+
+class FirstCalls:
+    """Notes the first call of this rank on every group, by the group's ranks: a point-to-point call or all_reduce."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, ...], str] = {}
+
+    def __enter__(self) -> FirstCalls:
+        def all_reduce(tensor, *args, group=None, **kwargs):
+            self._note(group, "all_reduce")
+            return kept[0](tensor, *args, group=group, **kwargs)
+
+        def batch_isend_irecv(operations):
+            self._note(operations[0].group, "point to point")
+            return kept[1](operations)
+
+        kept = dist.all_reduce, dist.batch_isend_irecv
+        self._kept = kept
+        dist.all_reduce, dist.batch_isend_irecv = all_reduce, batch_isend_irecv
+        return self
+
+    def _note(self, group: dist.ProcessGroup | None, call: str) -> None:
+        self.seen.setdefault(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), call)
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce, dist.batch_isend_irecv = self._kept
+
+    def problems(self) -> list[str]:
+        """Groups whose first call is a point-to-point one on a rank: under NCCL all their ranks have to take part."""
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.seen)
+        calls = [(rank, group, call) for rank, seen in enumerate(everyone) for group, call in seen.items()]
+        alone = [f"rank {rank} meets {group} in a {call} call" for rank, group, call in calls if "point" in call]
+        missing = [
+            f"rank {rank} never calls {group}" for _, group, _ in calls for rank in group if group not in everyone[rank]
+        ]
+        return alone + missing
 
 
 def publish(cases: list[dict], ranks: int) -> list[str]:
@@ -97,13 +138,15 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     if LoopbackSender.sends_shared_memory != (shared and publisher._exporter.takes_part):
         problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")
     publisher.connect()
-    publisher.publish(1)
+    with FirstCalls() as first_calls:
+        publisher.publish(1, trained=True)
+    problems += first_calls.problems()
     problems += _differences(engines, model, 1.0)
     for parameter in (p for chunk in policy.chunks for p in chunk.parameters()):
         parameter.data.mul_(2.0)
     LoopbackSender.fail_at = 2
     try:
-        publisher.publish(2)
+        publisher.publish(2, trained=True)
         problems.append("the failure of an engine was not raised here")
     except EngineFailed as error:
         if error.engines != (1,):
@@ -112,7 +155,15 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
         problems.append(f"another error: {error!r}")
     LoopbackSender.fail_at = None
     publisher.replace_engines(engines)
-    publisher.publish(2)
+    publisher.publish(2, trained=True)
+    publisher.publish(3, trained=False)
+    try:
+        publisher.publish(4, trained=True)
+        problems.append("weights that did not move were sent")
+    except WeightSyncMismatch as error:
+        problems += [] if "to the last bit" in str(error) else [f"told otherwise: {error}"]
+    except WeightSyncError as error:
+        problems.append(f"another error: {error!r}")
     with patch.object(EngineCalls, "start", _not_waking_up):
         try:
             publisher.prove(2, wake=True)

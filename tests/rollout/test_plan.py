@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,31 +20,42 @@ def spec_lists(draw: st.DrawFn) -> list[Spec]:
     return [(f"t{i}", shape, draw(st.sampled_from(DTYPES))) for i, shape in enumerate(shapes)]
 
 
-def random_tensor(slot: Slot) -> torch.Tensor:
-    return (torch.randn(slot.shape, dtype=torch.float64) * 50).to(slot.dtype)
+def random_tensor(spec: Spec) -> torch.Tensor:
+    _, shape, dtype = spec
+    return (torch.randn(shape, dtype=torch.float64) * 50).to(dtype)
+
+
+def rows_of(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    return tensor if slot.is_whole else tensor[slot.start : slot.stop]
 
 
 @settings(deadline=None, max_examples=60)
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 2000))
 def test_what_is_packed_comes_out_bit_for_bit(specs: list[Spec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
+    tensors = {spec[0]: random_tensor(spec) for spec in specs}
     for bucket in plan.buckets:
         content = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
-        tensors = {slot.name: random_tensor(slot) for slot in bucket.slots}
         for slot in bucket.slots:
-            slot.view(content).copy_(tensors[slot.name])
-        unpacked = dict(bucket.unpack(content))
-        assert unpacked.keys() == tensors.keys()
-        assert all(torch.equal(unpacked[name], tensor) for name, tensor in tensors.items())
+            slot.view(content).copy_(rows_of(tensors[slot.name], slot))
+        for slot in bucket.slots:
+            assert torch.equal(slot.view(content), rows_of(tensors[slot.name], slot))
 
 
 @settings(deadline=None, max_examples=60)
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 2000))
 def test_every_tensor_has_one_aligned_place_in_order(specs: list[Spec], bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
-    assert [(slot.name, slot.shape, slot.dtype) for slot in plan.slots] == specs
+    assert list(plan.tensors) == specs
+    slots = [slot for bucket in plan.buckets for slot in bucket.slots]
+    assert [name for name, _ in itertools.groupby(slot.name for slot in slots)] == [name for name, _, _ in specs]
+    for name, shape, _ in specs:
+        mine = [slot for slot in slots if slot.name == name]
+        assert [slot.start for slot in mine] == [0] + [slot.stop for slot in mine[:-1]], "rows without a gap"
+        assert mine[-1].stop == (shape[0] if shape else 1)
     for bucket in plan.buckets:
-        assert bucket.nbytes <= bucket_bytes or len(bucket.slots) == 1
+        (first, *others) = bucket.slots
+        assert bucket.nbytes <= bucket_bytes or (first.stop - first.start <= 1 and not others), "only a row is larger"
         assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in bucket.slots)
         ends = [0] + [slot.offset + slot.nbytes for slot in bucket.slots]
         assert all(end <= slot.offset for end, slot in zip(ends, bucket.slots, strict=False))
@@ -58,12 +71,14 @@ def test_a_plan_survives_its_wire_form(specs: list[Spec], bucket_bytes: int) -> 
     assert again.fingerprint == plan.fingerprint
 
 
-def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
-    small, large = ("small", (4,), torch.float32), ("large", (1000,), torch.float32)
-    plan = BucketPlan.build([small, large, ("after", (4,), torch.float32)], 256)
-    assert [[slot.name for slot in bucket.slots] for bucket in plan.buckets] == [["small"], ["large"], ["after"]]
-    assert plan.largest_frame >= HEADER_BYTES + 4000
-    assert plan.payload_bytes == 4032
+def test_a_tensor_larger_than_a_bucket_travels_in_pieces_of_rows() -> None:
+    small, large = ("small", (4,), torch.float32), ("large", (10, 30), torch.float32)
+    plan = BucketPlan.build([small, large, ("after", (4,), torch.float32)], 512)
+    found = [[(slot.name, slot.start, slot.stop) for slot in bucket.slots] for bucket in plan.buckets]
+    rows = [[("large", 0, 4)], [("large", 4, 8)], [("large", 8, 10), ("after", 0, 4)]]
+    assert found == [[("small", 0, 4)], *rows]
+    assert plan.largest_frame == HEADER_BYTES + 512 and plan.payload_bytes == 1232
+    assert BucketPlan.build([large], 100).largest_frame == HEADER_BYTES + 128, "a row"
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from vllm import SamplingParams
 
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.response import GroupRequest
+from openrlhf_ext.rollout.sync.checksum import Receipt
 from tests.patience import PATIENCE_S
 
 VOCAB = 512
 
 
-def save_checkpoint(path: Path, tied: bool) -> None:
+def save_checkpoint(path: Path, tied: bool, vocab: int = VOCAB) -> None:
     """A random Qwen2 with head size 32 (vLLM's CPU attention has no smaller one) and a byte-level tokenizer."""
-    random_model(0, tied).save_pretrained(path)
+    random_model(0, tied, vocab).save_pretrained(path)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,10 +35,10 @@ def save_checkpoint(path: Path, tied: bool) -> None:
     ).save_pretrained(path)
 
 
-def random_model(seed: int, tied: bool) -> Qwen2ForCausalLM:
+def random_model(seed: int, tied: bool, vocab: int = VOCAB) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=2,
         bos_token_id=None, initializer_range=0.1,
     )  # fmt: skip
@@ -85,13 +86,13 @@ class SabotagedEngine(RolloutEngine):
         self.events, noted = [], self.events
         return noted
 
-    async def receive_weights(self, version: int) -> float:
-        load_s = await super().receive_weights(version)
+    async def receive_weights(self, version: int) -> Receipt:
+        receipt = await super().receive_weights(version)
         if self.events is not None:
             self.events.append(f"update {version}")
             self.answer = asyncio.create_task(self.probe_logprobs(self._probe_tokens))
             self.answer.add_done_callback(lambda _: self.events.append("probe"))
-        return load_s
+        return receipt
 
     async def generate(self, *args: Any) -> Any:
         output = await super().generate(*args)

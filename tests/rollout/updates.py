@@ -14,6 +14,7 @@ from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import Link
+from openrlhf_ext.rollout.sync.checksum import Receipt, bit_sum, together, words
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver
@@ -46,7 +47,8 @@ def fill_with(tensors: Mapping[str, Tensor]) -> Fill:
     def fill(bucket: Bucket, content: Tensor | None) -> None:
         if content is not None:
             for slot in bucket.slots:
-                slot.view(content).copy_(tensors[slot.name].detach())
+                tensor = tensors[slot.name].detach()
+                slot.view(content).copy_(tensor if slot.is_whole else tensor[slot.start : slot.stop])
 
     return fill
 
@@ -74,7 +76,7 @@ class FakeEngine:
             raise OSError("no route to the policy")
         self.receiver = WeightReceiver.connect(BucketPlan.from_wire(plan.to_wire()), Link(**vars(link)), 0)
 
-    def receive_weights(self, version: int) -> float:
+    def receive_weights(self, version: int) -> Receipt:
         if self.behavior == "hang":
             time.sleep(3600)
         stream = self.receiver.receive(version)
@@ -86,7 +88,12 @@ class FakeEngine:
             self.receiver.close()
             raise RuntimeError("layer0.weight does not fit into this model")
         self.received = dict(stream)
-        return 0.25
+        return self.receipt()
+
+    def receipt(self) -> Receipt:
+        """Of an engine with one worker that holds everything as it arrived."""
+        held = [(words(tensor, tensor.shape), tensor.numel()) for tensor in self.received.values()]
+        return together([0.25], [[(int(bit_sum(words_N)), entries, False) for words_N, entries in held]])
 
     def holds(self, version: int) -> bool:
         return same(self.received, version)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,7 @@ def test_a_missing_list_of_packages_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 def test_with_cuda_the_gpu_extra_is_compared(versions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "has_cuda", lambda: True)
+    monkeypatch.setattr(doctor, "examine_gpu_host", lambda: SimpleNamespace(problems=list))
     report = doctor.examine()
     assert report.extra == "gpu"
     assert "vllm is missing, 0.29.0 is needed" in report.problems

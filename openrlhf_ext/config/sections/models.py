@@ -262,6 +262,13 @@ class Megatron(Section):
         "larger products",
         ge=1,
     )
+    rope_fusion: bool = added(
+        False,
+        "TransformerEngine's rotary embedding (one kernel, fp32 tables) instead of Megatron's (tables in "
+        "megatron.param_dtype, as the engines have them); kl/rollout shows which agrees better with the engines; "
+        "without effect where layers are not TransformerEngine's",
+    )
+    start_timeout_s: Float = added(600, "longest wait for the ranks of one model to load it and to meet, seconds", gt=0)
     collective_timeout_s: Float = added(600, "longest wait in one collective call before the run fails, seconds", gt=0)
 
     def layout(self, ranks: int) -> ParallelLayout:

@@ -37,8 +37,12 @@ class Vllm(Section):
         False,
         "with train.colocate_all: the engines give up their memory while the policy trains; without effect on CPU",
     )
-    gpu_memory_utilization: Float = option(
-        0.95, "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)", gt=0, le=1
+    gpu_memory_utilization: Float | None = option(
+        None,
+        "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)",
+        gt=0,
+        le=1,
+        default_text="0.95; 0.8 with train.colocate_all, where the policy keeps some memory for itself",
     )
     dtype: Literal["auto", "bf16", "fp32"] = added(
         "auto", "data type of the engines' weights and activations; auto = megatron.param_dtype"
@@ -60,7 +64,9 @@ class Vllm(Section):
         default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
     )
     kv_cache_mib: Int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
-    start_timeout_s: Float = added(600, "longest wait for all engines to be ready, seconds", gt=0)
+    start_timeout_s: Float = added(
+        600, "longest wait for processes to be placed and for all engines to be ready, seconds", gt=0
+    )
     max_restarts: Int = added(
         3,
         "how often in a run engines that died or hang are restarted, their prompts being sampled again; 0 = the run "

@@ -1,6 +1,7 @@
-"""Waits of ranks for one that reads or writes files, which may take longer than a collective may wait.
+"""Waits of ranks for one that is busy with something else: files, engines.
 
-A collective that outlasts its timeout ends the run (``watchdog``), and a disk may well be slower than that.
+A collective that outlasts its timeout ends the run (``watchdog``), and a disk may well be slower than that. And a rank
+that waits in one on a GPU keeps that GPU busy, which an engine may share.
 Here the ranks ask the store of the process group, a question that is answered at once, until they may go on; how long
 that may take is for who called all ranks to say.
 """
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from openrlhf_ext.megatron.deadlines.watchdog import progress
 
-_PAUSE_S = 0.005
+_PAUSES_S = (0.0002, 0.005)
+"""The first between two questions, doubled up to the last: who waits long need not know at once."""
 _numbers = itertools.count()
 
 
@@ -31,19 +33,21 @@ class Counter:
 
     def wait_for(self, number: int) -> None:
         """Returns when the number has been reached."""
+        pause_s, longest_s = _PAUSES_S
         while self._store.add(self._key, 0) < number:
             progress()
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
 
 class Gate:
-    """Rank 0 says when it wants the next tensor, so that no rank waits in a collective while it writes a file."""
+    """Rank 0 says when it goes on, so that no rank waits for it in a collective."""
 
     def __init__(self) -> None:
         self._opened, self._count = Counter(), 0
 
     def next(self) -> None:
-        """On rank 0: opens the gate for the next tensor. On the others: returns when it is open."""
+        """On rank 0: opens the gate once more. On the others: returns when it is open."""
         self._count += 1
         if dist.get_rank() == 0:
             self._opened.add_one()

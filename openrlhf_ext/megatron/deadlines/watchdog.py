@@ -28,11 +28,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
+
+from openrlhf_ext.megatron.deadlines.nccl_calls import nccl_calls
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class RankState:
         in_collective: whether that is inside a collective call.
         waited: a collective of its latest phase failed or timed out: it waits, or has waited, for others.
         error: what made it leave its last phase with an exception.
+        begun: under NCCL: number of the last collective that it has called, by group.
+        waiting: under NCCL: the first call that is not done.
     """
 
     rank: int
@@ -79,12 +83,15 @@ class RankState:
     in_collective: bool
     waited: bool
     error: str | None
+    begun: dict[str, int] = field(default_factory=dict)
+    waiting: str | None = None
 
     def describe(self) -> str:
         """One line for people."""
         if self.phase is not None:
             verb = "waits in a collective at" if self.in_collective or self.waited else "is at"
-            return f"in {self.phase!r} for {self.seconds:.1f} s, {verb} {self.place}"
+            call = f", {self.waiting} is not done" if self.waiting else ""
+            return f"in {self.phase!r} for {self.seconds:.1f} s, {verb} {self.place}{call}"
         if self.last is None:
             return f"has entered no phase yet, is at {self.place}"
         ended = f"with {self.error}" if self.error else "in good order"
@@ -182,7 +189,7 @@ class Watchdog:
 
     def state(self) -> RankState:
         """What this rank is doing now."""
-        frames = _stack(self._thread_id)
+        frames, calls = _stack(self._thread_id), nccl_calls()
         with self._lock:
             return RankState(
                 rank=self.rank,
@@ -191,9 +198,11 @@ class Watchdog:
                 last=self._last,
                 seconds=round(time.monotonic() - self._since, 1),
                 place=self._waited_at if self._waited_at and self._names else _place(frames),
-                in_collective=_in_collective(frames),
+                in_collective=_in_collective(frames) or calls.waiting is not None,
                 waited=self._waited_at is not None,
                 error=self._error,
+                begun=calls.begun,
+                waiting=calls.waiting,
             )
 
     def report(self) -> str:
@@ -289,18 +298,25 @@ def _ask(address: Address) -> RankState | OSError:
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
     """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
 
-    Ranks that are in the phase but not in a collective are suspected only if there is no better reason to suspect
-    anyone: they may be about to enter one. Ranks whose own collective failed were waiting, and are never suspected.
+    Ranks that have called fewer of NCCL's collectives than others of their group, or are in the phase but not in a
+    collective, are suspected only if there is no better reason to suspect anyone: they may be about to enter one. Ranks
+    whose own collective failed were waiting, and are never suspected.
     """
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
     failed = [s.rank for s in others if s.phase is None and s.error is not None]
+    furthest: dict[str, int] = {}
+    for state in answers:
+        furthest |= {group: max(number, furthest.get(group, 0)) for group, number in state.begun.items()}
     most = max((s.count for s in answers), default=0)
     found = {
         "Not answering": [rank for rank, state in enumerate(states) if not isinstance(state, RankState)],
         "Failed": failed,
         "Not arrived": [s.rank for s in others if s.rank not in failed and (s.count < most or s.phase is None)],
     }
+    if not any(found.values()):
+        behind = [s.rank for s in others if any(n < furthest[group] for group, n in s.begun.items())]
+        found = {"Behind in NCCL's calls": behind}
     if not any(found.values()):
         found = {"Arrived, but not in a collective": [s.rank for s in others if not s.in_collective]}
     return {why: ranks for why, ranks in found.items() if ranks}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
+from copy import copy
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -54,9 +57,13 @@ class ValueModel(HiddenStateGPTModel):
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute, rope_fusion: bool = False
 ) -> TransformerConfig:
-    """Megatron's configuration for a Hugging Face model in a layout."""
+    """Megatron's configuration for a Hugging Face model in a layout.
+
+    Args:
+        rope_fusion: see --megatron.rope_fusion; without TransformerEngine there is none.
+    """
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -94,18 +101,38 @@ def transformer_config(
         persist_layer_norm=on_gpu,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=uses_transformer_engine(dtype),
+        apply_rope_fusion=rope_fusion and uses_transformer_engine(dtype),
         **recompute.arguments(),
     )
 
 
+class BrokenLibraryError(RuntimeError):
+    """A library is installed and cannot be used; without it everything would run, slowly."""
+
+
 def has_transformer_engine() -> bool:
-    """True where TransformerEngine can be used: it is installed and there is a GPU."""
-    if not torch.cuda.is_available():
+    """True where TransformerEngine can be used: it is installed and there is a GPU.
+
+    Raises:
+        BrokenLibraryError: it is installed and cannot be imported, or megatron-core cannot use it.
+    """
+    if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
+    remedy = "mend or uninstall it: python -m openrlhf_ext.cli.doctor says what is installed"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a library that cannot be loaded raises whatever its loader raises
+        # megatron-core would take it for absent (extensions/transformer_engine.py:66 catches ImportError)
+        raise BrokenLibraryError(
+            f"TransformerEngine is installed and cannot be imported ({type(error).__name__}: {error}); {remedy}"
+        ) from error
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    return bool(HAVE_TE)
+    if not HAVE_TE:
+        raise BrokenLibraryError(
+            f"TransformerEngine can be imported, and megatron-core {version('megatron-core')} cannot use it; {remedy}"
+        )
+    return True
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
@@ -116,12 +143,15 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_transformer_engine()
 
 
-def packed_sequences(part: PackedBatch, dtype: torch.dtype) -> PackedSequences:
-    """What the attention of a model of this dtype needs to know of a pack."""
-    # TransformerEngine's kernels read the boundaries on the device, Megatron's own rotary embedding on the host
-    on_device = uses_transformer_engine(dtype)
+def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
+    """What attention needs to know of a pack.
+
+    Args:
+        fused_rope: the rotary embedding is TransformerEngine's, which reads the boundaries on the device; Megatron's
+            own reads them on the host.
+    """
     boundaries = (
-        part.boundaries if on_device else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
+        part.boundaries if fused_rope else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
     )
     # padding counts as part of its sequence: kernels that skip padding between sequences are few
     return PackedSequences(
@@ -149,6 +179,21 @@ def _spec(config: TransformerConfig, vp_stage: int | None, plain: bool = False):
             why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
         logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
     return block_spec(config, vp_stage)
+
+
+def boundaries_on_device(decoder: torch.nn.Module) -> None:
+    """Lets every attention core read the boundaries of a pack on the device: the rotary embedding before it has read
+    them on the host, from where TransformerEngine's kernels cannot."""
+
+    def moved(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        pack: PackedSequences = kwargs["packed_seq_params"]
+        moved = copy(pack)
+        moved.cu_seqlens_q = moved.cu_seqlens_kv = pack.boundaries
+        return args, kwargs | {"packed_seq_params": moved}
+
+    for name, module in decoder.named_modules():
+        if name.endswith("core_attention"):
+            module.register_forward_pre_hook(moved, with_kwargs=True)
 
 
 def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
@@ -189,4 +234,6 @@ def build_model(
     if meta:
         return model
     fuse_weight_gradients(model.decoder)
+    if uses_transformer_engine(config.params_dtype) and not config.apply_rope_fusion:
+        boundaries_on_device(model.decoder)
     return model.cuda() if torch.cuda.is_available() else model

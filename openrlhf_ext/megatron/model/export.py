@@ -90,10 +90,6 @@ class HFExporter:
                 names = [name for name in rule.hf_names if self._tensors[name].stage == self._stage]
                 self._own |= {name: parameters[rule.parameter] for name in names}
 
-    def whole(self, name: str) -> Part:
-        """All rows of a tensor."""
-        return Part(name, 0, self._tensors[name].shape[0])
-
     # ---- everybody writes -------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ which takes a thousandth of a second for a bucket, and counts itself in. When al
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTrans
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 
 _POLL_S = 0.0002
+_numbers = itertools.count()
 _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
@@ -70,7 +72,7 @@ class CudaIpc(Transport):
 
     def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Relay:
         """Buffers on the device of every policy rank."""
-        return Relay(plan, self)
+        return Relay(plan, self, timeout_s)
 
     def worker_violation(self, handles: dict[str, Any]) -> str | None:
         """No policy rank is on the worker's device."""
@@ -96,10 +98,12 @@ class Relay(Staging):
     Building one is a collective of the policy's ranks, as `complete` is.
     """
 
-    def __init__(self, plan: BucketPlan, memory: CudaIpc) -> None:
+    def __init__(self, plan: BucketPlan, memory: CudaIpc, timeout_s: float) -> None:
         super().__init__((memory.allocate(plan.largest_frame), memory.allocate(plan.largest_frame)))
         self._memory = memory
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._timeout_s = timeout_s
+        self._key, self._completed = f"openrlhf_ext/relay/{next(_numbers)}", 0
         self.handles = self._gather_handles()
 
     def _gather_handles(self) -> dict[str, Any]:
@@ -113,9 +117,21 @@ class Relay(Staging):
     def complete(self, bucket: Bucket) -> None:
         """Copy the frame of `bucket` from rank 0's staging buffer to every rank's; returns when all have it."""
         if not self._alone:
+            self._await_rank_0(bucket)
             dist.broadcast(self.frame(bucket), src=0)
             self._memory.synchronize()
             dist.barrier()
+
+    def _await_rank_0(self, bucket: Bucket) -> None:
+        """Until rank 0 has its frame: a rank that waited for it in the broadcast would take computing time from the
+        engine that shares its GPU, which is copying the frame before."""
+        store = dist.distributed_c10d._get_default_store()
+        self._completed += 1
+        if dist.get_rank() == 0:
+            store.add(self._key, 1)
+            return
+        late = f"rank 0 had not filled bucket {bucket.index} after {self._timeout_s:g} s"
+        wait_until(lambda: store.add(self._key, 0) >= self._completed, None, self._timeout_s, lambda: late)
 
 
 class IpcSendingEnd:

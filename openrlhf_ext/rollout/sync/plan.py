@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 64
-"""Start of every tensor in its bucket: a multiple of every dtype's size, and of a cache line."""
+"""Start of what lies in a bucket: a multiple of every dtype's size, and of a cache line."""
 
 HEADER_BYTES = 64
 """In front of every bucket on its way, see ``stream``."""
@@ -31,41 +31,54 @@ Spec = tuple[str, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor as it travels, and its place in its bucket.
+    """Rows of a tensor as they travel, and their place in their bucket.
 
     Attributes:
-        name, shape: Hugging Face name, and full (unsharded) shape.
+        name, shape: of the tensor: Hugging Face name, and full (unsharded) shape.
         dtype: on the wire.
+        start, stop: the rows, entries of a vector; a tensor that fits into a bucket travels whole.
         offset: first byte, relative to the start of the bucket.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    start: int
+    stop: int
     offset: int
 
     @property
+    def is_whole(self) -> bool:
+        """Whether these are all rows of the tensor."""
+        return self.stop - self.start == _rows(self.shape)
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Shape of the rows."""
+        return self.shape if self.is_whole else (self.stop - self.start, *self.shape[1:])
+
+    @property
     def nbytes(self) -> int:
-        """Size of the values in bytes."""
-        return _nbytes(self.shape, self.dtype)
+        """Size of the rows in bytes."""
+        return _nbytes(self.rows_shape, self.dtype)
 
     def view(self, bucket_bytes: Tensor) -> Tensor:
-        """This tensor's part of a bucket, without a copy.
+        """These rows' part of a bucket, without a copy.
 
         Args:
             bucket_bytes: uint8 vector holding at least the whole bucket.
         """
         raw = bucket_bytes[self.offset : self.offset + self.nbytes]
-        return raw.view(self.dtype).view(self.shape)
+        return raw.view(self.dtype).view(self.rows_shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together, in the order of the plan.
+    """Rows that travel together, in the order of the plan.
 
     Attributes:
         index: position in the plan.
-        slots: the tensors and where they start.
+        slots: which rows of which tensors, and where they start.
         nbytes: size including alignment gaps.
     """
 
@@ -78,21 +91,19 @@ class Bucket:
         """Size of the frame that carries the bucket behind its header."""
         return HEADER_BYTES + self.nbytes
 
-    def unpack(self, bucket_bytes: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, view)` of every tensor; the views keep `bucket_bytes` alive."""
-        for slot in self.slots:
-            yield slot.name, slot.view(bucket_bytes)
-
 
 @dataclass(frozen=True)
 class BucketPlan:
     """Every tensor of a model, once, packed in order into buckets.
 
     Attributes:
+        tensors: all of them, in the order in which they travel.
         buckets: what travels, in this order.
-        bucket_bytes: the size asked for; only a tensor that is larger by itself has a larger bucket, of its own.
+        bucket_bytes: the size asked for. A larger tensor travels in pieces of whole rows; only a row that is larger by
+            itself has a larger bucket, of its own.
     """
 
+    tensors: tuple[Spec, ...]
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
 
@@ -108,7 +119,7 @@ class BucketPlan:
         tensors = tuple(tensors)
         _check(tensors, bucket_bytes)
         groups = _split(tensors, bucket_bytes)
-        return cls(tuple(_bucket(index, group) for index, group in enumerate(groups)), bucket_bytes)
+        return cls(tensors, tuple(_bucket(index, group) for index, group in enumerate(groups)), bucket_bytes)
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> BucketPlan:
@@ -118,18 +129,13 @@ class BucketPlan:
 
     def to_wire(self) -> dict[str, Any]:
         """The plan in strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
-        rows = [(slot.name, list(slot.shape), str(slot.dtype).removeprefix("torch.")) for slot in self.slots]
+        rows = [(name, list(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in self.tensors]
         return {"tensors": rows, "bucket_bytes": self.bucket_bytes}
-
-    @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        """Every tensor in the order in which it has to be sent."""
-        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
 
     @property
     def payload_bytes(self) -> int:
         """Size of all tensors, without alignment gaps."""
-        return sum(slot.nbytes for slot in self.slots)
+        return sum(_nbytes(shape, dtype) for _, shape, dtype in self.tensors)
 
     @property
     def largest_frame(self) -> int:
@@ -140,7 +146,7 @@ class BucketPlan:
     def fingerprint(self) -> int:
         """63-bit number that differs when names, shapes, dtypes, order or packing differ."""
         places = [(bucket.index, slot) for bucket in self.buckets for slot in bucket.slots]
-        text = repr([(i, slot.offset, slot.name, slot.shape, str(slot.dtype)) for i, slot in places])
+        text = repr([(i, s.offset, s.name, s.shape, s.start, s.stop, str(s.dtype)) for i, s in places])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -161,23 +167,48 @@ def _check(tensors: Sequence[Spec], bucket_bytes: int) -> None:
         raise ValueError(f"tensor names must be unique in a bucket plan; more than once: {twice}")
 
 
-def _split(tensors: Sequence[Spec], bucket_bytes: int) -> Iterator[list[Spec]]:
-    group: list[Spec] = []
+def _rows(shape: tuple[int, ...]) -> int:
+    """What a tensor is cut into; a number is one row."""
+    return shape[0] if shape else 1
+
+
+class _Piece(NamedTuple):
+    spec: Spec
+    start: int
+    stop: int
+
+    @property
+    def aligned_bytes(self) -> int:
+        _, shape, dtype = self.spec
+        return _aligned_bytes((self.stop - self.start, *shape[1:]), dtype)
+
+
+def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
+    _, shape, dtype = spec
+    rows, size = _rows(shape), _aligned_bytes(shape, dtype)
+    at_once = rows
+    if size > bucket_bytes:
+        at_once = max(1, bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES // _nbytes(shape[1:], dtype))
+    for start in range(0, max(1, rows), max(1, at_once)):
+        yield _Piece(spec, start, min(start + at_once, rows))
+
+
+def _split(tensors: Sequence[Spec], bucket_bytes: int) -> Iterator[list[_Piece]]:
+    group: list[_Piece] = []
     used = index = 0
-    for name, shape, dtype in tensors:
-        size = _aligned_bytes(shape, dtype)
-        if group and used + size > bucket_bytes >> max(0, _SMALLER_BUCKETS - index):
+    for piece in (piece for spec in tensors for piece in _pieces(spec, bucket_bytes)):
+        if group and used + piece.aligned_bytes > bucket_bytes >> max(0, _SMALLER_BUCKETS - index):
             yield group
             group, used, index = [], 0, index + 1
-        group.append((name, shape, dtype))
-        used += size
+        group.append(piece)
+        used += piece.aligned_bytes
     yield group
 
 
-def _bucket(index: int, tensors: Sequence[Spec]) -> Bucket:
+def _bucket(index: int, pieces: Sequence[_Piece]) -> Bucket:
     slots = []
     offset = 0
-    for name, shape, dtype in tensors:
-        slots.append(Slot(name, shape, dtype, offset))
-        offset += _aligned_bytes(shape, dtype)
+    for piece in pieces:
+        slots.append(Slot(*piece.spec, piece.start, piece.stop, offset))
+        offset += piece.aligned_bytes
     return Bucket(index, tuple(slots), offset)

@@ -29,6 +29,7 @@ from openrlhf_ext.rollout.sync.base import (
     WeightSyncError,
     WeightTransferFailed,
 )
+from openrlhf_ext.rollout.sync.checksum import Receipt, check_receipts
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
@@ -46,12 +47,14 @@ class SendReport:
     Attributes:
         seconds: until the last engine had loaded everything and dropped its prefix cache.
         nbytes: bytes of all tensors (each engine worker receives so many).
-        load_s: seconds that the slowest engine worker spent loading, not waiting for weights.
+        load_s: seconds that the slowest engine worker spent loading and summing, not waiting for weights.
+        sums: checksums of the tensors, in the plan's order; the engines hold the same.
     """
 
     seconds: float
     nbytes: int
     load_s: float
+    sums: list[int]
 
 
 class WeightSender:
@@ -82,6 +85,7 @@ class WeightSender:
         self._engines = list(engines)
         self._workers_per_engine = tensor_parallel_size
         self._timeout_s = timeout_s
+        self._told = False
         self.end: SendingEnd | None = None
 
     @property
@@ -130,6 +134,7 @@ class WeightSender:
             EngineFailed: an engine failed, with its text.
             WeightSyncTimeout: `timeout_s` passed.
             WeightTransferFailed: the transfer failed for another reason.
+            WeightSyncMismatch: an engine does not hold what was sent.
             Exception: what `fill` raised. The engines refuse to generate until a later update succeeds, which needs no
                 new `connect`.
         """
@@ -142,8 +147,8 @@ class WeightSender:
         calls = EngineCalls.start(self._engines, "receive_weights", arguments, what, self._timeout_s)
         self.end.watch = calls.watch
         try:
-            send_stream(self.end, self._plan, self._staging, fill, version)
-            load_s = max(calls.finish())
+            sums = send_stream(self.end, self._plan, self._staging, fill, version)
+            receipts: list[Receipt] = calls.finish()
         except EnginesAtFault:
             self.close()
             raise
@@ -153,7 +158,19 @@ class WeightSender:
         except Exception:  # the tensors could not be made; the engines were told, the group is intact
             self._let_refuse(calls)
             raise
-        return SendReport(time.monotonic() - start, self._plan.payload_bytes, load_s)
+        check_receipts(self._plan, sums, receipts, version)
+        self._tell_once(receipts)
+        load_s = max(receipt.load_s for receipt in receipts)
+        return SendReport(time.monotonic() - start, self._plan.payload_bytes, load_s, sums)
+
+    def _tell_once(self, receipts: Sequence[Receipt]) -> None:
+        if not self._told:
+            other = max(receipt.as_received for receipt in receipts)
+            logger.info(
+                "checksums of %d tensors agree as the engines hold them, of %d as the engines received them (they hold "
+                "these quantized or packed)", len(self._plan.tensors) - other, other,
+            )  # fmt: skip
+            self._told = True
 
     def _let_refuse(self, calls: EngineCalls) -> None:
         """Wait until the engines have heard that this update is void; those that have not cannot stay in the group."""

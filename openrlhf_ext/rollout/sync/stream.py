@@ -23,6 +23,7 @@ from openrlhf_ext.rollout.sync.base import (
     WeightSyncError,
     join,
 )
+from openrlhf_ext.rollout.sync.checksum import SentSums
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
 
 _MAGIC = 0x57454947485453
@@ -33,7 +34,7 @@ Fill = Callable[[Bucket, Tensor | None], None]
 the bucket's size. Without ``content`` it only does what other ranks wait for."""
 
 
-def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int) -> None:
+def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int) -> list[int]:
     """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before.
 
     Args:
@@ -43,12 +44,16 @@ def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill,
         fill: called once for every bucket, in order, also after a failure.
         version: number of this set of weights.
 
+    Returns:
+        The checksum of every tensor that was sent, in the plan's order.
+
     Raises:
         Exception: what ``fill`` raised. The receivers have then been told to refuse the update. Its frame may still be
             under way: ``staging`` is free once the receivers have answered.
         WeightTransferFailed: from the transport.
     """
     filled = completed = 0
+    sums = SentSums(plan)
     wait: Callable[[], object] | None = None
     try:
         for bucket in plan.buckets:
@@ -63,8 +68,10 @@ def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill,
             wait = end.send(frame)
             if failure is not None:
                 raise failure
+            sums.add(bucket, frame[HEADER_BYTES:])
         if wait is not None:
             wait()
+        return sums.take()
     finally:
         let_others_end(plan, staging, fill, filled, completed)
 
@@ -111,6 +118,7 @@ class WeightReceiver:
         self.end = end
         self._plan = plan
         self.waited_s = 0.0
+        self._unfinished = torch.empty(0)
 
     @classmethod
     def connect(cls, plan: BucketPlan, link: Link, worker: int) -> WeightReceiver:
@@ -142,7 +150,21 @@ class WeightReceiver:
             _check_header(frame, self._plan, version, bucket.index)
             if bucket is not buckets[-1]:
                 wait = self.end.receive(buckets[bucket.index + 1].frame_bytes)
-            yield from bucket.unpack(frame[HEADER_BYTES:])
+            yield from self._whole_tensors(bucket, frame[HEADER_BYTES:])
+
+    def _whole_tensors(self, bucket: Bucket, content: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that end in the bucket; what travels in pieces is put together."""
+        for slot in bucket.slots:
+            rows = slot.view(content)
+            if slot.is_whole:
+                yield slot.name, rows
+                continue
+            if slot.start == 0:
+                self._unfinished = rows.new_empty(slot.shape)
+            self._unfinished[slot.start : slot.stop] = rows
+            if slot.stop == slot.shape[0]:
+                whole, self._unfinished = self._unfinished, rows.new_empty(0)
+                yield slot.name, whole
 
     def close(self) -> None:
         """Leave the group; a sender in the middle of a stream fails instead of waiting."""

@@ -1,0 +1,90 @@
+"""Whether a policy rank and the engine that shares its GPU fit into its memory together, before either runs out of it.
+
+vLLM takes its share of the whole device for itself, whatever others hold: what it leaves must hold the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_GIB = 1 << 30
+_RESERVE = 3 * _GIB
+"""CUDA contexts of both processes, NCCL's buffers, fragments: never given up. An estimate, not measured on a GPU."""
+_ASLEEP = 2 * _GIB
+"""What an engine keeps while it sleeps: its context, NCCL's buffers, CUDA graphs. An estimate too."""
+
+
+class SharedGpuTooSmall(RuntimeError):
+    """A policy rank and the engine on its GPU do not fit together; the message adds up what they need."""
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """What stays on a GPU that a policy rank and an engine share, in bytes.
+
+    Attributes:
+        device: all of its memory.
+        engine: share that the engine takes while it is awake.
+        states: parameters, gradients and optimizer states of the rank.
+        staging: buffers from which weights are sent.
+        policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
+    """
+
+    device: int
+    engine: float
+    states: int
+    staging: int
+    policy_sleeps: bool
+    engine_sleeps: bool
+
+    def check(self) -> None:
+        """Raises SharedGpuTooSmall when sampling or training cannot fit, activations apart."""
+        awake = int(self.engine * self.device)
+        both = {"buffers of the weight sync": self.staging, "CUDA contexts and NCCL (estimate)": _RESERVE}
+        sampling = {f"the engine ({self.engine:g} of the device)": awake, **both}
+        training = {"parameters, gradients and optimizer states": self.states, **both}
+        if not (self.policy_sleeps and self.engine_sleeps):
+            sampling["parameters, gradients and optimizer states"] = self.states
+        if not self.engine_sleeps:
+            training[f"the engine ({self.engine:g} of the device)"] = awake
+        else:
+            training["the engine asleep (estimate)"] = _ASLEEP
+        for doing, parts in (("sampling", sampling), ("training, without activations", training)):
+            if sum(parts.values()) > self.device:
+                raise SharedGpuTooSmall(self._message(doing, parts))
+
+    def _message(self, doing: str, parts: dict[str, int]) -> str:
+        rows = "\n".join(f"  {size / _GIB:7.1f} GiB  {what}" for what, size in parts.items())
+        missing = [
+            name
+            for name, on in (("--ds.enable_sleep", self.policy_sleeps), ("--vllm.enable_sleep", self.engine_sleeps))
+            if not on
+        ]
+        sleep = f"add {' and '.join(missing)}, " if missing else ""
+        return (
+            f"policy and engine do not fit on the GPU that they share (train.colocate_all) while {doing}: they need "
+            f"{sum(parts.values()) / _GIB:.1f} of {self.device / _GIB:.1f} GiB\n{rows}\n"
+            f"Lower --vllm.gpu_memory_utilization or --weight_sync.bucket_mib, {sleep}or lay the policy out over more "
+            "ranks (megatron.tensor_parallel_size, megatron.pipeline_parallel_size)"
+        )
+
+
+def device_bytes() -> int | None:
+    """Memory of this process's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def state_bytes(parameters: int, itemsize: int, replicas: int) -> int:
+    """Parameters, fp32 gradients and Adam's states of a rank; fp32 parameters are their own master weights.
+
+    Args:
+        parameters: entries of this rank's parameters.
+        itemsize: of one.
+        replicas: ranks over which the optimizer's states are divided.
+    """
+    optimizer = 8 if itemsize == 4 else 12
+    return parameters * (itemsize + 4) + optimizer * parameters // replicas
