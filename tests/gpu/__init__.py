@@ -1,0 +1,1 @@
+"""The checks that meet a GPU: `bash tests/gpu/run.sh`; small, they run in the suite too."""

@@ -1,0 +1,43 @@
+"""What every check of tests/gpu is given, and how it says that it cannot run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+class NotHere(Exception):
+    """This machine lacks what a check needs; the text says what. The check counts as skipped, not as passed."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a check runs.
+
+    A check is a function ``check(machine) -> dict`` of what it measured, plain JSON values with units in their names.
+    It fails by raising, and has a process of its own.
+
+    Attributes:
+        device: the GPU, or the CPU, where everything is small.
+        bundle: folder with what ``bundle.sh`` made (goldens, wheels); None where nothing was carried.
+        seconds: the check's limit; a check that measures in a loop ends earlier by itself.
+    """
+
+    device: torch.device
+    bundle: Path | None
+    seconds: float
+
+    @property
+    def on_gpu(self) -> bool:
+        """Sizes are real; otherwise they are those of a test."""
+        return self.device.type == "cuda"
+
+    def need_gpu(self, why: str) -> None:
+        """
+        Raises:
+            NotHere: there is no GPU.
+        """
+        if not self.on_gpu:
+            raise NotHere(f"{why} needs a GPU")
