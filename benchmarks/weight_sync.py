@@ -279,7 +279,7 @@ def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, 
     engines = create_rollout_engines(
         num_engines=count, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
         max_model_len=256, enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5,
-        kv_cache_mib=64, use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S,
+        kv_cache_mib=64, use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S, max_requests=1,
     )  # fmt: skip
     ranks = Ranks(folder / "policy", args)
     wait_until_ready(engines, 300)

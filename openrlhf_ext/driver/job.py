@@ -26,6 +26,7 @@ from openrlhf_ext.driver.processes import (
     await_engines,
     await_guide_engines,
     initialize_policy,
+    max_requests,
     prove_start,
     reserve_policy_places,
     start_engines,
@@ -243,20 +244,11 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:
     """What asks the engines for groups; with a guide they come from two sets of engines."""
-    most = max_requests(config, parts)
+    most = max_requests(config, parts.use_gpu)
     policy = GroupRequests(parts.supervisor, most)
     if parts.guide_supervisor is None:
         return policy
     return GuidedRequests(policy, GroupRequests(parts.guide_supervisor, most))
-
-
-def max_requests(config: RunConfig, parts: Parts) -> int:
-    """Responses that an engine is asked for at a time: by default as many as it can batch."""
-    from openrlhf_ext.rollout.launch import batch_limits
-
-    vllm = config.vllm
-    limits = batch_limits(parts.use_gpu, vllm.max_num_seqs, vllm.max_num_batched_tokens, config.data.max_len)
-    return vllm.max_requests or max(limits["max_num_seqs"], config.rollout.n_samples_per_prompt)
 
 
 def build_sinks(args: Any) -> list:

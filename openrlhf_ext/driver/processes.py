@@ -129,6 +129,7 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
         max_num_seqs=config.vllm.max_num_seqs,
         max_num_batched_tokens=config.vllm.max_num_batched_tokens,
+        max_requests=max_requests(config, use_gpu),
         executor_factory=executor_factory(config),
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
@@ -138,6 +139,15 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         use_gpu=use_gpu,
         **places,
     )
+
+
+def max_requests(config: RunConfig, use_gpu: bool) -> int:
+    """Completions that an engine is asked for at a time: by default as many as it can batch."""
+    from openrlhf_ext.rollout.launch import batch_limits
+
+    vllm = config.vllm
+    limits = batch_limits(use_gpu, vllm.max_num_seqs, vllm.max_num_batched_tokens, config.data.max_len)
+    return vllm.max_requests or max(limits["max_num_seqs"], config.rollout.n_samples_per_prompt)
 
 
 def executor_factory(config: RunConfig) -> Callable[[], Any]:

@@ -20,6 +20,8 @@ _CPU_BATCH = (256, 4096)
 """vLLM's 128 sequences leave a tenth of the speed of a tiny model unused."""
 _SHARE = 0.2
 """Part of a shared bundle that an engine's worker takes, as in OpenRLHF."""
+_OTHER_CALLS = 100
+"""Calls of an engine besides its requests: questions and weight updates, with room for some that nobody awaits."""
 
 
 class EngineFleet(list):
@@ -60,6 +62,7 @@ def create_rollout_engines(
     kv_cache_mib: int | None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    max_requests: int,
     executor_factory: Callable[[], Any],
     fast_tokenizer: bool = True,
     request_timeout_s: float,
@@ -85,6 +88,8 @@ def create_rollout_engines(
         max_num_seqs: requests that an engine works on at a time; None: 1024 on a GPU, 256 on CPU.
         max_num_batched_tokens: tokens that an engine computes in one step; None: 8192 on a GPU, on CPU 4096 or
             `max_model_len`, whichever is larger.
+        max_requests: completions that an engine is asked for at a time; more would wait in Ray's queue, and every
+            question and weight update behind them.
         executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
@@ -132,7 +137,9 @@ def create_rollout_engines(
 
     def start(index: int) -> Any:
         options, extra = placements[index]
-        options = {"runtime_env": {"env_vars": environment}, **options}
+        # Ray gives an asynchronous actor 1,000 calls at a time (ray 2.55.0 actor.py:1810), fewer than an engine batches
+        calls = {"max_concurrency": max_requests + _OTHER_CALLS}
+        options = {"runtime_env": {"env_vars": environment}, **calls, **options}
         return actor_class.options(**options).remote(seed=seed + index, **engine_args, **extra)
 
     return EngineFleet(start, num_engines)

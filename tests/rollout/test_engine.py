@@ -29,6 +29,7 @@ from tests.rollout.updates import fill_with, plan_of
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CACHE_BLOCK = 128
+MAX_REQUESTS = 1100  # more than Ray lets an asynchronous actor work on by itself
 PROBE = probe_tokens(tiny.VOCAB, CACHE_BLOCK + 20, seed=0)
 TOLERANCE = 1e-4
 
@@ -72,7 +73,7 @@ def start(model_path: Path, **options: Any) -> Any:
     defaults = {
         "num_engines": 1, "tensor_parallel_size": 1, "seed": 3, "dtype": "float32", "max_model_len": 256,
         "enable_prefix_caching": True, "enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_mib": 32,
-        "request_timeout_s": PATIENCE_S, "use_gpu": False,
+        "request_timeout_s": PATIENCE_S, "use_gpu": False, "max_requests": MAX_REQUESTS,
         "executor_factory": partial(tiny.CountingExecutor, 0.0),
     }  # fmt: skip
     return launch.create_rollout_engines(model_path=str(model_path), **{**defaults, **options})[0]
@@ -137,6 +138,18 @@ def test_the_engine_tells_where_it_runs(rig: Rig) -> None:
     info = ray.get(rig.engine.process_info.remote())
     os.kill(info["pid"], 0)
     assert info["logs"]
+
+
+def test_questions_are_answered_beside_all_requests_that_are_allowed(rig: Rig) -> None:
+    from vllm import SamplingParams
+
+    ray.get(rig.engine.pause_generation.remote(), timeout=PATIENCE_S)
+    asked = SamplingParams(max_tokens=1)
+    requests = [rig.engine.generate.remote(PROBE[:4], asked) for _ in range(MAX_REQUESTS)]
+    assert ray.get(rig.engine.weight_version.remote(), timeout=SOONER_S) == 0
+    assert not ray.wait(requests, timeout=0)[0]
+    ray.get(rig.engine.resume_generation.remote(), timeout=SOONER_S)
+    assert len(ray.get(requests, timeout=PATIENCE_S)) == MAX_REQUESTS
 
 
 def test_weights_from_disk_score_as_in_transformers(rig: Rig) -> None:

@@ -57,6 +57,9 @@ class SpoiledEngine(tiny.SabotagedEngine):
     async def __init__(self, *args: Any, **kwargs: Any) -> None:
         await super().__init__(*args, worker_extension_cls=spoiling.QUALIFIED_NAME, **kwargs)
 
+    async def head_dtype(self) -> str:
+        return str(self.llm.model_config.head_dtype)
+
     async def spoil(self, kind: str) -> None:
         await self.llm.collective_rpc("spoil", args=(kind,))
 
@@ -71,10 +74,15 @@ def rig(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             num_engines=1, tensor_parallel_size=2, model_path=str(folder), seed=3, dtype="bfloat16", max_model_len=256,
             enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5, kv_cache_mib=32,
             request_timeout_s=PATIENCE_S, use_gpu=False, executor_factory=partial(tiny.CountingExecutor, 0.0),
+            max_requests=16,
         )  # fmt: skip
     launch.wait_until_ready(engines, PATIENCE_S)
     yield Rig(engines[0])
     ray.kill(engines[0])
+
+
+def test_logits_of_a_bf16_engine_are_not_rounded(rig: Rig) -> None:
+    assert ray.get(rig.engine.head_dtype.remote(), timeout=PATIENCE_S) == "torch.float32"
 
 
 def test_every_tensor_is_found_where_two_workers_hold_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
