@@ -23,7 +23,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.deadlines.gate import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
-from openrlhf_ext.rollout.probe import check_sync, probe_tokens
+from openrlhf_ext.rollout.probe import check_sync, limit_of_probe, probe_tokens
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
 from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
@@ -47,7 +47,7 @@ class SyncSettings:
         engine_tensor_parallel_size: workers per engine.
         bucket_bytes: size of a packed bucket.
         timeout_s: limit of connecting, of one update, and of one probe.
-        probe_tolerance: largest difference in log-probs that rounding explains, nats.
+        probe_tolerance: see `limit_of_probe`, nats.
         probe_length: tokens of the probe.
     """
 
@@ -89,6 +89,7 @@ class WeightPublisher:
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines)
         self._last_sums: list[int] | None = None
+        self._baseline: float | None = None
 
     def connect(self) -> None:
         """Bring rank 0 and all engines together."""
@@ -141,6 +142,8 @@ class WeightPublisher:
     ) -> float:
         """Compare the engines' log-probs of a fixed prompt with the policy's.
 
+        What the first call finds is the baseline of the later ones (`limit_of_probe`).
+
         Args:
             version: of the weights, for messages.
             which: positions of the engines to ask; None: all.
@@ -151,7 +154,7 @@ class WeightPublisher:
             The largest difference, in nats; 0 on ranks other than 0.
 
         Raises:
-            WeightSyncMismatch: it exceeds the tolerance.
+            WeightSyncMismatch: it exceeds the limit.
             EnginesAtFault: an engine died or did not answer; its position counts among those asked.
         """
         policy, settings = self._policy, self._settings
@@ -167,7 +170,10 @@ class WeightPublisher:
                 waking = f"waking up before {what}"
                 EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, settings.timeout_s).finish()
             calls = EngineCalls.start(asked, "probe_logprobs", [(tokens,)] * len(asked), what, settings.timeout_s)
-            return check_sync(ours, calls.finish(), settings.probe_tolerance, version)
+            found = check_sync(ours, calls.finish(), limit_of_probe(settings.probe_tolerance, self._baseline), version)
+            if self._baseline is None:
+                self._baseline = found
+            return found
 
         return self._together(compare) or 0.0
 

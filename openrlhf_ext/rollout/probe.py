@@ -14,6 +14,9 @@ from torch import Tensor
 
 from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
 
+_GROWTH, _SLACK = 3.0, 0.25
+"""Rounding grows while a policy sharpens; and a baseline may be 0."""
+
 
 def probe_tokens(vocab_size: int, length: int, seed: int) -> list[int]:
     """A fixed prompt of tokens from `range(vocab_size)`; the same seed gives the same one.
@@ -30,6 +33,20 @@ def probe_tokens(vocab_size: int, length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=length)
 
 
+def limit_of_probe(tolerance: float, baseline: float | None) -> float:
+    """How far the log-probs may be apart.
+
+    Two implementations of one model differ by their rounding, which grows with the model: at the start, when both
+    sides have the weights from the disk, any difference up to the tolerance is taken for that. Later ones have to stay
+    near it.
+
+    Args:
+        tolerance: at the start, nats.
+        baseline: what was found at the start, nats; None: this is the start.
+    """
+    return tolerance if baseline is None else min(tolerance, _GROWTH * baseline + _SLACK * tolerance)
+
+
 def check_sync(
     policy_logprobs: Tensor, engine_logprobs: Sequence[Sequence[float]], tolerance: float, version: int
 ) -> float:
@@ -38,7 +55,7 @@ def check_sync(
     Args:
         policy_logprobs: (T-1,) log-prob of tokens 1..T-1 of the probe at temperature 1.
         engine_logprobs: the same from each engine.
-        tolerance: largest difference that rounding explains (1e-4 for fp32 on both sides).
+        tolerance: largest difference that rounding explains, nats (`limit_of_probe`).
         version: number of the weights just sent, for the message.
 
     Returns:
@@ -74,7 +91,7 @@ def _message(
 ) -> str:
     lines = [
         f"after weight sync {version} the rollout engines do not sample from the policy's weights: log-probs of the "
-        f"probe differ by more than the tolerance {tolerance:g}"
+        f"probe differ by more than {tolerance:g} nats, see weight_sync.probe_tolerance"
     ]
     for index, (engine, (difference, position)) in enumerate(zip(engines, worst, strict=True)):
         verdict = "ok" if difference <= tolerance else "MISMATCH"

@@ -83,6 +83,11 @@ def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_train
     colocated = {"train__colocate_all": True, "vllm__num_engines": 2, "vllm__gpu_memory_utilization": 0.5}
     job = Job(task.options(tmp_path.name, **colocated), tmp_path / "log", module="tests.e2e.small_gpu")
     assert job.finish() == 1
-    for part in ("SharedGpuTooSmall", "while sampling: they need 5.", "of 4.0 GiB", "Lower --vllm.gpu_memory_utilization"):
+    for part in (
+        "SharedGpuTooSmall",
+        "while sampling: they need 5.",
+        "of 4.0 GiB",
+        "Lower --vllm.gpu_memory_utilization",
+    ):
         assert part in job.text, job.text
     assert not re.search(FIRST_STEP, job.text)

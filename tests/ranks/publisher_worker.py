@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,8 +15,10 @@ from safetensors.torch import load_file
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.step.batch import sequence_batch
 from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
+from openrlhf_ext.rollout.probe import probe_tokens
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError
 from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
@@ -171,7 +174,26 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
         except EngineFailed as error:
             if error.engines != (1,):
                 problems.append(f"wrong engines do not wake up: {error.engines}")
+    problems += _probe_problems(publisher)
     return problems + _differences(engines, model, 2.0)
+
+
+def _probe_problems(publisher: WeightPublisher) -> list[str]:
+    """The same difference is rounding at the start, and a mismatch when there was next to none at the start."""
+    tokens = probe_tokens(publisher._policy.shape.vocab_size, SYNC.probe_length, publisher._policy.settings.seed)
+    ours_N = publisher._policy.logprobs(sequence_batch([np.array(tokens)], [[(1, len(tokens))]]), 1.0).logprobs_N
+
+    def prove(off: float) -> float | None:
+        calls = SimpleNamespace(finish=lambda: [(ours_N + off).tolist()])
+        with patch.object(EngineCalls, "start", lambda *_: calls):
+            try:
+                return publisher.prove(3)
+            except WeightSyncMismatch:
+                return None
+
+    found = [prove(off) is not None for off in (2e-6, 2e-5, 9e-5)]
+    publisher._baseline = None
+    return [] if [*found, prove(9e-5) is not None] == [True, True, False, True] else [f"probe: {found}"]
 
 
 def _differences(engines: list[dict], model: str, factor: float) -> list[str]:

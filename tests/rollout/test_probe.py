@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync, probe_tokens
+from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync, limit_of_probe, probe_tokens
 
 
 @given(vocab=st.integers(20, 500), length=st.integers(2, 300), seed=st.integers(0, 9))
@@ -35,7 +35,7 @@ def test_a_mismatch_names_engine_position_and_both_values() -> None:
     with pytest.raises(WeightSyncMismatch) as error:
         check_sync(torch.tensor([-1.0, -2.5]), [[-1.0, -2.5], [-1.0, -4.25]], tolerance=1e-4, version=12)
     text = str(error.value)
-    assert "weight sync 12" in text and "tolerance 0.0001" in text
+    assert "weight sync 12" in text and "more than 0.0001 nats" in text
     assert "engine 0: ok" in text
     assert "engine 1: MISMATCH, worst at position 1: policy -2.500000, engine -4.250000, difference 1.75" in text
 
@@ -53,3 +53,10 @@ def test_unequal_lengths_are_refused() -> None:
         check_sync(torch.zeros(2), [[0.0, 0.0, 0.0]], tolerance=1.0, version=0)
     with pytest.raises(ValueError, match=r"engines \[\]"):
         check_sync(torch.zeros(2), [], tolerance=1.0, version=0)
+
+
+def test_later_differences_have_to_stay_near_that_of_the_start() -> None:
+    assert limit_of_probe(0.2, None) == 0.2
+    assert limit_of_probe(0.2, 0.01) == pytest.approx(0.08)  # 0.17 nats, a hundred missed updates, passed before
+    assert limit_of_probe(0.2, 0.19) == 0.2, "never more than at the start"
+    assert limit_of_probe(1e-4, 0.0) > 0

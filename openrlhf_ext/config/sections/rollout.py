@@ -95,7 +95,8 @@ class WeightSync(Section):
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(
         None,
-        "largest allowed difference, in nats, between the policy's and the engine's log-probs on the probe prompt",
+        "largest allowed difference at the start, in nats, between the policy's and the engine's log-probs on the "
+        "probe prompt; later, a quarter of this plus three times what was found at the start, if that is less",
         gt=0,
         default_text="1e-4 in fp32, 0.2 in bf16",
     )
