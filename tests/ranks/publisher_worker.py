@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -55,7 +58,12 @@ class LoopbackSender:
     def send(self, fill: Fill, version: int) -> SendReport:
         self.frames = 0
         end = SimpleNamespace(send=self.deliver)
-        sums = send_stream(end, self.plan, self.staging, fill, version)
+        _store().set("engines", "busy")
+        try:
+            sums = send_stream(end, self.plan, self.staging, fill, version)
+            time.sleep(0.2)  # they load
+        finally:
+            _store().set("engines", "free")
         return SendReport(0.0, self.plan.payload_bytes, 0.0, sums)
 
     def deliver(self, frame: torch.Tensor) -> Callable[[], None]:
@@ -70,6 +78,27 @@ class LoopbackSender:
                 engine.setdefault(slot.name, rows.new_zeros(slot.shape))[slot.start : slot.stop] = rows
         self.frames += 1
         return lambda: None
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def waits_beside_engines() -> Iterator[list[str]]:
+    """Where this rank enters a collective of all ranks while the engines are busy and rank 0 with them: on a GPU it
+    would take computing time from an engine beside it."""
+    found: list[str] = []
+
+    def all_gather_object(*arguments: Any, **options: Any) -> None:
+        if _store().get("engines") == b"busy":
+            found.append("waits for rank 0 in a collective")
+        kept(*arguments, **options)
+
+    kept = dist.all_gather_object
+    _store().set("engines", "free")
+    with patch.object(dist, "all_gather_object", all_gather_object):
+        yield found
 
 
 class FirstCalls:
@@ -141,9 +170,9 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     if LoopbackSender.sends_shared_memory != (shared and publisher._exporter.takes_part):
         problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")
     publisher.connect()
-    with FirstCalls() as first_calls:
+    with FirstCalls() as first_calls, waits_beside_engines() as waits:
         publisher.publish(1, trained=True)
-    problems += first_calls.problems()
+    problems += first_calls.problems() + waits
     problems += _differences(engines, model, 1.0)
     for parameter in (p for chunk in policy.chunks for p in chunk.parameters()):
         parameter.data.mul_(2.0)
