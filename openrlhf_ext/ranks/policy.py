@@ -24,9 +24,14 @@ from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, timed
 from openrlhf_ext.ranks.trained import TrainedActor
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
 _SEEDS_PER_ROLLOUT = 1 << 20
+_VISIBLE = 0.01
+"""Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in bf16, a step of Adam
+is about as long as the rate, so a hundred parameters get to the next value."""
 
 
 class PolicyActor(TrainedActor):
@@ -60,14 +65,18 @@ class PolicyActor(TrainedActor):
         self._check_memory(sleeping)
         self.publisher.connect()
 
+    @property
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]
+
     def _check_memory(self, sleeping: SleepModes) -> None:
         """Raises SharedGpuTooSmall if an engine on this rank's GPU leaves too little."""
         device, settings = device_bytes(), self.policy.settings
         if device is None or sleeping.engine_share is None:
             return
-        parameters = [p for chunk in self.policy.chunks for p in chunk.parameters()]
         distributed = settings.optimizer is not None and settings.optimizer.distributed
         replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
+        parameters = self._parameters
         states = state_bytes(sum(p.numel() for p in parameters), parameters[0].element_size(), replicas)
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
@@ -79,7 +88,7 @@ class PolicyActor(TrainedActor):
     def weight_digest(self) -> str:
         """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""
         self.reload_states()
-        weights, optimizer = [p for chunk in self.policy.chunks for p in chunk.parameters()], self.policy.optimizer
+        weights, optimizer = self._parameters, self.policy.optimizer
         groups = optimizer.param_groups if optimizer is not None else []
         return digest(weights + [p for group in groups for p in group["params"]])
 
@@ -125,7 +134,8 @@ class PolicyActor(TrainedActor):
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
         steps = [self._update(*mini, shard.seed, number) for number, mini in enumerate(mini_batches)]
         self.is_ahead = True  # of the version that the engines have
-        self.has_moved = self.has_moved or any(step["lr"] > 0 and step["grad_norm"] > 0 for step in steps)
+        rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
+        self.has_moved = self.has_moved or rate * sum(p.numel() for p in self._parameters) > _VISIBLE
         self.batch = self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")

@@ -79,15 +79,18 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
     assert task.metrics("out"), "the records written so far are complete"
 
 
-def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_training(task, tmp_path):
+def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_training(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOILED", "small_gpu")
     colocated = {"train__colocate_all": True, "vllm__num_engines": 2, "vllm__gpu_memory_utilization": 0.5}
-    job = Job(task.options(tmp_path.name, **colocated), tmp_path / "log", module="tests.e2e.small_gpu")
+    job = Job(task.options(tmp_path.name, **colocated), tmp_path / "log", module="tests.e2e.spoiled_ranks")
     assert job.finish() == 1
-    for part in (
-        "SharedGpuTooSmall",
-        "while sampling: they need 5.",
-        "of 4.0 GiB",
-        "Lower --vllm.gpu_memory_utilization",
-    ):
+    for part in ("SharedGpuTooSmall", "while sampling: they need 5.", "of 4.0 GiB", "Lower --vllm.gpu_memory_util"):
         assert part in job.text, job.text
     assert not re.search(FIRST_STEP, job.text)
+
+
+def test_weights_that_no_step_moves_end_the_run(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOILED", "frozen")
+    job = Job(task.options(tmp_path.name), tmp_path / "log", module="tests.e2e.spoiled_ranks")
+    assert job.finish() == 1
+    assert "WeightSyncMismatch" in job.text and "weights 2 are those of the update before to the last bit" in job.text
