@@ -19,6 +19,7 @@ LIBRARIES_READ = {
     "_initiate_actors": "OpenRLHF's RayActorGroup; pg is its parameter",
     "pg": "see _initiate_actors",
     "_postprocess": "Megatron's GPTModel.forward",
+    "_make_backward_post_hook": "Megatron's DistributedDataParallel, for every parameter",
     "execute_batch": "OpenRLHF's RayActorGroup.async_run_method_batch, by name",
     "is_rank_0": "OpenRLHF's datasets, of the strategy",
     "source_to_code": "importlib, of a loader",
@@ -28,6 +29,7 @@ LIBRARIES_READ = {
     "on_step_end": "transformers' Trainer, of a callback",
     # set: the library reads it
     "grad_scale_func": "Megatron's schedules, of the configuration",
+    "no_sync_func": "Megatron's schedules, of the configuration",
     "use_cpu_initialization": "Megatron's layers, of the configuration",
     "_mm_pad_token_ids": "OpenRLHF's engine actor",
     "output_kind": "vLLM, of its SamplingParams",
