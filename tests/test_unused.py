@@ -19,7 +19,6 @@ LIBRARIES_READ = {
     "_initiate_actors": "OpenRLHF's RayActorGroup; pg is its parameter",
     "pg": "see _initiate_actors",
     "_postprocess": "Megatron's GPTModel.forward",
-    "_make_backward_post_hook": "Megatron's DistributedDataParallel, for every parameter",
     "execute_batch": "OpenRLHF's RayActorGroup.async_run_method_batch, by name",
     "is_rank_0": "OpenRLHF's datasets, of the strategy",
     "source_to_code": "importlib, of a loader",
