@@ -28,6 +28,7 @@ LIBRARIES_READ = {
     "on_step_end": "transformers' Trainer, of a callback",
     # set: the library reads it
     "grad_scale_func": "Megatron's schedules, of the configuration",
+    "no_sync_func": "Megatron's schedules, of the configuration",
     "use_cpu_initialization": "Megatron's layers, of the configuration",
     "_mm_pad_token_ids": "OpenRLHF's engine actor",
     "output_kind": "vLLM, of its SamplingParams",

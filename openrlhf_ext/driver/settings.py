@@ -15,7 +15,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM
-from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, PolicySettings, Recompute
+from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, Overlap, PolicySettings, Recompute
 from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
 
@@ -95,6 +95,7 @@ def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
             min_lr_ratio=actor.min_lr_ratio,
             max_steps=optimizer_updates(config, steps - frozen_steps(config)),
             distributed=megatron.distributed_optimizer_enable,
+            overlap=overlap(config),
         ),
         host_copies={model.name: model.path for model in frozen_models(config) if not model.ranks},
     )  # fmt: skip
@@ -149,6 +150,7 @@ def critic_settings(config: RunConfig, policy: PolicySettings, steps: int) -> Cr
         lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
         lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
         max_steps=optimizer_updates(config, steps), distributed=config.megatron.distributed_optimizer_enable,
+        overlap=overlap(config),
     )  # fmt: skip
     model = dataclasses.replace(
         policy,
@@ -158,6 +160,12 @@ def critic_settings(config: RunConfig, policy: PolicySettings, steps: int) -> Cr
         host_copies={},
     )
     return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
+
+
+def overlap(config: RunConfig) -> Overlap:
+    """What policy and critic do beside computing."""
+    megatron = config.megatron
+    return Overlap(megatron.overlap_grad_reduce, megatron.overlap_param_gather, megatron.ddp_bucket_size)
 
 
 def frozen_steps(config: RunConfig) -> int:

@@ -402,6 +402,8 @@ class GpuSharing:
     At any time one side has the memory and the other sleeps, except for a weight sync, where the policy's parameters
     and the engines' weights (not their KV caches) are there together. A side wakes up on demand: a policy rank reloads
     what a call needs, generation and the sync wake the engines. docs/modes.md has the order of one step and the peaks.
+    No rank is at work while an engine falls asleep: vLLM asserts that the device's free memory does not shrink
+    meanwhile, whoever takes it, and the engine would count as failed (vllm 0.29.0 v1/worker/gpu_worker.py:265).
     A side whose ``ds.enable_sleep`` or ``vllm.enable_sleep`` is off is left alone.
     """
 

@@ -67,12 +67,15 @@ class MegatronCritic(MegatronModel):
 
     def _head(self, hidden_NH: Tensor) -> Tensor:
         """fp32 (N,) values; in fp32 also for a bf16 model, whose eight bits are too coarse for returns near 1."""
-        return F.linear(hidden_NH.float(), self.last_chunk.output_embedding().float()).squeeze(-1)
+        return F.linear(hidden_NH.float(), self.output_embedding().float()).squeeze(-1)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
+    def train_step(self, batch: SequenceBatch, targets: ValueTargets, more: bool = False) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``targets``.
+
+        Args:
+            more: another train step follows, see ``optimizer_step``.
 
         Returns:
             ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of the whole mini-batch, the
@@ -84,7 +87,7 @@ class MegatronCritic(MegatronModel):
         metrics = self.accumulate_gradients(batch, targets)
         if not math.isfinite(metrics["loss/value"]):
             raise NonFiniteUpdateError(f"the critic's train step gave the loss {metrics['loss/value']}")
-        return metrics | {f"value/{name}": number for name, number in self.optimizer_step().items()}
+        return metrics | {f"value/{name}": number for name, number in self.optimizer_step(more).items()}
 
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""

@@ -46,6 +46,7 @@ from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
 from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
+from openrlhf_ext.megatron.step.overlap import TrainedChunk, no_sync
 from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, pack
 from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
 
@@ -90,6 +91,8 @@ class MegatronModel:
             self.optimizer = build_optimizer(self.models, settings.optimizer, self.dtype)
             self.scheduler = build_scheduler(self.optimizer, settings.optimizer)
             self.config.grad_scale_func = self.optimizer.scale_loss
+            self.config.no_sync_func = no_sync(self.models)
+            self.gather_parameters()
         self.config.finalize_model_grads_func = _add_up_grads
 
     # ---- building; a subclass with other parameters overrides these --------------------------------------------
@@ -115,11 +118,13 @@ class MegatronModel:
             return module.requires_grad_(False)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=optimizer.overlap.grad_reduce,
+            overlap_param_gather=optimizer.overlap.param_gather,
+            bucket_size=optimizer.overlap.bucket_size,
             use_distributed_optimizer=optimizer.distributed,
             check_for_nan_in_grad=False,  # checked once per step, on the gradient norm
         )
-        return DistributedDataParallel(self.config, ddp, module)
+        return TrainedChunk(self.config, ddp, module)
 
     @property
     def on_last_stage(self) -> bool:
@@ -130,6 +135,23 @@ class MegatronModel:
     def last_chunk(self) -> HiddenStateGPTModel:
         """The chunk that ends in hidden states; on the last stage only. Not a collective."""
         return self.chunks[-1]
+
+    def output_embedding(self) -> Tensor:
+        """This rank's shard of the head's weight (last stage only), complete.
+
+        In a train step the head must ask for it here: it is read by no forward pass of a module, so no hook of
+        Megatron's waits until it is gathered.
+        """
+        weight, chunk = self.last_chunk.output_embedding(), self.models[-1]
+        if isinstance(chunk, TrainedChunk):
+            chunk.await_parameter(weight)
+        return weight
+
+    def gather_parameters(self) -> None:
+        """Completes what the last update left to the next forward pass; a no-op if it left nothing."""
+        for chunk in self.models:
+            if isinstance(chunk, TrainedChunk):
+                chunk.gather_parameters()
 
     # ---- one pipeline schedule --------------------------------------------------------------------------------------
 
@@ -187,6 +209,8 @@ class MegatronModel:
             progress()
             return self._hidden_states(model, part), partial(self._finish, loss, part)
 
+        if forward_only:
+            self.gather_parameters()
         parts = itertools.tee(self._parts(batch, plan), len(self.models))  # each chunk goes through all of them
         with self._training(not forward_only):
             return get_forward_backward_func()(
@@ -232,8 +256,16 @@ class MegatronModel:
         self, loss: LossFunction, part: PackedBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if not part.response_tokens:
-            return hidden[:0].sum(), one(self.device), {}
+            return self._nothing(hidden), one(self.device), {}
         return loss(part, self.response_states(hidden.squeeze(1), part))
+
+    def _nothing(self, hidden: Tensor) -> Tensor:
+        """The loss of a micro-batch without response tokens."""
+        optimizer = self.settings.optimizer
+        if optimizer is None or not optimizer.overlap.grad_reduce:
+            return hidden[:0].sum()
+        # a bucket is reduced when the last micro-batch has given a gradient to all of its parameters, to the head's too
+        return hidden[:0].sum() + self.output_embedding()[:0].sum()
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
         """(N, H) what ``loss`` gets of the model's output.
@@ -360,8 +392,12 @@ class MegatronModel:
             raise ValueError(f"{self.settings.model_path} was built without an optimizer, so it cannot be trained")
         return self.optimizer, self.scheduler
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, more: bool = False) -> dict[str, float]:
         """One update with the gradients of ``run``; the schedule moves first, so that no update is lost to rate 0.
+
+        Args:
+            more: another train step follows. With ``Overlap.param_gather`` its forward pass gathers the new parameters;
+                until then only ``run`` may read them. Without ``more`` they are complete when this returns.
 
         Returns:
             ``grad_norm`` (before clipping) and ``lr``.
@@ -375,6 +411,8 @@ class MegatronModel:
         metrics = {"grad_norm": float(grad_norm or 0.0), "lr": optimizer.param_groups[0]["lr"]}
         if not math.isfinite(metrics["grad_norm"]):
             raise NonFiniteUpdateError(f"the train step gave the gradient norm {grad_norm}")
+        if not more:
+            self.gather_parameters()
         return metrics
 
     def sum_metrics(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:

@@ -56,7 +56,7 @@ class MegatronPolicy(MegatronModel):
 
     def _head_operands(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
         return {
-            "weight_VH": self.last_chunk.output_embedding(),
+            "weight_VH": self.output_embedding(),
             "target_T": part.targets_N,
             "temperature": temperature,
             "vocab_size": self.shape.vocab_size,
@@ -73,11 +73,16 @@ class MegatronPolicy(MegatronModel):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
+    def train_step(
+        self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm, more: bool = False
+    ) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``.
 
         The shares of all micro-batches and ranks add up to the loss of the whole mini-batch, because ``shaped`` carries
         the whole mini-batch's denominators.
+
+        Args:
+            more: another train step follows, see ``optimizer_step``.
 
         Returns:
             The metrics of the whole mini-batch, the same on every rank.
@@ -91,7 +96,7 @@ class MegatronPolicy(MegatronModel):
             found = ", ".join(f"{name} = {value}" for name, value in wrong.items())
             raise NonFiniteUpdateError(f"the train step gave values that are not finite: {found}")
         metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
-        return metrics | self.optimizer_step()
+        return metrics | self.optimizer_step(more)
 
     def accumulate_gradients(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""

@@ -18,6 +18,22 @@ LR_DECAY_STYLES = {
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Communication of the data-parallel ranks beside computation (Megatron's names).
+
+    Attributes:
+        grad_reduce: gradients of a bucket are reduced while the backward pass computes the next ones.
+        param_gather: a bucket of updated parameters is gathered while the next train step's forward pass computes with
+            the one before; needs ``grad_reduce`` and the distributed optimizer.
+        bucket_size: parameters of a bucket; None for Megatron's choice.
+    """
+
+    grad_reduce: bool = False
+    param_gather: bool = False
+    bucket_size: int | None = None
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """Adam and its schedule. ``max_steps`` counts optimizer steps of the whole run."""
 
@@ -31,6 +47,7 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.1
     max_steps: int = 1
     distributed: bool = True
+    overlap: Overlap = Overlap()
 
     @property
     def min_lr(self) -> float:
@@ -40,6 +57,8 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.lr_scheduler not in LR_DECAY_STYLES:
             raise ValueError(f"lr_scheduler must be one of {sorted(LR_DECAY_STYLES)}, got {self.lr_scheduler!r}")
+        if self.overlap.param_gather and not (self.overlap.grad_reduce and self.distributed):
+            raise ValueError(f"overlap.param_gather needs overlap.grad_reduce and distributed, got {self}")
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,10 @@ class CriticActor(TrainedActor):
             mini_batches: this replica's part of every optimizer step.
         """
         self.reload_states()
+        todo = mini_batches * self.max_epochs
         steps = [
-            self.critic.train_step(mini.batch, mini.targets) for _ in range(self.max_epochs) for mini in mini_batches
+            self.critic.train_step(mini.batch, mini.targets, more=number < len(todo))
+            for number, mini in enumerate(todo, start=1)
         ]
         self.release_model()
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}

@@ -132,7 +132,8 @@ class PolicyActor(TrainedActor):
             raise RuntimeError("fit() trains the sequences of the last forward(), and the shard is about others")
         self.reload_states()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
-        steps = [self._update(*mini, shard.seed, number) for number, mini in enumerate(mini_batches)]
+        last = len(mini_batches) - 1
+        steps = [self._update(*mini, shard.seed, number, number < last) for number, mini in enumerate(mini_batches)]
         self.is_ahead = True  # of the version that the engines have
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         self.has_moved = self.has_moved or rate * sum(p.numel() for p in self._parameters) > _VISIBLE
@@ -142,10 +143,10 @@ class PolicyActor(TrainedActor):
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
         return mean | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
-    def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int) -> dict[str, float]:
-        """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout."""
+    def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool) -> dict[str, float]:
+        """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout, ``more`` follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
-        return self.policy.train_step(batch, shaped, shaped.algorithm)
+        return self.policy.train_step(batch, shaped, shaped.algorithm, more)
 
     @phase("weight sync")
     @timed("sync")

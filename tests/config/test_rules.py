@@ -57,6 +57,18 @@ def test_recomputation_is_told_only_what_it_uses(problems, load):
     assert "core_attn" in message and "mlp" in message
 
 
+def test_parameters_are_gathered_late_only_in_buckets_and_from_shards(problems, load):
+    gather, reduce = ("--megatron.overlap_param_gather",), ("--megatron.overlap_grad_reduce",)
+    assert problems(*gather, *reduce, "--megatron.ddp_bucket_size", "1000") == []
+    assert problems(*reduce, "--megatron.distributed_optimizer_enable", "false") == []
+    (message,) = problems(*gather)
+    assert "got megatron.overlap_grad_reduce false; switch on what is missing" in message
+    (message,) = problems(*gather, "--megatron.distributed_optimizer_enable", "false")
+    assert "megatron.overlap_grad_reduce false and megatron.distributed_optimizer_enable false" in message
+    (warning,) = load("--megatron.ddp_bucket_size", "1000").warnings
+    assert "megatron.ddp_bucket_size has no effect: got 1000, and megatron.overlap_grad_reduce is off" in warning
+
+
 def test_micro_batches_hold_the_longest_sequence(problems, load):
     dynamic = ("--train.dynamic_batch_enable", "--data.max_len", "256")
     assert problems(*dynamic) == []

@@ -11,6 +11,7 @@ from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import processes
 from openrlhf_ext.driver.processes import AuxiliaryModels
 from openrlhf_ext.driver.settings import check_frozen_steps, critic_settings, policy_settings
+from openrlhf_ext.megatron.settings import Overlap
 from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_policy
@@ -121,6 +122,17 @@ def test_the_workspace_of_the_head_is_an_option(task):
     assert policy_settings(load_config(task.options("out")), 3).head_workspace_bytes == 256 << 20
     config = load_config(task.options("out", megatron__head_workspace_mib=3))
     assert policy_settings(config, 3).head_workspace_bytes == 3 << 20
+
+
+def test_policy_and_critic_communicate_beside_computing_where_that_is_asked_for(task):
+    config = load_config(task.options("out", **GAE))
+    policy = policy_settings(config, 3)
+    assert policy.optimizer.overlap == critic_settings(config, policy, 3).model.optimizer.overlap == Overlap()
+    asked = {"overlap_grad_reduce": "true", "overlap_param_gather": "true", "ddp_bucket_size": 5}
+    config = load_config(task.options("out", **GAE, **{f"megatron__{name}": value for name, value in asked.items()}))
+    policy = policy_settings(config, 3)
+    assert policy.optimizer.overlap == critic_settings(config, policy, 3).model.optimizer.overlap
+    assert policy.optimizer.overlap == Overlap(grad_reduce=True, param_gather=True, bucket_size=5)
 
 
 def test_the_policy_is_trained_before_the_run_ends(task):

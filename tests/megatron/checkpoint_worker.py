@@ -19,7 +19,7 @@ from openrlhf_ext.megatron.deadlines import watchdog
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import Overlap, PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.megatron.parity import WeightedLogprob
@@ -37,7 +37,7 @@ def build(case: dict) -> MegatronPolicy | MegatronCritic:
         case["model"], layout, param_dtype=case.get("dtype", "fp32"), micro_batch_size=2, forward_micro_batch_size=3,
         optimizer=OptimizerSettings(
             lr=1e-2, eps=1e-3, max_steps=8, lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.3,
-            distributed=case.get("distributed", True),
+            distributed=case.get("distributed", True), overlap=Overlap(**case.get("overlap", {})),
         ),
     )  # fmt: skip
     initialize_distributed(layout, PATIENCE_S, 1234)

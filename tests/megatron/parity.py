@@ -13,7 +13,7 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import Recompute
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import Overlap, PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.patience import PATIENCE_S
@@ -48,8 +48,8 @@ def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
     """What a case says, on top of one process without parallelism.
 
     Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute (fields of ``Recompute``), head,
-    distributed_optimizer; micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel
-    rank gets all sequences, see ``deal``).
+    distributed_optimizer, overlap (fields of ``Overlap``); micro_batch_size or max_tokens (of training),
+    forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see ``deal``).
     """
     layout = ParallelLayout(
         world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
@@ -61,7 +61,8 @@ def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
         head=case.get("head", "fused"), recompute=Recompute(**case.get("recompute", {})),
         optimizer=OptimizerSettings(
             lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant",
-            distributed=case.get("distributed_optimizer", False), **optimizer
+            distributed=case.get("distributed_optimizer", False), overlap=Overlap(**case.get("overlap", {})),
+            **optimizer,
         ),
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ def two_ranks(models, batch, tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("checkpoints")
     untied, tied = {"model": models["untied"]}, {"model": models["tied"]}
     bf16 = untied | {"dtype": "bf16"}
+    overlap = untied | {"overlap": {"grad_reduce": True, "param_gather": True, "bucket_size": 2000}}
     jobs = [
         ("save", untied | {"tp": 2, "sp": True}, root / "tp2"),
         ("load", untied | {"tp": 2, "sp": True}, root / "tp2"),
@@ -58,6 +59,9 @@ def two_ranks(models, batch, tmp_path_factory):
         ("load", tied | {"pp": 2, "critic": True}, root / "critic"),
         ("load", untied | {"cp": 2}, root / "tp2"),
         ("load", untied | {"pp": 2, "vp": 2}, root / "tp2"),
+        ("save", overlap, root / "overlap"),
+        ("load", overlap, root / "overlap"),
+        ("load", untied, root / "overlap"),
     ]
     return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
@@ -73,14 +77,14 @@ def assert_same_continuation(expected: dict, got: dict, case: dict, rel: float =
 
 def test_the_same_layout_continues_bit_for_bit(two_ranks):
     _, jobs, results = two_ranks
-    for saved, loaded in ((0, 1), (4, 5), (7, 8)):
+    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17)):
         expected, got = results[0][saved], results[0][loaded]
         assert got["steps"] == expected["steps"], jobs[loaded]
         for name, tensor in expected["weights"].items():
             assert got["weights"][name].equal(tensor), (jobs[loaded], name)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15)])
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15), (16, 18)])
 def test_another_layout_on_as_many_ranks(two_ranks, saved, loaded):
     _, jobs, results = two_ranks
     assert_same_continuation(results[0][saved], results[0][loaded], jobs[loaded][1])

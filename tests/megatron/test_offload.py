@@ -16,7 +16,9 @@ CASES = [
     {"dtype": "bf16", "distributed_optimizer": True},
     {"dtype": "bf16", "tp": 2},
     {"dtype": "bf16", "pp": 2, "distributed_optimizer": True},
-]
+    {"dtype": "bf16", "distributed_optimizer": True,
+     "overlap": {"grad_reduce": True, "param_gather": True, "bucket_size": 2000}},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -228,6 +228,22 @@ class Megatron(Section):
         False, "split activations between tensor-parallel regions along the sequence; needs tensor parallelism"
     )
     distributed_optimizer_enable: bool = added(True, "shard optimizer states over the data-parallel ranks")
+    overlap_grad_reduce: bool = added(
+        False,
+        "reduce gradients over the data-parallel ranks while the backward pass goes on, bucket by bucket "
+        "(docs/performance.md)",
+    )
+    overlap_param_gather: bool = added(
+        False,
+        "gather updated parameters while the forward pass of the next optimizer step of the same batch goes on; needs "
+        "megatron.overlap_grad_reduce and megatron.distributed_optimizer_enable (docs/performance.md)",
+    )
+    ddp_bucket_size: Int | None = added(
+        None,
+        "with megatron.overlap_grad_reduce: parameters of a bucket",
+        ge=1,
+        default_text="40,000,000, or 1,000,000 for each data-parallel rank if that is more",
+    )
     param_dtype: Literal["bf16", "fp32"] = added(
         "bf16", "data type of parameters and activations; optimizer states and gradients are kept in fp32"
     )
@@ -285,8 +301,23 @@ class Megatron(Section):
                 "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, "
                 "or set megatron.recompute none",
             )
+        yield from self._overlap_violations()
+
+    def _overlap_violations(self) -> Iterator[Violation]:
+        """Without buckets there is nothing to gather early, and without shards nothing to gather."""
+        needed = ("overlap_grad_reduce", "distributed_optimizer_enable")
+        missing = [f"megatron.{leaf}" for leaf in needed if not getattr(self, leaf)]
+        if self.overlap_param_gather and missing:
+            yield Violation(
+                ("megatron.overlap_param_gather", *missing),
+                f"megatron.overlap_param_gather needs {' and '.join(f'megatron.{leaf}' for leaf in needed)}: got "
+                f"{' and '.join(f'{name} false' for name in missing)}; switch on what is missing, or leave "
+                "megatron.overlap_param_gather out",
+            )
 
     def cautions(self) -> Iterator[str]:
+        if not self.overlap_grad_reduce:
+            yield from not_default(self, "megatron", "ddp_bucket_size", "megatron.overlap_grad_reduce is off")
         details = {"selective": ["recompute_modules"], "full": ["recompute_method", "recompute_num_layers"]}
         for wanted, leaves in details.items():
             for leaf in leaves if self.recompute != wanted else ():

@@ -84,7 +84,8 @@ class Train(Section):
     full_determinism_enable: bool = option(
         False,
         "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
-        "prompt and beside which others",
+        "prompt; on GPUs, vLLM's batch-invariant kernels too (slower), so that they do not depend on the requests "
+        "beside it, and only TransformerEngine's deterministic attention (docs/checkpoints.md: what that promises)",
     )
     drift_check: bool = added(
         False,

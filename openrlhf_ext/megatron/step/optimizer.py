@@ -36,6 +36,7 @@ def build_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=settings.overlap.param_gather,
     )
     return get_megatron_optimizer(config, models, use_gloo_process_groups=False)
 

@@ -1,0 +1,65 @@
+"""After a fit the parameters are read by everybody: only its last step may leave nothing to a next forward pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openrlhf_ext.ranks.auxiliary import CriticActor
+from openrlhf_ext.ranks.policy import PolicyActor
+from openrlhf_ext.ranks.timers import PhaseTimers
+
+MEASURED = {"lr": 1.0, "grad_norm": 1.0, "value/lr": 1.0}
+
+
+class FakeModel:
+    """Notes for each train step whether more were announced."""
+
+    def __init__(self) -> None:
+        self.announced: list[bool] = []
+
+    def train_step(self, *_: Any, more: bool = False) -> dict[str, float]:
+        self.announced.append(more)
+        return MEASURED
+
+
+class Batch(list):
+    """A replica's sequences."""
+
+    def select(self, rows: slice) -> list:
+        return self[rows]
+
+
+class MiniBatch(list):
+    """One step's part of them."""
+
+    algorithm = SimpleNamespace(needs_prepare=False)
+
+
+def awake(actor: Any, max_epochs: int) -> FakeModel:
+    model = FakeModel()
+    actor.sleeps, actor.max_epochs, actor.reloads = False, max_epochs, []
+    actor.states = SimpleNamespace(reload=lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_policys_last_step_announces_no_other(epochs: int) -> None:
+    actor = PolicyActor.__new__(PolicyActor)
+    model = awake(actor, epochs)
+    actor.policy = SimpleNamespace(train_step=lambda *step: model.train_step(more=step[-1]))
+    actor.timers, actor.has_moved = PhaseTimers(), False
+    actor.batch = Batch(range(6))
+    actor.shard = SimpleNamespace(mini_batches=[MiniBatch(range(3)), MiniBatch(range(3))], seed=1)
+    actor.fit()
+    assert model.announced == [True] * (2 * epochs - 1) + [False]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_critics_last_step_announces_no_other(epochs: int) -> None:
+    actor = CriticActor.__new__(CriticActor)
+    actor.critic = awake(actor, epochs)
+    actor.fit([SimpleNamespace(batch=None, targets=None)] * 2)
+    assert actor.critic.announced == [True] * (2 * epochs - 1) + [False]
