@@ -235,9 +235,8 @@ def _goldens(target: Path) -> bool:
     """What tests/gpu/goldens.py computes on this machine, where there is such a file."""
     if not (Path(__file__).parent / "goldens.py").exists():
         return False
-    code = "import sys; from pathlib import Path; from tests.gpu.goldens import main; main(Path(sys.argv[1]))"
-    target.mkdir()
-    subprocess.run([sys.executable, "-c", code, str(target)], cwd=ROOT, check=True, timeout=1800)
+    command, hidden = [sys.executable, "-m", "tests.gpu.goldens", str(target)], {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, cwd=ROOT, env=os.environ | hidden, check=True, timeout=1800)
     return True
 
 
