@@ -246,7 +246,9 @@ def _download(folder: str | Path, *arguments: str, **environment: str) -> None:
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
     )
     if done.returncode:
-        raise BundleError(f"{' '.join(command)} failed; it needs a package index, pip and wheel:\n{done.stdout[-3000:]}")
+        raise BundleError(
+            f"{' '.join(command)} failed; it needs a package index, pip and wheel:\n{done.stdout[-3000:]}"
+        )
 
 
 def _pinned(name: str) -> str:

@@ -119,7 +119,9 @@ def shapes(machine: Machine) -> dict:
             again.append(_timed(machine, policy, batch, loss))
             moved.append((again[-1]["logprobs_N"] - first["logprobs_N"]).abs().max().item())
             if not moved[-1] <= 0.05:  # more than kernels that add in another order can do
-                raise AssertionError(f"a pack of {batch.lengths_B.tolist()} differs by {moved[-1]} nats the second time")
+                raise AssertionError(
+                    f"a pack of {batch.lengths_B.tolist()} differs by {moved[-1]} nats the second time"
+                )
         used.append(_used_bytes(machine))
     grown = [after - before for before, after in zip(used, used[1:], strict=False)]
     if grown[1] > 64 << 20:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = (
@@ -279,14 +278,17 @@ def _end(process: subprocess.Popen) -> None:
     """Kills the process and all that it started, jobs in sessions of their own too."""
     if process.poll() is not None:
         return
+    children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
         root.suspend()  # so that it starts nothing meanwhile
-        for child in root.children(recursive=True):
+        children = root.children(recursive=True)
+        for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-    process.kill()
+    process.kill()  # before the others are waited for: who is suspended buries none of them
     process.wait()
+    psutil.wait_procs(children, timeout=30)  # the next step needs the GPUs that they have
 
 
 def _in_this_process(node: Node, name: str) -> int:
@@ -335,7 +337,10 @@ def environment(node: Node) -> dict[str, str]:
         "GPUs": "none used (--cpu)" if node.on_cpu else f"{'; '.join(counted)}; {node.gpus} of them used",
         "links": " / ".join(" ".join(line.split()) for line in links if line.lstrip().startswith("GPU")) or "-",
         "processor": f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.platform()}",
-        "Python": f"{platform.python_version()}, CUDA of torch {torch.version.cuda}",
+        "Python": platform.python_version(),
+        "CUDA of torch": "-"
+        if node.on_cpu
+        else _said([sys.executable, "-c", "import torch; print(torch.version.cuda)"]),
         "versions": ", ".join(installed),
         "commit": _said(["git", "describe", "--always", "--dirty", "--abbrev=40"]) or "unknown",
     }
@@ -385,7 +390,11 @@ def _node(args: argparse.Namespace) -> Node:
     """
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    count = 2 if args.cpu else torch.cuda.device_count()
+        count = 2
+    else:
+        import torch  # takes seconds, and nothing else here needs it
+
+        count = torch.cuda.device_count()
     if count < 2:
         raise SystemExit(f"torch sees {count} GPUs, 2 to 8 are needed; --cpu tries the script without any")
     out = args.out.resolve()

@@ -80,7 +80,9 @@ class RandomPolicy(MegatronPolicy):
     @property
     def layers(self) -> str:
         """Whose they are."""
-        used = any(type(module).__module__.startswith("megatron.core.extensions") for module in self.chunks[0].modules())
+        used = any(
+            type(module).__module__.startswith("megatron.core.extensions") for module in self.chunks[0].modules()
+        )
         return "TransformerEngine" if used else "plain"
 
 

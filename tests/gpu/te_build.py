@@ -128,7 +128,9 @@ def _build_wheel(bundle: Path, deadline: float) -> Path:
     jobs = str(min(JOBS, os.cpu_count() or 1))
     settings = {"MAX_JOBS": jobs, "NVTE_FRAMEWORK": "pytorch", "NVTE_PYTORCH_FORCE_BUILD": "TRUE"}
     # TE looks for cudnn.h and cublasLt.h in CUDA's own folder only (its build_tools/utils.py, get_cuda_include_dirs)
-    settings["CPATH"] = os.pathsep.join(_joined(header_folders(Path(sysconfig.get_path("purelib"))), os.environ, "CPATH"))
+    settings["CPATH"] = os.pathsep.join(
+        _joined(header_folders(Path(sysconfig.get_path("purelib"))), os.environ, "CPATH")
+    )
     _run([*command, "--wheel-dir", str(target), str(sdist)], bundle, deadline, environment=settings)
     (wheel,) = target.glob("*.whl")
     (target / "built.json").write_text(json.dumps(_record(wheel), indent=1) + "\n")
@@ -168,7 +170,7 @@ def _run(
             command, cwd=ROOT, env=os.environ | more, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(max(1.0, deadline - time.monotonic()))
+            code = process.wait(max(1.0, min(deadline - time.monotonic(), 86_400)))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
