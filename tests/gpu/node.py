@@ -79,7 +79,9 @@ def engine_tp2(node: Node) -> dict:
     if node.gpus > 2:
         ranks: dict[str, Any] = {"actor__num_gpus_per_node": 1, "megatron__tensor_parallel_size": 1}
     else:
-        ranks = {"train__colocate_all": "true"}
+        ranks = {
+            "train__colocate_all": "true", "actor__num_gpus_per_node": 2, "megatron__tensor_parallel_size": 2,
+        }  # fmt: skip
     return _job(node, "engine_tp2", vllm__tensor_parallel_size=2, **ranks)
 
 
@@ -182,7 +184,13 @@ def _task(node: Node) -> Any:
 
 
 def _settings(node: Node) -> dict[str, Any]:
-    return {"megatron__param_dtype": "fp32" if node.on_cpu else "bf16"}
+    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of the others."""
+    if node.on_cpu:
+        return {"megatron__param_dtype": "fp32"}
+    half = node.gpus // 2
+    return {
+        "megatron__param_dtype": "bf16", "actor__num_gpus_per_node": half, "megatron__tensor_parallel_size": half,
+    }  # fmt: skip
 
 
 def _colocated(node: Node) -> dict[str, Any]:

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from openrlhf_ext.config import load_config
 from tests.gpu import node
 from tests.launch import launch
+from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -63,6 +67,38 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
     assert result.status == "FAIL" and "not done after its limit of 5 s" in result.why
     pid = int(child.read_text())
     until(lambda: not node.psutil.pid_exists(pid) or node.psutil.Process(pid).status() == "zombie", "its end")
+
+
+JOBS = (
+    "engine_tp1", "engine_tp2", "colocated", "separate_engines", "sleep_and_wake", "drift_check", "quickstart",
+)  # fmt: skip
+
+
+class Asked(Exception):
+    """Holds the options that a job would have been started with."""
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_every_job_is_one_that_a_node_of_so_many_gpus_can_run(tmp_path, monkeypatch, gpus):
+    def ask(options, *_):
+        raise Asked(options)
+
+    monkeypatch.setattr(node, "_train", ask)
+    monkeypatch.setattr(node, "_command", lambda _: "")
+    make_tiny_policy(tmp_path / "quickstart/start")
+    (tmp_path / "quickstart/data").mkdir()
+    for name in ("train", "heldout"):
+        (tmp_path / f"quickstart/data/{name}.jsonl").write_text('{"question": "1 + 1 = ", "answer": "2"}\n' * 32)
+    for name in JOBS:
+        with pytest.raises(Asked) as asked:
+            node.STEPS[name][0](node.Node(tmp_path, False, gpus, None))
+        config = load_config(asked.value.args[0])
+        ranks = config.actor.num_gpus_per_node
+        engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
+        assert ranks == engines if config.train.colocate_all else ranks + engines <= gpus, name
+        assert config.megatron.param_dtype == "bf16"
+        if name == "colocated":
+            assert ranks == gpus and config.megatron.pipeline_parallel_size == 2
 
 
 def test_two_ranks_exchange_what_the_first_call_of_a_group_carries():
