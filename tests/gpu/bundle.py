@@ -1,0 +1,271 @@
+"""Makes and checks what a GPU machine without a network needs besides the checkout: ``bash tests/gpu/bundle.sh``.
+
+    python -m tests.gpu.bundle [FOLDER] [--python 3.12] [--torch 2.11.0+cu130]
+
+In the folder (default build/gpu_bundle):
+
+    manifest.json         Python and torch it is for, versions, SHA-256 of every file below
+    site/                 packages that torch and transformers do not bring, unpacked: goes on PYTHONPATH
+    transformer_engine/   its wheel, the sdist of its torch part, its core for some architectures only (xz)
+    goldens/              what the CPU computed, if tests/gpu/goldens.py exists
+    te/, built/           not there yet: tests/gpu/te_build.py makes them on the GPU machine
+
+The Python that runs this must be the project's (goldens) with pip and wheel. Standard library only, because the GPU
+machine checks the folder before it has anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.fatbin import slim
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MANIFEST = "manifest.json"
+MOST_BYTES = 60_000_000
+ARCHITECTURES = (90,)
+# what our code and megatron-core import (pyyaml, safetensors, packaging, numpy come with transformers); without what
+# they require, which is torch, numpy and packaging
+ALONE = ("megatron-core", "einops")
+WITH_REQUIREMENTS = ("pydantic",)
+_PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
+# for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version, which a CPU build lacks
+_STAND_IN = {
+    "torch/__init__.py": """
+        __version__ = "{torch}"
+        class version: cuda = "{cuda}"
+        class _C: _GLIBCXX_USE_CXX11_ABI = True
+        """,
+    "torch/utils/__init__.py": "",
+    "torch/utils/cpp_extension.py": """
+        from setuptools import Extension as CppExtension
+        from setuptools.command.build_ext import build_ext as BuildExtension
+        """,
+}
+
+
+class BundleError(RuntimeError):
+    """A bundle that is damaged, too large, or made for another Python or torch; the text says what to do."""
+
+
+# ---- checking -------------------------------------------------------------------------------------------------------
+
+
+def verify(bundle: Path) -> dict[str, Any]:
+    """The manifest, if the bundle is whole and made for this Python and this torch. Imports torch.
+
+    Raises:
+        BundleError: naming what differs.
+    """
+    import torch
+
+    manifest = read_manifest(bundle)
+    here = {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__}
+    if other := [f"{name} {manifest[name]}, here is {mine}" for name, mine in here.items() if manifest[name] != mine]:
+        remedy = f"bash tests/gpu/bundle.sh --python {here['python']} --torch {here['torch']} {bundle}"
+        raise BundleError(f"{bundle} was made for {'; '.join(other)}. Make it again where there is a network: {remedy}")
+    if damaged := [name for name, known in manifest["files"].items() if _digest(bundle / name) != known["sha256"]]:
+        raise BundleError(
+            f"{bundle}: {len(damaged)} of {len(manifest['files'])} files are missing or not as they were made, "
+            f"among them {', '.join(damaged[:5])}: carry it again"
+        )
+    return manifest
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    """
+    Raises:
+        BundleError: the folder is no bundle.
+    """
+    try:
+        return json.loads((bundle / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{bundle} is no bundle of tests/gpu/bundle.sh: {error}") from error
+
+
+def write_manifest(bundle: Path, python: str, torch: str, **facts: Any) -> dict[str, Any]:
+    """Lists every file of the folder, and says what it is for.
+
+    Raises:
+        BundleError: together they have more than ``MOST_BYTES``.
+    """
+    paths = sorted(path for path in bundle.rglob("*") if path.is_file() and path.name != MANIFEST)
+    sizes = {path: path.stat().st_size for path in paths}
+    if (total := sum(sizes.values())) > MOST_BYTES:
+        largest = sorted(paths, key=lambda path: -sizes[path])[:5]
+        named = ", ".join(f"{path.relative_to(bundle)} {sizes[path] / 1e6:.1f} MB" for path in largest)
+        raise BundleError(
+            f"{bundle} has {total / 1e6:.1f} MB, at most {MOST_BYTES / 1e6:g} can be carried: the largest are {named}"
+        )
+    files = {str(path.relative_to(bundle)): {"bytes": sizes[path], "sha256": _digest(path)} for path in paths}
+    manifest = {"python": python, "torch": torch, **facts, "total_bytes": total, "files": files}
+    (bundle / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def _digest(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- making ---------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Makes the bundle in a folder beside the one asked for, which it then replaces."""
+    args = _parse(arguments)
+    cuda = _cuda_of(args.torch)
+    new = args.folder.with_name(args.folder.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    packages = _packages(new / "site", args.python)
+    version = _pinned("transformer-engine")
+    _transformer_engine(new / "transformer_engine", version, args.torch, cuda, args.cache)
+    made = _goldens(new / "goldens")
+    manifest = write_manifest(
+        new, args.python, args.torch, commit=_commit(), packages=packages, transformer_engine=version,
+        architectures=ARCHITECTURES, goldens=made,
+    )  # fmt: skip
+    shutil.rmtree(args.folder, ignore_errors=True)
+    new.rename(args.folder)
+    print(f"{args.folder}: {manifest['total_bytes'] / 1e6:.1f} MB for Python {args.python} and torch {args.torch}")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bash tests/gpu/bundle.sh", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "gpu_bundle")
+    parser.add_argument("--python", choices=("3.11", "3.12"), default="3.12", help="of the GPU machine")
+    parser.add_argument("--torch", default="2.11.0+cu130", help="torch.__version__ on the GPU machine")
+    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    parser.add_argument(
+        "--cache", type=Path, default=caches / "openrlhf_ext" / "gpu_bundle", help="where the slimmed core is kept"
+    )
+    return parser.parse_args(arguments)
+
+
+def _cuda_of(torch: str) -> str:
+    """'13.0' for '2.11.0+cu130'."""
+    match = re.search(r"\+cu(\d\d)(\d)$", torch)
+    if match is None:
+        raise BundleError(f"--torch must be a CUDA build like 2.11.0+cu130 (torch.__version__ there), got {torch}")
+    return f"{match[1]}.{match[2]}"
+
+
+def _packages(site: Path, python: str) -> list[str]:
+    """Unpacks the wheels; their file names."""
+    names = [[f"{name}=={_pinned(name)}" for name in group] for group in (ALONE, WITH_REQUIREMENTS)]
+    with tempfile.TemporaryDirectory() as folder:
+        _download(folder, "--no-deps", *_wheels_for(python), *names[0])
+        _download(folder, *_wheels_for(python), *names[1])
+        return unpack(Path(folder).glob("*.whl"), site)
+
+
+def unpack(wheels: Any, target: Path) -> list[str]:
+    """Unpacks wheels without compiled parts to build or scripts to install; their names."""
+    names = []
+    for wheel in sorted(wheels):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+        names.append(wheel.name)
+    return names
+
+
+def _wheels_for(python: str) -> list[str]:
+    tag = "cp" + python.replace(".", "")
+    abis = [part for abi in (tag, "abi3", "none") for part in ("--abi", abi)]
+    platforms = [part for name in _PLATFORMS for part in ("--platform", f"{name}_x86_64")]
+    return ["--only-binary", ":all:", "--python-version", python, "--implementation", "cp", *abis, *platforms]
+
+
+def _transformer_engine(target: Path, version: str, torch: str, cuda: str, cache: Path) -> None:
+    target.mkdir()
+    _download(target, "--no-deps", "--only-binary", ":all:", f"transformer_engine=={version}")
+    with tempfile.TemporaryDirectory() as stand_in:
+        for name, text in _STAND_IN.items():
+            path = Path(stand_in) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text).format(torch=torch, cuda=cuda))
+        wanted = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", f"transformer_engine_torch=={version}"]
+        _download(target, *wanted, PYTHONPATH=stand_in, NVTE_PYTORCH_FORCE_BUILD="TRUE")
+    core = f"transformer_engine_cu{cuda.split('.')[0]}"
+    kept = cache / "-".join([core, version, *(f"sm{number}" for number in ARCHITECTURES)])
+    if not (kept / "core.so.xz").exists():
+        _slimmed_core(kept, core, version)
+    shutil.copytree(kept, target / "core")
+
+
+def _slimmed_core(target: Path, package: str, version: str) -> None:
+    """``core.so.xz`` and the ``dist-info`` of TransformerEngine's core; takes about a minute, and 700 MB of disk."""
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        platform = ["--platform", "manylinux_2_28_x86_64", "--only-binary", ":all:"]
+        _download(folder, "--no-deps", *platform, f"{package}=={version}")
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            library = Path(archive.extract("transformer_engine/wheel_lib/libtransformer_engine.so", folder))
+            for name in archive.namelist():
+                if name.split("/")[0].endswith(".dist-info"):
+                    archive.extract(name, target)
+        found = slim(library, ARCHITECTURES)
+        print(f"{package} {version}: {found}")
+        partial = target / "core.so.xz.partial"
+        with library.open("rb") as source, lzma.open(partial, "wb", preset=6) as compressed:
+            shutil.copyfileobj(source, compressed, 1 << 20)
+        partial.rename(target / "core.so.xz")
+
+
+def _goldens(target: Path) -> bool:
+    """What tests/gpu/goldens.py computes on this machine, where there is such a file."""
+    if not (Path(__file__).parent / "goldens.py").exists():
+        return False
+    command, hidden = [sys.executable, "-m", "tests.gpu.goldens", str(target)], {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, cwd=ROOT, env=os.environ | hidden, check=True, timeout=1800)
+    return True
+
+
+def _download(folder: str | Path, *arguments: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
+    )
+    if done.returncode:
+        raise BundleError(
+            f"{' '.join(command)} failed; it needs a package index, pip and wheel:\n{done.stdout[-3000:]}"
+        )
+
+
+def _pinned(name: str) -> str:
+    """The version in setup.py."""
+    match = re.search(rf'"{re.escape(name)}(?:\[[^]]*])?==([^"]+)"', (ROOT / "setup.py").read_text())
+    if match is None:
+        raise BundleError(f"setup.py pins no version of {name}")
+    return match[1]
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BundleError as problem:
+        sys.exit(f"bundle: {problem}")

@@ -1,0 +1,229 @@
+"""Policies with random weights made on the device, and how two of them are compared. Imported by ``one_rank`` only.
+
+Shape suffixes: B = sequences, N = response tokens of all.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.memory.offload import ModelStates
+from openrlhf_ext.megatron.model import build
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import OptimizerSettings, PolicySettings, Recompute
+from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
+from tests.megatron.parity import WeightedLogprob
+
+__all__ = ["ModelStates", "OptimizerSettings", "ParallelLayout", "initialize_distributed", "parallel_state"]
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "core_attn": Recompute("selective", ("core_attn",)),
+    "mlp": Recompute("selective", ("mlp",)),
+    "core_attn and mlp": Recompute("selective", ("core_attn", "mlp")),
+    "full, block of one layer": Recompute("full", method="block", num_layers=1),
+    "full, uniform": Recompute("full"),
+}
+OPTIMIZER = OptimizerSettings(lr=1e-3, max_steps=100, lr_scheduler="constant")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Qwen2 by the names of its ``config.json``."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+
+    def write(self, folder: Path) -> Path:
+        """``folder`` with a ``config.json`` and no weights."""
+        more = {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
+            "rope_theta": 1e6,
+        }  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(asdict(self) | more))
+        return folder
+
+
+class RandomPolicy(MegatronPolicy):
+    """A policy without a checkpoint: weights are drawn on the device by the parameter's name, exact in bf16.
+
+    TransformerEngine's layers and ours have the same names, so they get the same weights, in fp32 too.
+    """
+
+    def load_weights(self) -> None:
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.data.copy_(drawn(name, parameter).bfloat16())
+
+    @property
+    def layers(self) -> str:
+        """Whose they are."""
+        used = any(
+            type(module).__module__.startswith("megatron.core.extensions") for module in self.chunks[0].modules()
+        )
+        return "TransformerEngine" if used else "plain"
+
+
+def drawn(name: str, like: Tensor, draw: int = 0) -> Tensor:
+    """fp32 values of a size at which a parameter matters; always the same for the same name on the same device."""
+    generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{draw} {name}".encode()))
+    values = torch.empty(like.shape, device=like.device).normal_(generator=generator)
+    if "norm" in name:
+        return values.mul_(0.1).add_(1.0)
+    return values.mul_(0.1 if name.endswith("bias") else like.shape[-1] ** -0.5)
+
+
+def random_policy(
+    model: Model,
+    dtype: str,
+    *,
+    plain: bool = False,
+    recompute: Recompute = RECOMPUTE["none"],
+    rope_fusion: bool = False,
+    micro_batch_size: int = 1,
+    max_tokens: int | None = None,
+    optimizer: OptimizerSettings = OPTIMIZER,
+) -> RandomPolicy:
+    """A policy that can be trained.
+
+    Args:
+        plain: torch's layers also where there are TransformerEngine's.
+        max_tokens: of a micro-batch, instead of ``micro_batch_size`` sequences.
+    """
+    with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
+        settings = PolicySettings(
+            str(model.write(Path(folder))), ParallelLayout(1), param_dtype=dtype, micro_batch_size=micro_batch_size,
+            forward_micro_batch_size=micro_batch_size, max_tokens_per_gpu=max_tokens,
+            forward_max_tokens_per_gpu=max_tokens, recompute=recompute, rope_fusion=rope_fusion, optimizer=optimizer,
+        )  # fmt: skip
+        return RandomPolicy(settings)
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Policies that are built in the body have torch's layers."""
+    with mock.patch.object(build, "uses_transformer_engine", lambda dtype: False):
+        yield
+
+
+@contextmanager
+def torch_optimizer() -> Iterator[None]:
+    """Policies that are built in the body have torch's Adam (megatron/core/optimizer/__init__.py:357)."""
+    with mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True):
+        yield
+
+
+def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int) -> tuple[SequenceBatch, WeightedLogprob]:
+    """Sequences of random tokens, and a loss that weights the log-prob of every response token differently.
+
+    Args:
+        lengths: tokens of prompt and response, 1 or more.
+    """
+    generator = torch.Generator().manual_seed(len(lengths))
+    totals = [prompt + response for prompt, response in lengths]
+    tokens = [torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32).numpy() for n in totals]
+    spans = [[(prompt, n)] for (prompt, _), n in zip(lengths, totals, strict=True)]
+    batch = sequence_batch(tokens, spans)
+    weights_N = torch.randn(batch.responses.tokens, generator=generator)
+    return batch, WeightedLogprob(weights_N, batch.responses)
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy computes from a batch, in host memory.
+
+    Attributes:
+        logprobs_N: fp32.
+        gradients: of every HF tensor, fp32.
+    """
+
+    logprobs_N: Tensor
+    gradients: dict[str, Tensor]
+
+
+def outcome(policy: RandomPolicy, batch: SequenceBatch, loss: WeightedLogprob) -> Outcome:
+    """Forward pass, then forward and backward of all micro-batches."""
+    logprobs_N = policy.logprobs(batch).logprobs_N
+    policy.accumulate_gradients(batch, loss, loss)
+    gradients = policy.export(lambda parameter: parameter.main_grad)
+    return Outcome(logprobs_N, {name: gradient.float().cpu().clone() for name, gradient in gradients})
+
+
+def differences(found: Outcome, reference: Outcome) -> dict[str, float | str]:
+    """How far an outcome is from another one.
+
+    Returns:
+        Log-probs in nats; gradients relative to the reference's norm, of all tensors together and of the worst one.
+    """
+    gaps_N = (found.logprobs_N.double() - reference.logprobs_N.double()).abs()
+    squares = {name: (gradient - reference.gradients[name]).double().square().sum().item()
+               for name, gradient in found.gradients.items()}  # fmt: skip
+    norms = {name: gradient.double().square().sum().item() for name, gradient in reference.gradients.items()}
+    each = {name: (square / max(norms[name], 1e-30)) ** 0.5 for name, square in squares.items()}
+    worst = max(each, key=lambda name: each[name] if each[name] == each[name] else float("inf"))  # a NaN is the worst
+    return {
+        "logprob_mean_abs_nats": gaps_N.mean().item(),
+        "logprob_max_abs_nats": gaps_N.max().item(),
+        "gradient_relative": (sum(squares.values()) / sum(norms.values())) ** 0.5,
+        "gradient_relative_worst": each[worst],
+        "worst_gradient": worst,
+    }
+
+
+def require(found: Mapping[str, float | str], most: Mapping[str, float], where: str) -> None:
+    """
+    Raises:
+        AssertionError: naming every difference above what is allowed; a NaN is.
+    """
+    wrong = [f"{name} is {found[name]}, at most {most[name]:.3g}" for name in most if not found[name] <= most[name]]
+    if wrong:
+        raise AssertionError(f"{where}: " + "; ".join(wrong) + f" (worst gradient: {found['worst_gradient']})")
+
+
+EXACT = {"logprob_max_abs_nats": 5e-5, "gradient_relative": 2e-5, "gradient_relative_worst": 2e-4}
+"""What fp32 may differ by that adds up in another order."""
+
+
+def as_good_as(plain: Mapping[str, float | str]) -> dict[str, float]:
+    """What layers in bf16 may be away from fp32, given how far plain layers in bf16 are.
+
+    The factors were set before any of this had run on a GPU: rounding at other places may cost up to half as much again
+    on average, a wrong scale, mask or position costs many times as much.
+    """
+    factors = {
+        "logprob_mean_abs_nats": (1.5, 1e-4), "logprob_max_abs_nats": (2.0, 1e-3), "gradient_relative": (1.5, 1e-4),
+        "gradient_relative_worst": (2.0, 1e-3),
+    }  # fmt: skip
+    return {name: factor * float(plain[name]) + floor for name, (factor, floor) in factors.items()}
+
+
+def empty_device() -> None:
+    """Gives back what policies that are gone had."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
