@@ -3,7 +3,7 @@
 #
 #   bash requirements/lock_gpu.sh
 #
-# Takes some ten minutes and needs no GPU: pip reads the metadata of packages, which is a few megabytes, not the packages.
+# Takes some ten minutes and needs no GPU: pip reads the metadata of the packages and downloads none of them.
 # Each version is resolved by a Python of that version, because pip evaluates the markers of requirements for the Python
 # it runs in, whatever --python-version says: vLLM bounds setuptools for 3.12 alone.
 #
@@ -17,14 +17,15 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 LOCK=$ROOT/requirements/gpu.lock
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
-PIP=26.3           # 23.2 of build.lock takes hours over this set of packages
-NEWEST_GLIBC=31    # 2.31: setup_env.sh refuses older hosts, so no package may need a newer one
+PIP=26.3 # the one that was tried
+NEWEST_GLIBC=31 # 2.31: setup_env.sh refuses hosts with an older one, so no package may need a newer one
 
 main() {
-    local version
-    for version in 3.11 3.12; do
-        _resolve "$version" "$(_interpreter "$version")"
-    done
+    local python311 python312
+    python311=$(_interpreter 3.11)
+    python312=$(_interpreter 3.12)
+    _resolve 3.11 "$python311"
+    _resolve 3.12 "$python312"
     _merge "$WORK/3.11.json" "$WORK/3.12.json" >"$WORK/gpu.lock"
     mv "$WORK/gpu.lock" "$LOCK"
     echo "lock: wrote $LOCK, $(grep -vc '^#' "$LOCK") lines"
@@ -52,18 +53,18 @@ _resolve() {
 
 _pip() {
     "$1/bin/python" -m pip --disable-pip-version-check "${@:2}" >"$WORK/log" 2>&1 && return
-    grep -v -E '^(Collecting|  Obtaining|  Using cached|  Downloading|WARNING: Location)' "$WORK/log" | tail -n 60 >&2
+    tail -n 40 "$WORK/log" >&2
     _die "pip failed, its own words are above; $LOCK is as it was"
 }
 
-# What pip resolves: the extra, without what has no wheel or must come without its requirements, but with what that needs.
+# What pip resolves: the extra, without what has no wheel or must come without what it requires, but with what that needs.
 _wanted() {
     "$1/bin/python" - "$ROOT/setup.py" <<'PY'
 import runpy
 import sys
 from types import SimpleNamespace
 
-# Needed by what is appended to the lock (APART in the merge): deepspeed, and TransformerEngine's torch extension.
+# Of what _merge appends: deepspeed, and TransformerEngine's torch extension.
 NEEDED_BY_APART = ["hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "tqdm", "onnx", "onnxscript"]
 # nvcc and its headers, of torch's CUDA and not of the newest: TransformerEngine's extension is compiled with these, and
 # what a newer nvcc emits as PTX is not loaded by a driver of torch's CUDA.
@@ -96,9 +97,9 @@ from types import SimpleNamespace
 HEADER = """\
 # The GPU stack, every package pinned; Python 3.11 and 3.12, x86_64 Linux with glibc 2.31 or newer, CUDA 13.
 # Written by requirements/lock_gpu.sh, installed with --no-deps by `setup_env.sh gpu`. Nothing here has run on a GPU yet.
-# The script builds deepspeed and transformer-engine-torch apart. Not here: pip, setuptools and wheel, which build.lock pins
-# (vLLM's bound on setuptools is that of its build: it imports neither setuptools nor pkg_resources); flash-attn and
-# bitsandbytes, which openrlhf asks for and which nothing imports."""
+# deepspeed and transformer-engine-torch are phases of their own there. Not here: pip, setuptools and wheel, which
+# build.lock pins (vLLM's bound on setuptools is that of its build: it imports neither setuptools nor pkg_resources);
+# flash-attn and bitsandbytes, which openrlhf asks for and which nothing imports."""
 PINNED_ELSEWHERE = {"pip", "setuptools", "wheel"}
 
 
@@ -127,8 +128,8 @@ for python, found in reports.items():
     builds = [f"{name}=={version}" for name, version in found.items() if "+" in version]
     if builds:
         sys.exit(
-            f"lock: for Python {python} pip found builds of a local index ({', '.join(builds)}), which other machines do "
-            "not have: take its find-links and extra indexes away (PIP_CONFIG_FILE=/dev/null, unset PIP_FIND_LINKS)"
+            f"lock: for Python {python} pip found builds of a local index ({', '.join(builds)}), which other machines "
+            "do not have: take its find-links and extra indexes away (PIP_CONFIG_FILE=/dev/null, unset PIP_FIND_LINKS)"
         )
 print(HEADER)
 for name in sorted(set().union(*reports.values()) - PINNED_ELSEWHERE):
