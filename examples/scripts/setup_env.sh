@@ -147,8 +147,8 @@ _install_gpu_packages() {
 }
 
 # Compiled with nvcc and headers of gpu.lock, whatever CUDA toolkit the machine has: they are of torch's version. The
-# headers of cuDNN and NCCL lie in folders of their own, into which neither TransformerEngine's build (build_tools/utils.py)
-# nor torch's looks: csrc/common.h includes cudnn.h, common/util/logging.h nccl.h.
+# headers of cuDNN and NCCL lie in folders of their own, into which neither the build of TransformerEngine 2.11
+# (build_tools/utils.py:228) nor torch's looks: csrc/common.h:23 includes cudnn.h, common/util/logging.h:15 nccl.h.
 # NVTE_PYTORCH_FORCE_BUILD: else its setup.py:122 asks GitHub for a wheel, without a deadline.
 # --no-cache-dir, --force-reinstall: pip would take what it has compiled against another torch for the same.
 _build_transformer_engine() {
@@ -246,8 +246,8 @@ _disk_problem() {
         "Free some, or put the environment elsewhere: OPENRLHF_EXT_VENV=/other/disk/venv"
 }
 
-# Everything that is wrong, at once: each remedy may need somebody else. Disk: the wheels of gpu.lock are 3.9 GiB, unpacked
-# 8.0 GiB (sizes of the package index), and pip keeps both a cache and a folder of what it unpacks.
+# Everything that is wrong, at once: each remedy may need somebody else. Disk: the wheels of gpu.lock are 3.9 GiB,
+# unpacked 8.0 GiB (sizes of the package index), and pip keeps a cache besides.
 _check_gpu_host() {
     local problems
     problems=$(_driver_problem; _glibc_problem; _compiler_problem; _header_problem; _disk_problem 20)
@@ -269,7 +269,7 @@ _glibc_problem() {
     local glibc
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{ print $2 }')
     if [[ $(printf '%s\n' "$OLDEST_GLIBC" "${glibc:-0}" | sort -V | head -n 1) != "$OLDEST_GLIBC" ]]; then
-        echo "glibc is ${glibc:-unknown}, the packages need $OLDEST_GLIBC or newer: a system as new as Debian 11 or RHEL 9"
+        echo "glibc is ${glibc:-unknown}, the packages need $OLDEST_GLIBC or newer: a system like Debian 11 or RHEL 9"
     fi
 }
 

