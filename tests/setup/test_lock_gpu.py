@@ -67,6 +67,8 @@ def test_both_versions_become_one_lock(checkout: Path) -> None:
     result = lock(checkout, {"3.11": SAME | other, "3.12": SAME | {"networkx": "3.7", "setuptools": "80"}})
     assert result.returncode == 0, result.stderr
     lines = (checkout / "requirements/gpu.lock").read_text().splitlines()
+    committed = (ROOT / "requirements/gpu.lock").read_text().splitlines()
+    assert [line for line in lines if line.startswith("#")] == [line for line in committed if line.startswith("#")]
     assert [line for line in lines if not line.startswith("#")] == [
         "deepspeed==0.19.6",
         'networkx==3.6.1; python_version == "3.11"',
