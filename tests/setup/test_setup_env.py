@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.cli.gpu_host import OLDEST_DRIVER
 from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,16 +21,18 @@ NEEDED_FILES = (
     "requirements/build.lock",
     "requirements/cpu.lock",
     "requirements/dev.lock",
+    "requirements/gpu.lock",
     "requirements/triton.lock",
     "setup.py",
     "pyproject.toml",
 )
 PHASES = ["venv", "tools", "packages", "dev", "triton", "torch", "deepspeed", "project", "check"]
 
-# Answers as the script expects of an interpreter: its version; `-m venv DIR` puts a copy of itself there; every call of
-# pip and of the doctor is written down. Calls that match $STUB_FAIL fail, those that match $STUB_SLOW wait for the file
-# $STUB_GATE.
+# Answers as the script expects of an interpreter: its version, its include folder; `-m venv DIR` puts a copy of itself
+# there; every call of pip and of the doctor is written down, that of a compilation with its variables. Calls that match
+# $STUB_FAIL fail, those that match $STUB_SLOW wait for the file $STUB_GATE.
 STUB = r"""#!/usr/bin/env bash
+if [[ $1 == -c && $2 == *include* ]]; then echo "$STUB_INCLUDE"; exit; fi
 if [[ $1 == -c ]]; then echo "${STUB_VERSION:-3.11.9}"; exit; fi
 if [[ $* == "-m pip --version" ]]; then exit; fi
 echo "$*" >>"$STUB_CALLS"
@@ -42,6 +45,9 @@ if [[ -n ${STUB_SLOW:-} && $* == $STUB_SLOW ]]; then
     touch "$STUB_GATE.reached"
     for _ in $(seq 1200); do [[ -e $STUB_GATE ]] && break; sleep 0.05; done
 fi
+for name in CUDA_HOME CPATH MAX_JOBS NVTE_FRAMEWORK NVTE_PYTORCH_FORCE_BUILD; do
+    if [[ $* == *transformer-engine-torch* ]]; then echo "$name=${!name}" >>"$STUB_CALLS"; fi
+done
 if [[ $2 == venv ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
 """
 
@@ -73,7 +79,9 @@ def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., sub
     """Starts the set-up in a process group of its own."""
 
     def start(*arguments: str, root: Path = checkout, **env: str) -> subprocess.Popen[str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OPENRLHF_EXT_", "PIP_")) and k != "PYTHON"}
+        ours = ("OPENRLHF_EXT_", "PIP_", "CUDA_", "NVTE_")
+        others = ("PYTHON", "CPATH", "MAX_JOBS")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(ours) and k not in others}
         return subprocess.Popen(
             ["bash", str(root / "examples/scripts/setup_env.sh"), *arguments],
             env={
@@ -81,6 +89,7 @@ def start(checkout: Path, bin_folder: Path, tmp_path: Path) -> Callable[..., sub
                 "PATH": f"{bin_folder}:{clean['PATH']}",
                 "STUB_CALLS": str(tmp_path / "calls"),
                 "STUB_GATE": str(tmp_path / "gate"),
+                "STUB_INCLUDE": str(tmp_path),
                 **env,
             },
             stdout=subprocess.PIPE,
@@ -289,3 +298,145 @@ def test_sourcing_scripts_get_the_interpreter(checkout: Path, setup: Setup, bin_
 def test_a_wrong_argument_is_refused(setup: Setup) -> None:
     failed = setup("devel")
     assert failed.returncode == 1 and "'devel'" in failed.stderr
+
+
+# --- gpu --------------------------------------------------------------------------------------------------------------
+
+GPU_PHASES = ["venv", "tools", "torch", "packages", "transformer_engine", "deepspeed", "project", "check"]
+
+
+@pytest.fixture
+def gpu_host(bin_folder: Path, tmp_path: Path) -> Path:
+    """Stubs of a machine that can take the GPU stack; the folder goes first on PATH."""
+    write_executable(bin_folder / "nvidia-smi", "#!/bin/sh\necho 580.65.06\necho 580.65.06\n")
+    write_executable(bin_folder / "getconf", "#!/bin/sh\necho glibc 2.31\n")
+    write_executable(bin_folder / "nproc", "#!/bin/sh\necho 64\n")
+    for name in ("gcc", "g++"):
+        write_executable(bin_folder / name, "#!/bin/sh\nexit 0\n")
+    write_executable(bin_folder / "df", f"#!/bin/sh\necho header\necho /dev/x 99 9 {20 * 2**20} 75% /\n")
+    (tmp_path / "Python.h").touch()
+    return bin_folder
+
+
+def test_the_gpu_stack_is_installed_in_the_order_that_its_builds_need(
+    setup: Setup, calls, checkout: Path, gpu_host: Path
+) -> None:
+    result = setup("gpu")
+    assert result.returncode == 0, result.stderr
+    assert phases_of(result.stdout) == GPU_PHASES
+    venv = checkout / ".venv"
+    nvidia = venv / "lib/python3.11/site-packages/nvidia"
+    assert calls() == [
+        f"-m venv {venv}",
+        "-m pip install -r requirements/build.lock",
+        "-m pip install --no-deps torch==2.13.0",
+        f"-m pip install --no-deps -r {venv}/.setup/gpu.txt",
+        "-m pip install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "
+        "transformer-engine-torch==2.11.0",
+        f"CUDA_HOME={nvidia}/cu13",
+        f"CPATH={nvidia}/cudnn/include:{nvidia}/nccl/include",
+        "MAX_JOBS=16",
+        "NVTE_FRAMEWORK=pytorch",
+        "NVTE_PYTORCH_FORCE_BUILD=TRUE",
+        "-m pip install --use-pep517 --no-deps deepspeed==0.19.6",
+        "-m pip install --no-deps --no-build-isolation -e .",
+        "-m openrlhf_ext.cli.doctor",
+    ]
+    left_out = {"torch", "deepspeed", "transformer-engine-torch"}
+    whole = (checkout / "requirements/gpu.lock").read_text().splitlines()
+    installed = (venv / ".setup/gpu.txt").read_text().splitlines()
+    assert installed == [line for line in whole if line.split("==")[0] not in left_out]
+    assert len(installed) == len(whole) - len(left_out)
+
+
+def test_a_finished_gpu_stack_is_left_alone_even_where_there_is_no_gpu(setup: Setup, calls, gpu_host: Path) -> None:
+    setup("gpu")
+    calls()
+    (gpu_host / "nvidia-smi").unlink()
+    result = setup("gpu")
+    assert (result.returncode, result.stdout, calls()) == (0, "", [])
+
+
+def test_settings_of_the_user_reach_the_compilers(setup: Setup, calls, checkout: Path, gpu_host: Path) -> None:
+    setup("gpu", CPATH="/my/include", MAX_JOBS="3", CUDA_HOME="/old/cuda")
+    made = calls()
+    assert "MAX_JOBS=3" in made
+    assert any(call.startswith("CPATH=") and call.endswith("/nccl/include:/my/include") for call in made)
+    assert f"CUDA_HOME={checkout}/.venv/lib/python3.11/site-packages/nvidia/cu13" in made, "headers of torch's CUDA"
+
+
+@pytest.mark.parametrize(
+    ("stubs", "says"),
+    [
+        ({"nvidia-smi": "exit 9"}, "nvidia-smi tells no driver: run this on a machine with a GPU"),
+        ({"nvidia-smi": "echo 'No devices were found'"}, "nvidia-smi tells no driver"),
+        ({"nvidia-smi": "echo 570.124.06"}, "NVIDIA's driver is 570.124.06, CUDA 13 needs 580 or newer"),
+        ({"getconf": "echo glibc 2.28"}, "glibc is 2.28, the packages need 2.31 or newer"),
+        ({"g++": "exit 1"}, "g++ is missing or too old for C++20"),
+        ({"df": f"echo header; echo /dev/x 99 9 {20 * 2**20 - 1} 75% /"}, "20 GB needed, 19 GB free"),
+    ],
+)
+def test_a_host_that_is_not_ready_is_refused_before_a_download(
+    setup: Setup, calls, gpu_host: Path, checkout: Path, stubs: dict[str, str], says: str
+) -> None:
+    for name, text in stubs.items():
+        write_executable(gpu_host / name, f"#!/bin/sh\n{text}\n")
+    failed = setup("gpu")
+    assert failed.returncode == 1 and calls() == []
+    assert "not ready for the GPU stack, nothing was installed" in failed.stderr
+    (line,) = failed.stderr.strip().splitlines()[1:]
+    assert says in line
+    assert not (checkout / ".venv/.setup/stack").exists(), "the CPU stack can still come here"
+
+
+def test_everything_that_a_host_lacks_is_in_one_report(setup: Setup, calls, gpu_host: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"  # a PATH without compilers, whatever this machine has
+    tools.mkdir()
+    for name in "bash awk dirname realpath mkdir flock timeout head sort cat sed cut sha256sum".split():
+        (tools / name).symlink_to(shutil.which(name))
+    for name in ("gcc", "g++"):
+        (gpu_host / name).unlink()
+    write_executable(gpu_host / "nvidia-smi", "#!/bin/sh\necho 550.1\n")
+    write_executable(gpu_host / "getconf", "#!/bin/sh\necho glibc 2.17\n")
+    write_executable(gpu_host / "df", "#!/bin/sh\necho header\necho /dev/x 99 9 1048576 75% /\n")
+    (tmp_path / "Python.h").unlink()
+    failed = setup("gpu", PATH=f"{gpu_host}:{tools}")
+    assert failed.returncode == 1 and calls() == []
+    driver, glibc, compiler, header, disk = failed.stderr.strip().splitlines()[1:]
+    assert "550.1" in driver and "2.17" in glibc and "gcc is missing, Triton calls it" in compiler
+    assert f"{tmp_path}/Python.h is missing" in header and "python3.11-dev" in header
+    assert "20 GB needed, 1 GB free" in disk and "OPENRLHF_EXT_VENV=" in disk
+
+
+@pytest.mark.parametrize(("first", "second"), [("gpu", "dev"), ("dev", "gpu")])
+def test_one_stack_is_not_installed_over_the_other(
+    setup: Setup, calls, gpu_host: Path, checkout: Path, first: str, second: str
+) -> None:
+    assert setup(first).returncode == 0
+    calls()
+    if first == "dev":  # as older versions of the script left it
+        (checkout / ".venv/.setup/stack").unlink()
+    failed = setup(second)
+    held = "cpu" if first == "dev" else "gpu"
+    assert failed.returncode == 1 and calls() == []
+    assert f"holds the {held} stack" in failed.stderr and "OPENRLHF_EXT_VENV=" in failed.stderr
+
+
+def test_a_failed_compilation_has_a_remedy_and_is_repeated_alone(setup: Setup, gpu_host: Path) -> None:
+    failed = setup("gpu", STUB_FAIL="*transformer-engine-torch*")
+    assert failed.returncode == 1
+    assert "failed in phase 'transformer_engine'" in failed.stderr and "MAX_JOBS" in failed.stderr
+    assert phases_of(setup("gpu").stdout) == GPU_PHASES[4:]
+
+
+def test_another_torch_compiles_the_extension_again(setup: Setup, gpu_host: Path) -> None:
+    setup("gpu")
+    again = setup("gpu", OPENRLHF_EXT_TORCH_INDEX="file:///wheels")
+    assert phases_of(again.stdout) == ["torch", "transformer_engine", "check"]
+
+
+def test_the_script_and_the_doctor_ask_for_the_same_driver_and_the_lock_for_no_newer_glibc() -> None:
+    script = (ROOT / "examples/scripts/setup_env.sh").read_text()
+    assert f"OLDEST_DRIVER={OLDEST_DRIVER[13]}\n" in script
+    (newest,) = re.findall(r"^NEWEST_GLIBC=(\d+)", (ROOT / "requirements/lock_gpu.sh").read_text(), re.MULTILINE)
+    assert f"OLDEST_GLIBC=2.{newest}\n" in script
