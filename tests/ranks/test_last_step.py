@@ -49,7 +49,7 @@ def awake(actor: Any, max_epochs: int) -> FakeModel:
 def test_a_policys_last_step_announces_no_other(epochs: int) -> None:
     actor = PolicyActor.__new__(PolicyActor)
     model = awake(actor, epochs)
-    actor.policy = SimpleNamespace(train_step=lambda *step: model.train_step(more=step[-1]))
+    actor.policy = SimpleNamespace(chunks=[], train_step=lambda *step: model.train_step(more=step[-1]))
     actor.timers, actor.has_moved = PhaseTimers(), False
     actor.batch = Batch(range(6))
     actor.shard = SimpleNamespace(mini_batches=[MiniBatch(range(3)), MiniBatch(range(3))], seed=1)
