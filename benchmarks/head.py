@@ -404,7 +404,7 @@ def part_gpu(args: argparse.Namespace) -> dict:
     if not torch.cuda.is_available():
         raise SystemExit("--part gpu needs a CUDA device; none is visible")
     out: dict = {}
-    for hidden in (4096, 5120):
+    for hidden in args.gpu_hidden:
         for shards in (1, 8):
             for tokens in (8192, 32768):
                 label = f"tokens {tokens} hidden {hidden} vocab 152064 tp {shards}"
@@ -488,6 +488,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--gpu_hidden", type=int, nargs="+", default=[4096, 5120], help="of the part 'gpu'")
     parser.add_argument("--repeats", type=int, default=5, help="of ours and the floor; other ways take two")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
