@@ -465,17 +465,23 @@ def peers(problem: Problem) -> dict[str, Function]:
 PARTS = {"forward": part_forward, "backward": part_backward, "scaling": part_scaling, "gpu": part_gpu}
 
 
+def commit() -> str:
+    """From git, or from the file COMMIT that a copy of the checkout without git has."""
+    if Path("COMMIT").exists():
+        return Path("COMMIT").read_text().strip()
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def environment(args: argparse.Namespace) -> dict:
     """What a number needs to be repeated: hardware, commit, versions, settings."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else model,
         "threads": torch.get_num_threads(),
         "cores_visible": os.cpu_count(),
         "load_average": os.getloadavg(),
-        "commit": commit,
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "repeats": args.repeats,

@@ -71,7 +71,9 @@ def states_of(policy: MegatronPolicy) -> dict[str, Tensor]:
         for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
             number = len(found)
             found[f"{number} main"] = parameter
-            found |= {f"{number} {name}": v for name, v in part.optimizer.state[parameter].items() if torch.is_tensor(v)}
+            found |= {
+                f"{number} {name}": v for name, v in part.optimizer.state[parameter].items() if torch.is_tensor(v)
+            }
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 

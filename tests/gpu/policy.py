@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from openrlhf_ext.megatron.step.batch import SequenceBatch

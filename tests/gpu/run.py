@@ -72,7 +72,7 @@ def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> N
     outcome: dict[str, Any]
     try:
         measured = getattr(importlib.import_module(module), function)(Machine(device, bundle, seconds))
-        outcome = {"status": "passed", "measured": measured}
+        outcome = {"status": "passed", "measured": json.loads(json.dumps(measured))}
     except NotHere as error:
         outcome = {"status": "skipped", "error": str(error)}
     except BaseException as error:  # SystemExit too: nothing that a check does may pass for a success
@@ -168,7 +168,7 @@ def chosen(plan: Plan) -> list[Check]:
 
 def run(plan: Plan) -> int:
     """Runs all, writes the file after each, and says how it went. Returns the exit code."""
-    checks, deadline = chosen(plan), time.monotonic() + 60 * plan.minutes
+    checks = chosen(plan)
     report: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
@@ -178,6 +178,7 @@ def run(plan: Plan) -> int:
         "checks": {check.name: {"status": "not run", "error": "the run was ended before it"} for check in checks},
     }
     write(plan.output, report)
+    deadline = time.monotonic() + 60 * plan.minutes
     width = max(len(check.name) for check in checks)
     for check in checks:
         outcome = run_one(check, deadline - time.monotonic(), plan.bundle)

@@ -100,7 +100,7 @@ def _speed(engines: list[Any], machine: Machine) -> dict[str, Any]:
 
 
 def killed_sender(machine: Machine) -> dict[str, Any]:
-    """A worker learns within seconds that its sender was killed, keeps its device, and takes another sender's update."""
+    """A worker learns within seconds that its sender was killed, and takes the update of another."""
     with _sending_process("stop in the middle") as (process, link):
         receiver = WeightReceiver.connect(plan(), link, 0)
         stream = receiver.receive(1)
