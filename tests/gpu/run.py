@@ -10,13 +10,13 @@ something passed; 1: a check failed, or none passed; 2: time was up before the l
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -42,6 +42,7 @@ from tests.gpu.kit import Machine, NotHere
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "numpy", "safetensors")
 _LEAST_S = 5.0  # to import torch and begin
+_SAY_S = 3.0
 _OUTPUT_CHARACTERS = 4000
 _TIME_WAS_UP = "not run: time was up"
 
@@ -62,9 +63,7 @@ class Plan:
 
 
 def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> None:
-    """Runs one check and writes what came of it; a traceback of every thread is printed shortly before the limit."""
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, seconds - 2.0))
+    """Runs one check and writes what came of it."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     patches.apply()
     older_torch.adapt()
@@ -93,8 +92,12 @@ class Process:
         self._result, self._log = folder / "result.json", folder / "output.txt"
         command = [sys.executable, "-m", "tests.gpu.run", "--check", check.name, "--seconds", str(seconds)]
         command += ["--result", str(self._result)] + (["--bundle", str(bundle)] if bundle else [])
+        # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def outcome(self, seconds: float) -> dict[str, Any]:
         """Waits, at most this long.
@@ -107,6 +110,14 @@ class Process:
             return json.loads(self._result.read_text())
         end = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
         return {"status": "failed", "error": f"the process ended {end} without a result"}
+
+    def say_where(self) -> None:
+        """Lets it print its stacks, and ends it."""
+        self._process.send_signal(signal.SIGABRT)
+        try:
+            self._process.wait(timeout=_SAY_S)
+        except subprocess.TimeoutExpired:
+            pass  # a call into a driver may not even let it end: `end` does
 
     def output(self) -> str:
         """The end of what it printed."""
@@ -135,6 +146,7 @@ def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
             outcome = process.outcome(limit)
         except subprocess.TimeoutExpired:
             outcome = _late(limit, check)
+            process.say_where()
         finally:
             process.end()
         if outcome["status"] in ("failed", "not run"):
@@ -283,6 +295,7 @@ def main() -> None:
         raise SystemExit(f"--bundle must be a folder that bundle.sh made, got {bundle}")
     if args.check:
         run_check(args.check, args.seconds, bundle, args.result)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
     with _ended_politely():
         plan = Plan(args.calls, args.call, args.minutes, args.output.resolve(), bundle, args.only)
         raise SystemExit(run(plan))
