@@ -404,7 +404,7 @@ def part_gpu(args: argparse.Namespace) -> dict:
     if not torch.cuda.is_available():
         raise SystemExit("--part gpu needs a CUDA device; none is visible")
     out: dict = {}
-    for hidden in (4096, 5120):
+    for hidden in args.gpu_hidden:
         for shards in (1, 8):
             for tokens in (8192, 32768):
                 label = f"tokens {tokens} hidden {hidden} vocab 152064 tp {shards}"
@@ -465,17 +465,23 @@ def peers(problem: Problem) -> dict[str, Function]:
 PARTS = {"forward": part_forward, "backward": part_backward, "scaling": part_scaling, "gpu": part_gpu}
 
 
+def commit() -> str:
+    """From git, or from the file COMMIT that a copy of the checkout without git has."""
+    if Path("COMMIT").exists():
+        return Path("COMMIT").read_text().strip()
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def environment(args: argparse.Namespace) -> dict:
     """What a number needs to be repeated: hardware, commit, versions, settings."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else model,
         "threads": torch.get_num_threads(),
         "cores_visible": os.cpu_count(),
         "load_average": os.getloadavg(),
-        "commit": commit,
+        "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "repeats": args.repeats,
@@ -488,6 +494,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--gpu_hidden", type=int, nargs="+", default=[4096, 5120], help="of the part 'gpu'")
     parser.add_argument("--repeats", type=int, default=5, help="of ours and the floor; other ways take two")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(

@@ -16,7 +16,7 @@ from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import balance_rows
 from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
 from tests.megatron.parity import WeightedLogprob
-from tests.megatron.test_policy import TEMPERATURE
+from tests.megatron.reference import TEMPERATURE
 from tests.patience import PATIENCE_S
 
 

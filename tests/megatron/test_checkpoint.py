@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from openrlhf_ext.checkpoints import check_files
 from tests.launch import launch
-from tests.megatron.test_policy import make_batch
+from tests.megatron.reference import make_batch
 from tests.models import make_tiny_model
 
 WORKER = "tests.megatron.checkpoint_worker"

@@ -13,7 +13,8 @@ from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.critic import ValueTargets
 from tests.launch import launch
 from tests.megatron.critic_parity import CLIP, EPS, LR, STEPS
-from tests.megatron.test_policy import make_batch, relative
+from tests.megatron.reference import make_batch
+from tests.megatron.test_policy import relative
 from tests.models import make_tiny_model
 from tests.sequences import plain_rows
 

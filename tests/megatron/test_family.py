@@ -14,7 +14,8 @@ from openrlhf_ext.megatron.families import ModelError, family_of
 from openrlhf_ext.megatron.model.family import LAYER, Family
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from tests.launch import launch
-from tests.megatron.test_policy import TEMPERATURE, make_batch, reference, relative
+from tests.megatron.reference import TEMPERATURE, make_batch, reference
+from tests.megatron.test_policy import relative
 
 PHI3 = Family(
     model_type="phi3",

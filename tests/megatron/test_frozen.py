@@ -11,8 +11,8 @@ from openrlhf_ext.megatron.memory import frozen
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.memory.offload import HostArena
 from tests.launch import launch
-from tests.megatron.test_policy import make_batch
-from tests.megatron.test_policy import reference as transformers_outcome
+from tests.megatron.reference import make_batch
+from tests.megatron.reference import reference as transformers_outcome
 from tests.models import make_tiny_model
 
 CASES = [

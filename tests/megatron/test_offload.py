@@ -7,7 +7,7 @@ import torch
 
 from openrlhf_ext.megatron.memory.offload import HostArena, ModelStates
 from tests.launch import launch
-from tests.megatron.test_policy import make_batch
+from tests.megatron.reference import make_batch
 from tests.models import make_tiny_model
 
 CASES = [

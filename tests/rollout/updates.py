@@ -38,7 +38,7 @@ def plan() -> BucketPlan:
 
 def same(received: dict[str, Tensor], version: int) -> bool:
     sent = state(version)
-    return received.keys() == sent.keys() and all(torch.equal(received[name], sent[name]) for name in sent)
+    return received.keys() == sent.keys() and all(torch.equal(received[name].cpu(), sent[name]) for name in sent)
 
 
 def fill_with(tensors: Mapping[str, Tensor]) -> Fill:

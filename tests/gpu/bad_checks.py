@@ -1,0 +1,60 @@
+"""Checks that do what checks may do, for the test of the runner."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.calls import Check
+from tests.gpu.kit import Machine, NotHere
+
+NAME = "tests.gpu.bad_checks"
+
+
+def good(machine: Machine) -> dict[str, Any]:
+    return {"device": machine.device.type, "bundle": str(machine.bundle)}
+
+
+def wrong(machine: Machine) -> dict[str, Any]:
+    raise AssertionError("two and two are five")
+
+
+def crashing(machine: Machine) -> dict[str, Any]:
+    ctypes.string_at(0)
+    return {}
+
+
+def leaving(machine: Machine) -> dict[str, Any]:
+    os._exit(0)
+
+
+def hanging(machine: Machine) -> dict[str, Any]:
+    """With a process of its own, whose number it leaves."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    Path(os.environ["CHILD_FILE"]).write_text(str(child.pid))
+    time.sleep(3600)
+    return {}
+
+
+def elsewhere(machine: Machine) -> dict[str, Any]:
+    raise NotHere("it needs a machine of another kind")
+
+
+def unwritable(machine: Machine) -> dict[str, Any]:
+    return {"device": machine.device}
+
+
+CHECKS = (
+    *(Check(f"{NAME}:{name}", 1, 60) for name in ("wrong", "crashing", "leaving", "unwritable")),
+    Check(f"{NAME}:hanging", 1, 30),
+    Check(f"{NAME}:elsewhere", 1, 60),
+    Check(f"{NAME}:good", 1, 60),
+    Check(f"{NAME}:elsewhere", 2, 60, ("no_such_package",)),
+    Check(f"{NAME}:hanging", 3, 600),
+    Check(f"{NAME}:elsewhere", 3, 60),
+)

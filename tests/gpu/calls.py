@@ -1,0 +1,47 @@
+"""Which checks each call of ``run.sh`` makes, most telling first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Check:
+    """One entry.
+
+    Attributes:
+        name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
+        call: 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size.
+        seconds: limit on a GPU, and on a CPU.
+        needs: packages without which it is skipped: the bundle brings them to a machine that lacks them.
+    """
+
+    name: str
+    call: int
+    seconds: float
+    needs: tuple[str, ...] = ()
+
+
+POLICY = ("megatron", "pydantic", "transformers", "safetensors")
+
+CHECKS = (
+    # ---- call 1: nothing is built -----------------------------------------------------------------------------------
+    Check("tests.gpu.products:products", 1, 60),
+    Check("tests.gpu.head:against_fp64", 1, 90, ("pydantic",)),
+    Check("tests.gpu.head:kernels_beyond_int32", 1, 60, ("triton",)),
+    Check("tests.gpu.policy:parity", 1, 90, POLICY),
+    Check("tests.gpu.policy:bf16", 1, 60, POLICY),
+    Check("tests.gpu.policy:three_steps", 1, 90, POLICY),
+    Check("tests.gpu.waits:micro_batches", 1, 90, (*POLICY, "pytest", "hypothesis")),
+    Check("tests.gpu.memory:offload", 1, 90, POLICY),
+    Check("tests.gpu.memory:checkpoint", 1, 90, POLICY),
+    Check("tests.gpu.transport:ipc", 1, 90),
+    Check("tests.gpu.transport:killed_sender", 1, 60),
+    Check("tests.gpu.transport:expandable_segments", 1, 60),
+    Check("tests.gpu.transport:collective", 1, 60),
+    Check("tests.gpu.transport:checksums", 1, 60),
+    Check("tests.gpu.head:sanitizer", 1, 120, ("triton", "pydantic")),
+    Check("tests.gpu.head:benchmark", 1, 240, ("triton", "pydantic")),
+    # ---- call 2: TransformerEngine ----------------------------------------------------------------------------------
+    # ---- call 3: size -----------------------------------------------------------------------------------------------
+)

@@ -1,0 +1,102 @@
+"""A trained model's states leave the device and come back, and go to disk and come back, to the last bit."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
+from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.step.batch import SequenceBatch
+from tests.gpu.alone import build, different, facts, join_alone, states_of, tiny_folder
+from tests.gpu.kit import Machine
+from tests.megatron import checkpoint_worker
+from tests.megatron.parity import WeightedLogprob
+from tests.megatron.reference import make_batch
+from tests.models import make_tiny_model
+
+_LEAST_FREED = 0.8  # of what moved: torch gives blocks back to the driver as a whole
+
+
+def offload(machine: Machine) -> dict[str, Any]:
+    """bf16 with the distributed optimizer, as a colocated run trains: freed memory, speed, and the same bits."""
+    size = {"vocab": 32_000, "heads": 64, "layers": 16} if machine.on_gpu else {}
+    with tiny_folder() as folder:
+        make_tiny_model(folder, **size)
+        policy = build({"model": str(folder), "dtype": "bf16", "distributed_optimizer": True})
+    batch, weights_N = make_batch(61)
+    _step(policy, batch, weights_N)  # the optimizer has its moments after a step
+    before, states = states_of(policy), ModelStates(policy.models, policy.optimizer, policy.device)
+    swaps = []
+    for _ in range(2):  # the second time host memory is there already
+        free = _free_bytes(machine)
+        out = states.offload()
+        left = sum(states.nbytes(kind) for kind in KINDS if kind in states.resident)
+        assert left == 0, f"{left} bytes stayed on the device"
+        freed = _free_bytes(machine) - free
+        back = states.reload()
+        swaps.append((out, back, freed))
+    wrong = different(states_of(policy), before)
+    assert not wrong, f"states that came back changed: {wrong}"
+    metrics = _step(policy, batch, weights_N)
+    assert all(math.isfinite(value) for value in metrics.values()), f"the step after the swap gave {metrics}"
+    out, back, freed = swaps[-1]
+    if machine.on_gpu:
+        least = _LEAST_FREED * out.moved_bytes
+        assert min(out.measured_bytes, freed) > least, (
+            f"{out.moved_bytes} bytes moved, but torch gave back {out.measured_bytes}, and the device has {freed} more"
+        )
+    return {
+        **facts(policy), "moved_mib": out.moved_bytes / 2**20, "given_back_mib": out.measured_bytes / 2**20,
+        "more_free_on_device_mib": freed / 2**20 if machine.on_gpu else None,
+        "first_offload_s": swaps[0][0].seconds, "offload_gb_per_s": 1e-9 * out.moved_bytes / out.seconds,
+        "reload_gb_per_s": 1e-9 * back.moved_bytes / back.seconds,
+    }  # fmt: skip
+
+
+def _free_bytes(machine: Machine) -> int:
+    return torch.cuda.mem_get_info(machine.device)[0] if machine.on_gpu else 0
+
+
+def _step(policy: MegatronPolicy, batch: SequenceBatch, weights_N: Tensor) -> dict[str, float]:
+    shaped = WeightedLogprob(weights_N, batch.responses)
+    return policy.train_step(batch, shaped, shaped)
+
+
+def checkpoint(machine: Machine) -> dict[str, Any]:
+    """Saved after two steps and loaded into a fresh policy: the same states, and the same next step."""
+    _always_the_same_sums()
+    join_alone()
+    batch, weights_N = make_batch(61)
+    with tiny_folder() as folder, sdpa_kernel(SDPBackend.MATH):
+        make_tiny_model(folder / "model")
+        case = {"model": str(folder / "model"), "dtype": "fp32"}
+        policy = checkpoint_worker.build(case)
+        checkpoint_worker.train(policy, batch, weights_N, 2)
+        saved = states_of(policy)
+        entries = take_snapshot(policy, {"version": 2}, copy=True).write(folder / "saved", "policy")
+        steps, after = checkpoint_worker.train(policy, batch, weights_N, 1), states_of(policy)
+        parallel_state.destroy_model_parallel()
+        fresh = checkpoint_worker.build(case)
+        extra = load_checkpoint(fresh, folder / "saved" / "policy")
+        assert extra == {"version": 2}, f"the driver's part came back as {extra}"
+        wrong = different(states_of(fresh), saved)
+        assert not wrong, f"loaded states differ from saved ones: {wrong}"
+        again, after_again = checkpoint_worker.train(fresh, batch, weights_N, 1), states_of(fresh)
+    assert again == steps, f"the next step differs: {again} after loading, {steps} without"
+    wrong = different(after_again, after)
+    assert not wrong, f"states after the next step differ: {wrong}"
+    return {**facts(fresh), "files": len(entries), "states": len(saved), "next_step": steps[0]}
+
+
+def _always_the_same_sums() -> None:
+    """Sums of the same numbers in the same order every time: otherwise two equal runs differ on a GPU."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
+    torch.use_deterministic_algorithms(True, warn_only=True)

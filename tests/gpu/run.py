@@ -1,0 +1,319 @@
+"""Runs the checks that meet a GPU, each in a process of its own, and keeps what they measured in one JSON file.
+
+    bash tests/gpu/run.sh --call 1 --minutes 8 --output gpu.json --bundle FOLDER
+
+The file is written after every check, so that a run that is ended keeps what it has. A check that crashes, hangs or
+raises has failed alone; the others go on. Exit code 0: nothing failed, everything ran or was skipped with its reason,
+something passed; 1: a check failed, or none passed; 2: time was up before the last check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf_ext import patches
+from tests.gpu import older_torch
+from tests.gpu.calls import Check
+from tests.gpu.kit import Machine, NotHere
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTIONS = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "numpy", "safetensors")
+_LEAST_S = 5.0  # to import torch and begin
+_SAY_S = 3.0
+_OUTPUT_CHARACTERS = 4000
+_TIME_WAS_UP = "not run: time was up"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command line says."""
+
+    calls: str
+    call: int
+    minutes: float
+    output: Path
+    bundle: Path | None
+    only: str | None
+
+
+# ---- one check, in its own process ----------------------------------------------------------------------------------
+
+
+def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> None:
+    """Runs one check and writes what came of it."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    patches.apply()
+    older_torch.adapt()
+    module, function = name.split(":")
+    outcome: dict[str, Any]
+    try:
+        measured = getattr(importlib.import_module(module), function)(Machine(device, bundle, seconds))
+        outcome = {"status": "passed", "measured": json.loads(json.dumps(measured))}
+    except NotHere as error:
+        outcome = {"status": "skipped", "error": str(error)}
+    except BaseException as error:  # SystemExit too: nothing that a check does may pass for a success
+        outcome = {"status": "failed", "error": "".join(traceback.format_exception(error))}
+    text = json.dumps(outcome)
+    part = result.with_suffix(".part")
+    part.write_text(text)
+    part.replace(result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo and NCCL may outlive the interpreter's own clean-up
+
+
+class Process:
+    """A check's process and everything that it starts; nothing of it is left afterwards."""
+
+    def __init__(self, check: Check, seconds: float, bundle: Path | None, folder: Path) -> None:
+        self._result, self._log = folder / "result.json", folder / "output.txt"
+        command = [sys.executable, "-m", "tests.gpu.run", "--check", check.name, "--seconds", str(seconds)]
+        command += ["--result", str(self._result)] + (["--bundle", str(bundle)] if bundle else [])
+        # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def outcome(self, seconds: float) -> dict[str, Any]:
+        """Waits, at most this long.
+
+        Raises:
+            subprocess.TimeoutExpired: it is still running.
+        """
+        code = self._process.wait(timeout=seconds)
+        if self._result.exists():
+            return json.loads(self._result.read_text())
+        end = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+        return {"status": "failed", "error": f"the process ended {end} without a result"}
+
+    def say_where(self) -> None:
+        """Lets it print its stacks, and ends it."""
+        self._process.send_signal(signal.SIGABRT)
+        try:
+            self._process.wait(timeout=_SAY_S)
+        except subprocess.TimeoutExpired:
+            pass  # a call into a driver may not even let it end: `end` does
+
+    def output(self) -> str:
+        """The end of what it printed."""
+        return self._log.read_text(errors="replace")[-_OUTPUT_CHARACTERS:]
+
+    def end(self) -> None:
+        """Ends what is left of its session: processes of its own too."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+
+def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
+    """What came of a check: status, seconds, measurements or error."""
+    missing = [package for package in check.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        return {"status": "skipped", "seconds": 0.0, "error": f"not installed here: {', '.join(missing)} (--bundle)"}
+    if left_s < _LEAST_S:
+        return {"status": "not run", "seconds": 0.0, "error": _TIME_WAS_UP}
+    limit, start = min(check.seconds, left_s), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        process = Process(check, limit, bundle, Path(folder))
+        try:
+            outcome = process.outcome(limit)
+        except subprocess.TimeoutExpired:
+            outcome = _late(limit, check)
+            process.say_where()
+        finally:
+            process.end()
+        if outcome["status"] in ("failed", "not run"):
+            outcome["output"] = process.output()
+    return {**outcome, "seconds": round(time.monotonic() - start, 2)}
+
+
+def _late(limit: float, check: Check) -> dict[str, Any]:
+    if limit < check.seconds:
+        return {"status": "not run", "error": f"{_TIME_WAS_UP} after {limit:.0f} of its {check.seconds:g} s"}
+    return {"status": "failed", "error": f"it was ended at its limit of {limit:g} s; see output for where it was"}
+
+
+# ---- the whole run --------------------------------------------------------------------------------------------------
+
+
+def chosen(plan: Plan) -> list[Check]:
+    """The checks that were asked for.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    all_checks: Sequence[Check] = importlib.import_module(plan.calls).CHECKS
+    found = [c for c in all_checks if (c.call == plan.call if plan.only is None else plan.only in c.name)]
+    if not found:
+        known = ", ".join(check.name for check in all_checks)
+        asked = f"--call {plan.call}" if plan.only is None else f"--only {plan.only}"
+        raise SystemExit(f"{asked} names no check; these are known: {known}")
+    return found
+
+
+def run(plan: Plan) -> int:
+    """Runs all, writes the file after each, and says how it went. Returns the exit code."""
+    checks = chosen(plan)
+    report: dict[str, Any] = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "settings": {name: _plain(value) for name, value in vars(plan).items()},
+        "checks": {check.name: {"status": "not run", "error": "the run was ended before it"} for check in checks},
+    }
+    write(plan.output, report)
+    deadline = time.monotonic() + 60 * plan.minutes
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        outcome = run_one(check, deadline - time.monotonic(), plan.bundle)
+        report["checks"][check.name] = outcome
+        write(plan.output, report)
+        print(f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {_line(outcome)}", flush=True)
+    counts = Counter(outcome["status"] for outcome in report["checks"].values())
+    said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
+    print(f"{said}; {plan.output}", flush=True)
+    if counts["failed"] or not counts["passed"]:
+        return 1
+    return 2 if counts["not run"] else 0
+
+
+def _line(outcome: dict[str, Any]) -> str:
+    """The end of an error says what it was; nothing for a success."""
+    lines = outcome.get("error", "").strip().splitlines()
+    return lines[-1][:160] if lines else ""
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """As a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(path)
+
+
+# ---- where and of what ----------------------------------------------------------------------------------------------
+
+
+def hardware() -> dict[str, Any]:
+    """GPUs as nvidia-smi names them, of which torch may see fewer (CUDA_VISIBLE_DEVICES), and the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    return {
+        "gpus": _gpus(),
+        "gpus_torch_sees": torch.cuda.device_count(),
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+
+
+def _gpus() -> list[dict[str, str]]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    names = ("name", "memory.total", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if answer.returncode:
+        return [{"nvidia-smi failed": (answer.stdout + answer.stderr).strip()[-300:]}]
+    return [dict(zip(names, line.split(", "), strict=True)) for line in answer.stdout.splitlines()]
+
+
+def versions() -> dict[str, str | None]:
+    """None: not installed, or without CUDA."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    found["cudnn"] = str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found | {"torch": torch.__version__}
+
+
+def commit() -> dict[str, Any]:
+    """Of the checkout: from git, or from a file COMMIT where a copy of the tree has no git."""
+    note = ROOT / "COMMIT"
+    try:
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        state = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        if answer.returncode == 0 and state.returncode == 0:
+            return {"commit": answer.stdout.strip(), "dirty": bool(state.stdout.strip()), "from": "git"}
+    except FileNotFoundError:
+        pass  # no git: the file has it
+    return {"commit": note.read_text().strip() if note.exists() else None, "dirty": None, "from": "COMMIT"}
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--call", type=int, choices=(1, 2, 3), default=1)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all checks together")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--bundle", type=Path, help="folder that bundle.sh made: wheels, goldens")
+    parser.add_argument("--only", help="checks whose name contains this, of any call")
+    parser.add_argument("--calls", default="tests.gpu.calls", help="module with the list of checks")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    bundle = args.bundle.resolve() if args.bundle else None
+    if bundle is not None and not bundle.is_dir():
+        raise SystemExit(f"--bundle must be a folder that bundle.sh made, got {bundle}")
+    if args.check:
+        run_check(args.check, args.seconds, bundle, args.result)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
+    with _ended_politely():
+        plan = Plan(args.calls, args.call, args.minutes, args.output.resolve(), bundle, args.only)
+        raise SystemExit(run(plan))
+
+
+@contextmanager
+def _ended_politely() -> Iterator[None]:
+    """SIGTERM ends the check that runs too, as Ctrl-C does."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The command that a user types on a GPU machine, here on the CPU; and what becomes of checks that fail or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import bad_checks, calls
+from tests.patience import PATIENCE_S, until
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD = bad_checks.NAME
+_WITHOUT_SERVICES = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.split(".")[0] in ("ray", "vllm", "openrlhf", "deepspeed", "mbridge")
+        return None if absent else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def start(output: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    command = ["bash", "tests/gpu/run.sh", *arguments, "--output", str(output)]
+    own = {"PYTHON": sys.executable, "CHILD_FILE": str(output.parent / "child"), **environment}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def run(output: Path, *arguments: str, **environment: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what was printed, the file."""
+    process = start(output, *arguments, **environment)
+    text, _ = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, text, json.loads(output.read_text()) if output.exists() else {}
+
+
+def is_there(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_call_1_passes_on_a_cpu_without_ray_and_vllm(tmp_path: Path) -> None:
+    """As on a machine that has neither: the interpreter does not find them."""
+    (tmp_path / "sitecustomize.py").write_text(_WITHOUT_SERVICES)
+    code, text, report = run(
+        tmp_path / "gpu.json", "--call", "1", "--minutes", str(PATIENCE_S / 60), PYTHONPATH=str(tmp_path)
+    )
+    checks = report["checks"]
+    assert code == 0 and {c["status"] for c in checks.values()} <= {"passed", "skipped"}, text
+    needs = {check.name: check.needs for check in calls.CHECKS if check.call == 1}
+    assert checks.keys() == needs.keys()
+    for name, check in checks.items():
+        if check["status"] == "skipped":
+            assert "needs a GPU" in check["error"] or "triton" in needs[name], check
+    assert sum(check["status"] == "passed" for check in checks.values()) >= 11
+    assert report["versions"]["torch"] and report["commit"]["commit"] and report["hardware"]["cores"]
+    assert "0 failed" in text.splitlines()[-1]
+
+
+def test_a_bad_check_fails_alone_and_the_others_go_on(tmp_path: Path) -> None:
+    code, text, report = run(tmp_path / "gpu.json", "--calls", BAD, "--bundle", str(tmp_path))
+    checks = {name.split(":")[1]: check for name, check in report["checks"].items()}
+    found = {name: check["status"] for name, check in checks.items()}
+    assert code == 1 and found == {
+        "wrong": "failed", "crashing": "failed", "leaving": "failed", "unwritable": "failed", "hanging": "failed",
+        "elsewhere": "skipped", "good": "passed",
+    }  # fmt: skip
+    assert "in wrong" in checks["wrong"]["error"] and "two and two are five" in checks["wrong"]["error"]
+    assert "signal 11 (SIGSEGV)" in checks["crashing"]["error"] and "in crashing" in checks["crashing"]["output"]
+    assert "without a result" in checks["leaving"]["error"]
+    assert "not JSON serializable" in checks["unwritable"]["error"]
+    assert "limit of 30 s" in checks["hanging"]["error"] and "in hanging" in checks["hanging"]["output"]
+    assert checks["elsewhere"]["error"] == "it needs a machine of another kind"
+    assert checks["good"]["measured"] == {"device": "cpu", "bundle": str(tmp_path)}
+    assert not is_there(int((tmp_path / "child").read_text())), "a process of the hanging check is left"
+    assert "1 passed, 5 failed, 1 skipped, 0 not run" in text.splitlines()[-1]
+
+
+def test_what_has_no_time_left_is_not_run(tmp_path: Path) -> None:
+    code, _, report = run(tmp_path / "gpu.json", "--calls", BAD, "--call", "3", "--minutes", "0.12")
+    cut, none = report["checks"].values()
+    assert (cut["status"], none["status"]) == ("not run", "not run") and code == 1, "nothing passed"
+    assert cut["error"].startswith("not run: time was up after 7 of its 600 s")
+    assert none["error"] == "not run: time was up"
+    code, _, report = run(tmp_path / "gpu.json", "--calls", BAD, "--only", ":good", "--minutes", "0")
+    assert code == 1 and [c["error"] for c in report["checks"].values()] == ["not run: time was up"]
+
+
+def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
+    output, child = tmp_path / "gpu.json", tmp_path / "child"
+    process = start(output, "--calls", BAD, "--call", "3")
+    until(child.exists, "the check begins")
+    until(child.read_text, "its process is known")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + signal.SIGTERM and not is_there(int(child.read_text()))
+    assert {c["error"] for c in json.loads(output.read_text())["checks"].values()} == {"the run was ended before it"}
+
+
+def test_what_is_not_installed_is_said(tmp_path: Path) -> None:
+    code, text, report = run(tmp_path / "gpu.json", "--calls", BAD, "--call", "2")
+    (check,) = report["checks"].values()
+    assert check["status"] == "skipped" and "not installed here: no_such_package (--bundle)" in check["error"]
+    assert code == 1, "nothing passed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ((), {"PYTHONPATH": "old_torch"}, "torch must be 2.11 or newer, .* has 2.9.1"),
+        ((), {"PYTHONPATH": "no_torch"}, "cannot import torch"),
+        (("--bundle", "nowhere"), {}, "--bundle must be a folder"),
+        (("--only", "nothing"), {}, "--only nothing names no check; these are known: tests.gpu.products:products"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(tmp_path, arguments, environment, message) -> None:
+    for folder, text in (("old_torch", "__version__ = '2.9.1'"), ("no_torch", "raise ImportError('no torch here')")):
+        (tmp_path / folder / "torch").mkdir(parents=True)
+        (tmp_path / folder / "torch" / "__init__.py").write_text(text)
+    paths = {name: str(tmp_path / value) for name, value in environment.items()}
+    code, text, report = run(tmp_path / "gpu.json", *arguments, **paths)
+    assert code == 1 and report == {}
+    assert re.search(message, text), text
