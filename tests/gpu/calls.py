@@ -43,5 +43,13 @@ CHECKS = (
     Check("tests.gpu.head:sanitizer", 1, 120, ("triton", "pydantic")),
     Check("tests.gpu.head:benchmark", 1, 240, ("triton", "pydantic")),
     # ---- call 2: TransformerEngine ----------------------------------------------------------------------------------
+    Check("tests.gpu.te_build:build", 2, 420),  # the others find what it leaves in the bundle
+    Check("tests.gpu.layers:parity", 2, 120, POLICY),
+    Check("tests.gpu.layers:training", 2, 90, POLICY),
+    Check("tests.gpu.layers:optimizer", 2, 60, POLICY),
+    Check("tests.gpu.layers:rope", 2, 60, POLICY),
+    Check("tests.gpu.layers:shapes", 2, 150, POLICY),
     # ---- call 3: size -----------------------------------------------------------------------------------------------
+    Check("tests.gpu.te_build:build", 3, 420),  # seconds, where call 2's wheel was brought along
+    Check("tests.gpu.size:memory_and_mfu", 3, 420, POLICY),
 )

@@ -170,7 +170,8 @@ def chosen(plan: Plan) -> list[Check]:
         SystemExit: there is none.
     """
     all_checks: Sequence[Check] = importlib.import_module(plan.calls).CHECKS
-    found = [c for c in all_checks if (c.call == plan.call if plan.only is None else plan.only in c.name)]
+    asked_for = [c for c in all_checks if (c.call == plan.call if plan.only is None else plan.only in c.name)]
+    found = list({check.name: check for check in asked_for}.values())
     if not found:
         known = ", ".join(check.name for check in all_checks)
         asked = f"--call {plan.call}" if plan.only is None else f"--only {plan.only}"

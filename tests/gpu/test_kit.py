@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -69,6 +70,20 @@ def test_call_1_passes_on_a_cpu_without_ray_and_vllm(tmp_path: Path) -> None:
     assert sum(check["status"] == "passed" for check in checks.values()) >= 11
     assert report["versions"]["torch"] and report["commit"]["commit"] and report["hardware"]["cores"]
     assert "0 failed" in text.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_call_3_is_small_on_a_cpu(tmp_path: Path) -> None:
+    code, text, report = run(tmp_path / "gpu.json", "--call", "3", "--minutes", str(PATIENCE_S / 60))
+    build, size = report["checks"]["tests.gpu.te_build:build"], report["checks"]["tests.gpu.size:memory_and_mfu"]
+    assert code == 0 and build["status"] == "skipped" and "needs a GPU" in build["error"], text
+    assert size["status"] == "passed" and size["measured"], text
+
+
+def test_every_check_is_where_the_list_says() -> None:
+    for check in calls.CHECKS:
+        module, function = check.name.split(":")
+        assert callable(getattr(importlib.import_module(module), function)), check.name
 
 
 def test_a_bad_check_fails_alone_and_the_others_go_on(tmp_path: Path) -> None:
