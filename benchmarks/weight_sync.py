@@ -10,6 +10,7 @@ Parts:
   transport  a whole update, packed buckets, against a raw gloo broadcast of the same bytes in the same group; engines
              that receive every tensor and drop it
   engine     the same update into a real vLLM engine, the time that its worker spends loading apart
+             (both also without the checksums on either side, as a ratio: what the proof costs)
   control    what a protocol costs beside moving bytes: a policy of as many tensors that are almost empty, by ours and
              by OpenRLHF's protocol (for each parameter: TP gather, remote call, broadcast, wait for the answer)
 
@@ -33,6 +34,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
 import torch
@@ -41,6 +43,7 @@ from openrlhf_ext import patches
 
 patches.apply()
 
+from openrlhf_ext.rollout.engine import RolloutEngine  # noqa: E402
 from openrlhf_ext.rollout.sync.base import Link  # noqa: E402
 from openrlhf_ext.rollout.sync.checksum import Receipt, bit_sum, together, words  # noqa: E402
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan  # noqa: E402
@@ -136,6 +139,20 @@ class PolicyRank:
         report = self.publisher.publish(self.version, trained=False)
         return None if report is None else {"seconds": report.seconds, "load_s": report.load_s}
 
+    def publish_unproved(self) -> dict[str, float] | None:
+        """The same without checksums."""
+        from openrlhf_ext.rollout.sync import sender
+        from openrlhf_ext.rollout.sync.checksum import SentSums
+
+        if self.rank != 0:
+            return self.publish()
+        ray.get([engine.prove.remote(False) for engine in self.engines])
+        nothing = {"add": lambda *_: None, "take": lambda _: []}
+        with patch.multiple(SentSums, **nothing), patch.object(sender, "check_receipts", lambda *_: None):
+            found = self.publish()
+        ray.get([engine.prove.remote(True) for engine in self.engines])
+        return found
+
     def broadcast_raw(self) -> dict[str, float] | None:
         """The bytes of all buckets, one broadcast after the other in the same group, from memory that is ready."""
         if self.rank != 0:
@@ -172,6 +189,10 @@ class Sink:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
+        self.proves = True
+
+    def prove(self, on: bool) -> None:
+        self.proves = on
 
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         self.plan = plan
@@ -181,6 +202,9 @@ class Sink:
     def receive_weights(self, version: int) -> Receipt:
         held = []
         for _name, tensor in self.receiver.receive(version):
+            if not self.proves:
+                held.append((0, 0, False))
+                continue
             words_N = words(tensor, tensor.shape)
             held.append((int(bit_sum(words_N)), tensor.numel(), False))
         return together([0.0], [held])
@@ -191,6 +215,20 @@ class Sink:
 
     def receive_one(self, name: str, shape: tuple[int, ...]) -> None:
         self.receiver.end.broadcast(self.buffer[: 2 * torch.Size(shape).numel()])()
+
+
+class Engine(RolloutEngine):
+    """A real one, whose worker is in this process."""
+
+    async def prove(self, on: bool) -> None:
+        from openrlhf_ext.rollout.held_weights import HeldWeights
+
+        if on:
+            HeldWeights.watch, HeldWeights.sums = self._kept
+        else:
+            self._kept = HeldWeights.watch, HeldWeights.sums
+            HeldWeights.watch = lambda _, stream: stream
+            HeldWeights.sums = lambda held: [(0, 0, False)] * len(held._tensors)
 
 
 # ---- parts --------------------------------------------------------------------------------------------------------
@@ -248,11 +286,14 @@ def part_transport(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for count in args.engines:
         sinks = [Sink.remote() for _ in range(count)]
         sizes = ranks("connect", sinks)
-        runs = in_turns(ranks, ["publish", "broadcast_raw"], args.repeats)
-        update, plain = (summary([run["seconds"] for run in runs[name]]) for name in ("publish", "broadcast_raw"))
+        methods = ["publish", "publish_unproved", "broadcast_raw"]
+        runs = in_turns(ranks, methods, args.repeats)
+        update, unproved, plain = (summary([run["seconds"] for run in runs[name]]) for name in methods)
         out[f"{count} engines"] = {
             **sizes,
             "seconds": update,
+            "without_checksums_seconds": unproved,
+            "ratio_to_without_checksums": update["min"] / unproved["min"],
             "raw_broadcast_seconds": plain,
             "ratio_to_raw_broadcast": update["min"] / plain["min"],
             "gigabytes_per_second": sizes["bytes"] / update["min"] / 1e9,
@@ -274,23 +315,28 @@ def part_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
-    from openrlhf_ext.rollout.launch import create_rollout_engines, wait_until_ready
+    from openrlhf_ext.rollout import launch
 
-    engines = create_rollout_engines(
+    launch.RolloutEngine = Engine
+    engines = launch.create_rollout_engines(
         num_engines=count, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
         max_model_len=256, enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5,
         kv_cache_mib=64, use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S, max_requests=1,
     )  # fmt: skip
     ranks = Ranks(folder / "policy", args)
-    wait_until_ready(engines, 300)
+    launch.wait_until_ready(engines, 300)
     sizes = ranks("connect", list(engines))
-    runs = in_turns(ranks, ["publish"], args.repeats)["publish"]
+    both = in_turns(ranks, ["publish", "publish_unproved"], args.repeats)
+    runs = both["publish"]
     ranks.end()
     for engine in engines:
         ray.kill(engine)
     return {
         **sizes,
         "seconds": summary([run["seconds"] for run in runs]),
+        "without_checksums_seconds": summary([run["seconds"] for run in both["publish_unproved"]]),
+        "ratio_to_without_checksums": min(r["seconds"] for r in runs)
+        / min(r["seconds"] for r in both["publish_unproved"]),
         "load_seconds": summary([run["load_s"] for run in runs]),
         "without_load_seconds": summary([run["seconds"] - run["load_s"] for run in runs]),
     }

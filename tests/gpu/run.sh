@@ -53,4 +53,8 @@ except ImportError as error:
 if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
     sys.exit(f"tests/gpu/run.sh: torch must be 2.11 or newer, {sys.executable} has {torch.__version__}; set PYTHON")
 CHECK
+# installed, the package has the folder patches/ of the checkout as a part (setup.py); here it need not be installed
+if ! (cd "$ROOT" && "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("openrlhf_ext.patches") is None)'); then
+    ln -sfn ../patches "$ROOT/openrlhf_ext/patches"
+fi
 exec "$python" -m tests.gpu.run "$@"
