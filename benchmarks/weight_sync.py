@@ -205,7 +205,7 @@ class Sink:
             if not self.proves:
                 held.append((0, 0, False))
                 continue
-            words_N = words(tensor, tensor.shape)
+            words_N = words(tensor, tensor.shape, 1)
             held.append((int(bit_sum(words_N)), tensor.numel(), False))
         return together([0.0], [held])
 

@@ -35,8 +35,8 @@ class _Rows(NamedTuple):
 class HeldWeights:
     """The tensors of a plan in one worker's model."""
 
-    def __init__(self, model: torch.nn.Module, plan: BucketPlan) -> None:
-        self._tensors = plan.tensors
+    def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:
+        self._tensors, self._workers = plan.tensors, workers
         self._modules = dict(model.named_modules())
         self._fused = {
             part: (fused, parts.index(part), len(parts))
@@ -52,9 +52,9 @@ class HeldWeights:
         shapes = {name: shape for name, shape, _ in self._tensors}
         for name, tensor in stream:
             if name not in self._rows:
-                words_N = words(tensor, shapes[name])
-                assert words_N is not None, "whole tensors arrive contiguous"
-                self._arrived[name] = bit_sum(words_N)
+                whole = words(tensor, shapes[name], self._workers)
+                assert whole is not None, "whole tensors arrive contiguous"
+                self._arrived[name] = bit_sum(whole)
             yield name, tensor
 
     def sums(self) -> list[tuple[int, int, bool]]:
@@ -63,9 +63,9 @@ class HeldWeights:
         for name, shape, _ in self._tensors:
             if name in self._rows:
                 values = self._rows[name].values
-                words_N = words(values, shape)
-                assert words_N is not None, f"vLLM moved the values of {name}"
-                found.append((bit_sum(words_N), values.numel(), False))
+                held = words(values, shape, self._workers)
+                assert held is not None, f"vLLM moved the values of {name}"
+                found.append((bit_sum(held), values.numel(), False))
             else:
                 found.append((self._arrived[name], torch.Size(shape).numel(), True))
         sums = torch.stack([total for total, _, _ in found]).tolist()
@@ -80,7 +80,7 @@ class HeldWeights:
             return None
         values = rows.values
         fits = values.dtype == dtype and values.dim() == len(shape) and not values.is_meta and values.numel()
-        return rows if fits and words(values, shape) is not None else None
+        return rows if fits and words(values, shape, self._workers) is not None else None
 
     def _direct(self, path: str, parameter: str) -> _Rows | None:
         module: Any = self._modules.get(path)

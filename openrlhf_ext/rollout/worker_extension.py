@@ -44,7 +44,8 @@ class WeightSyncExtension:
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
         agreed = BucketPlan.from_wire(plan)
         self._weight_receiver = WeightReceiver.connect(agreed, Link(**link), self.rank)
-        self._held = HeldWeights(self.model_runner.get_model(), agreed)
+        workers = self.vllm_config.parallel_config.tensor_parallel_size
+        self._held = HeldWeights(self.model_runner.get_model(), agreed, workers)
 
     def disconnect_weight_receiver(self) -> None:
         """Leave the group; a no-op outside of one."""

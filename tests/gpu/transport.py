@@ -278,7 +278,7 @@ def checksums(machine: Machine) -> dict[str, Any]:
         assert _sum(changed.to(machine.device)) != here, f"{name}: a changed bit left the sum as it was"
     nbytes = (4 << 30) if machine.on_gpu else (16 << 20)
     big = torch.empty(nbytes // 1024, 1024, dtype=torch.uint8, device=machine.device).random_()
-    words_N = words(big, big.shape)
+    words_N = words(big, big.shape, 1)
     assert words_N is not None
     bit_sum(words_N)
     start = time.perf_counter()
@@ -297,7 +297,7 @@ def _tensors() -> dict[str, Tensor]:
 
 
 def _sum(tensor: Tensor) -> int:
-    words_N = words(tensor, tensor.shape)
+    words_N = words(tensor, tensor.shape, 1)
     assert words_N is not None, tensor.shape
     return int(bit_sum(words_N))
 

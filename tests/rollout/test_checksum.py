@@ -16,10 +16,10 @@ from tests.rollout.test_plan import DTYPES, random_tensor, rows_of, spec_lists
 MODULUS = 1 << 64
 
 
-def sum_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> int:
-    words_N = words(tensor, shape or tensor.shape)
-    assert words_N is not None
-    return int(bit_sum(words_N))
+def sum_of(tensor: Tensor, shape: tuple[int, ...] | None = None, workers: int = 1) -> int:
+    found = words(tensor, shape or tensor.shape, workers)
+    assert found is not None
+    return int(bit_sum(found))
 
 
 def same(first: int, second: int) -> bool:
@@ -31,7 +31,7 @@ def same(first: int, second: int) -> bool:
 def test_what_is_sent_in_pieces_has_the_sum_of_the_whole(specs: list, bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
     tensors = {spec[0]: random_tensor(spec) for spec in specs}
-    sums = SentSums(plan)
+    sums = SentSums(plan, 1)
     for bucket in plan.buckets:
         content = torch.zeros(bucket.nbytes, dtype=torch.uint8)
         for slot in bucket.slots:
@@ -41,31 +41,28 @@ def test_what_is_sent_in_pieces_has_the_sum_of_the_whole(specs: list, bucket_byt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [24, 128])
+@pytest.mark.parametrize("columns", [24, 256])
 def test_shards_of_rows_and_of_columns_add_up(
     dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(checksum._WORDS, "cpu", 100)
+    monkeypatch.setitem(checksum._AT_A_TIME, "cpu", 50)
     whole = random_tensor(("w", (48, columns), dtype))
     for dim in (0, 1):
         shards = [shard.contiguous() for shard in whole.chunk(4, dim)]
-        assert same(sum(sum_of(shard, whole.shape) for shard in shards), sum_of(whole))
-        assert not same(sum(sum_of(shard, whole.shape) for shard in shards[1:]), sum_of(whole))
+        sums = [sum_of(shard, whole.shape, workers=4) for shard in shards]
+        assert same(sum(sums), sum_of(whole, workers=4)) and not same(sum(sums[1:]), sum_of(whole, workers=4))
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     seed=st.integers(0, 10**6),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    columns=st.sampled_from([20, 64]),
     changed=st.integers(1, 6),
 )
-def test_the_smallest_steps_of_a_few_entries_never_cancel(
-    seed: int, dtype: torch.dtype, columns: int, changed: int
-) -> None:
+def test_the_smallest_steps_of_a_few_entries_never_cancel(seed: int, dtype: torch.dtype, changed: int) -> None:
     """Steps up and down in equal numbers leave a plain sum of the bits as it was."""
     generator = torch.Generator().manual_seed(seed)
-    old = torch.randn(16, columns, generator=generator).to(dtype)
+    old = torch.randn(16, 20, generator=generator).to(dtype)
     bits = old.clone().view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).view(-1)
     places = torch.randperm(bits.numel(), generator=generator)[: 2 * changed]
     bits[places[:changed]] += 1
@@ -74,15 +71,27 @@ def test_the_smallest_steps_of_a_few_entries_never_cancel(
     assert not torch.equal(old, new) and not same(sum_of(old), sum_of(new))
 
 
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.02, 0.5]))
+def test_the_smallest_steps_of_many_entries_of_blocks_never_cancel(seed: int, share: float) -> None:
+    """Steps up and down within a block may cancel, not all those of a tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randn(32, 128, generator=generator).bfloat16()
+    steps = torch.randint(0, 2, old.shape, generator=generator) * 2 - 1
+    steps *= torch.rand(old.shape, generator=generator) < share
+    new = (old.view(torch.int16) + steps.short()).view(torch.bfloat16)
+    assert words(old, old.shape, 1).dim() == 2 and not same(sum_of(old), sum_of(new))
+
+
 def test_padding_of_zeros_counts_nothing() -> None:
     values = torch.randn(10, 64)
     assert same(sum_of(torch.cat([values, torch.zeros(6, 64)])), sum_of(values))
 
 
 def test_a_shard_that_cannot_be_read_in_the_words_of_the_whole_says_so() -> None:
-    whole = torch.randn(4, 64).bfloat16()
-    assert words(whole, whole.shape).dtype == torch.int64
-    assert words(whole[:, :33].contiguous(), whole.shape) is None and words(whole.t(), whole.shape) is None
+    whole = torch.randn(4, 128).bfloat16()
+    assert words(whole, whole.shape, 1).shape == (8, 16) and words(whole, whole.shape, 4).shape == (512,)
+    assert words(whole[:, :33].contiguous(), whole.shape, 1) is None and words(whole.t(), whole.shape, 1) is None
 
 
 def test_engines_and_tensors_that_differ_are_named() -> None:

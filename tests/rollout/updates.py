@@ -92,7 +92,7 @@ class FakeEngine:
 
     def receipt(self) -> Receipt:
         """Of an engine with one worker that holds everything as it arrived."""
-        held = [(words(tensor, tensor.shape), tensor.numel()) for tensor in self.received.values()]
+        held = [(words(tensor, tensor.shape, 1), tensor.numel()) for tensor in self.received.values()]
         return together([0.25], [[(int(bit_sum(words_N)), entries, False) for words_N, entries in held]])
 
     def holds(self, version: int) -> bool:

@@ -147,7 +147,7 @@ class WeightSender:
         calls = EngineCalls.start(self._engines, "receive_weights", arguments, what, self._timeout_s)
         self.end.watch = calls.watch
         try:
-            sums = send_stream(self.end, self._plan, self._staging, fill, version)
+            sums = send_stream(self.end, self._plan, self._staging, fill, version, self._workers_per_engine)
             receipts: list[Receipt] = calls.finish()
         except EnginesAtFault:
             self.close()

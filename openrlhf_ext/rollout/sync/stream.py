@@ -34,7 +34,9 @@ Fill = Callable[[Bucket, Tensor | None], None]
 the bucket's size. Without ``content`` it only does what other ranks wait for."""
 
 
-def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int) -> list[int]:
+def send_stream(
+    end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1
+) -> list[int]:
     """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before.
 
     Args:
@@ -43,6 +45,7 @@ def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill,
         staging: of this rank.
         fill: called once for every bucket, in order, also after a failure.
         version: number of this set of weights.
+        workers: of each engine.
 
     Returns:
         The checksum of every tensor that was sent, in the plan's order.
@@ -53,7 +56,7 @@ def send_stream(end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill,
         WeightTransferFailed: from the transport.
     """
     filled = completed = 0
-    sums = SentSums(plan)
+    sums = SentSums(plan, workers)
     wait: Callable[[], object] | None = None
     try:
         for bucket in plan.buckets:
