@@ -40,8 +40,8 @@ MOST_BYTES = 60_000_000
 ARCHITECTURES = (90,)
 # what our code and megatron-core import (pyyaml, safetensors, packaging, numpy come with transformers); without what
 # they require, which is torch, numpy and packaging
-ALONE = ("megatron-core", "einops")
-WITH_REQUIREMENTS = ("pydantic",)
+ALONE = ("megatron-core", "einops", "psutil")
+WITH_REQUIREMENTS = ("pydantic", "pytest", "hypothesis")
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version, which a CPU build lacks
 _STAND_IN = {
@@ -252,10 +252,11 @@ def _download(folder: str | Path, *arguments: str, **environment: str) -> None:
 
 
 def _pinned(name: str) -> str:
-    """The version in setup.py."""
-    match = re.search(rf'"{re.escape(name)}(?:\[[^]]*])?==([^"]+)"', (ROOT / "setup.py").read_text())
+    """The version in setup.py, or, of what those need, in the lock."""
+    pins = (ROOT / "setup.py").read_text() + (ROOT / "requirements" / "gpu.lock").read_text()
+    match = re.search(rf'(?m)(?:"|^){re.escape(name)}(?:\[[^]]*])?==([^"\s]+)', pins)
     if match is None:
-        raise BundleError(f"setup.py pins no version of {name}")
+        raise BundleError(f"neither setup.py nor gpu.lock pins a version of {name}")
     return match[1]
 
 
