@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError, WeightSyncTimeout
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.launch import launch
@@ -60,7 +59,6 @@ def relay_cases() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(dist, "new_group")  # gloo connects when a group is made, which not every network of GPUs allows
         relay = TRANSPORT.staging(plan(), [0, 1], PATIENCE_S)
-        find_transport("nccl").staging(plan(), [0, 1], PATIENCE_S)
     if rank == 0:
         for bucket in plan().buckets[:2]:
             relay.frame(bucket).fill_(bucket.index + 1)
