@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from openrlhf_ext.cli.train_ppo_ray import main
@@ -19,6 +20,14 @@ class OnSmallGpu(policy.PolicyActor):
     def init_model(self, *arguments: Any) -> dict[str, Any]:
         policy.device_bytes = lambda: 4 << 30
         return super().init_model(*arguments)
+
+
+class Slow(policy.PolicyActor):
+    """Takes longer to load than a test may take."""
+
+    def init_model(self, *_: Any) -> dict[str, Any]:
+        time.sleep(3600)
+        raise AssertionError("nobody ended this")
 
 
 class Frozen(policy.PolicyActor):
@@ -40,5 +49,5 @@ class Frozen(policy.PolicyActor):
 
 
 if __name__ == "__main__":
-    processes.PolicyActor = {"small_gpu": OnSmallGpu, "frozen": Frozen}[os.environ["SPOILED"]]
+    processes.PolicyActor = {"small_gpu": OnSmallGpu, "slow": Slow, "frozen": Frozen}[os.environ["SPOILED"]]
     sys.exit(main())

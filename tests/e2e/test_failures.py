@@ -89,6 +89,14 @@ def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_train
     assert not re.search(FIRST_STEP, job.text)
 
 
+def test_a_policy_that_takes_too_long_to_load_ends_the_run_by_a_limit_of_its_own(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOILED", "slow")
+    options = task.options(tmp_path.name, megatron__start_timeout_s=3)
+    job = Job(options, tmp_path / "log", module="tests.e2e.spoiled_ranks")
+    assert job.finish() == 1
+    assert "waited 3 s while building the policy and connecting it to the engines; raise --megatron.st" in job.text
+
+
 def test_weights_that_no_step_moves_end_the_run(task, tmp_path, monkeypatch):
     monkeypatch.setenv("SPOILED", "frozen")
     job = Job(task.options(tmp_path.name), tmp_path / "log", module="tests.e2e.spoiled_ranks")
