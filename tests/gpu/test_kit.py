@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -81,9 +80,12 @@ def test_call_3_is_small_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_every_check_is_where_the_list_says() -> None:
-    for check in calls.CHECKS:
-        module, function = check.name.split(":")
-        assert callable(getattr(importlib.import_module(module), function)), check.name
+    # in a process of its own: transport.py puts a stand-in in the place of Ray
+    names = [check.name for check in calls.CHECKS]
+    code = (
+        "import importlib as i, sys; [getattr(i.import_module(m), f) for m, f in (n.split(':') for n in sys.argv[1:])]"
+    )
+    subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, check=True, timeout=PATIENCE_S)
 
 
 def test_a_bad_check_fails_alone_and_the_others_go_on(tmp_path: Path) -> None:
