@@ -229,16 +229,14 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
     slowest = max(reports, key=lambda report: report.busy_seconds)
     fullest = max(reports, key=lambda report: report.memory_bytes)
     mean = sum(report.busy_seconds for report in reports) / len(reports)
-    return (
-        gauges
-        | {
-            "rank/slowest": float(slowest.rank),
-            "rank/slowest_over_mean": slowest.busy_seconds / mean if mean > 0 else 1.0,
-            "rank/fullest": float(fullest.rank),
-            "memory/rank_max_gib": fullest.memory_bytes / 2**30,
-        }
-        | ({"memory/device_max_gib": used / 2**30} if (used := max(r.device_bytes for r in reports)) else {})
-    )
+    if used := max(report.device_bytes for report in reports):
+        gauges["memory/device_max_gib"] = used / 2**30
+    return gauges | {
+        "rank/slowest": float(slowest.rank),
+        "rank/slowest_over_mean": slowest.busy_seconds / mean if mean > 0 else 1.0,
+        "rank/fullest": float(fullest.rank),
+        "memory/rank_max_gib": fullest.memory_bytes / 2**30,
+    }
 
 
 @dataclass

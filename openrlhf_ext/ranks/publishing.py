@@ -100,7 +100,7 @@ class WeightPublisher:
 
         Args:
             version: number of these weights.
-            trained: since the last update there was a step with a learning rate and a gradient that were not zero.
+            trained: since the last update there were steps long enough to move some parameter.
 
         Raises:
             WeightSyncMismatch: an engine does not hold what was sent; or not a bit has changed since the last update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.model.build import has_transformer_engine
 from openrlhf_ext.megatron.policy import MegatronPolicy
+from tests.gpu.kit import join_alone
 from tests.megatron.parity import settings
 
 _TIMEOUT_S = 60.0
@@ -26,13 +26,6 @@ def tiny_folder() -> Iterator[Path]:
     """For a checkpoint that the check makes."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
-
-
-def join_alone() -> None:
-    """What a launcher tells a rank. Port 0: whichever is free."""
-    os.environ |= {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
 
 
 def build(case: dict[str, Any], kind: type[MegatronPolicy] = MegatronPolicy, **optimizer: Any) -> MegatronPolicy:

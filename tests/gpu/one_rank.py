@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
 import torch.distributed as dist
 
-from tests.gpu.kit import Machine
+from tests.gpu.kit import Machine, join_alone
 from tests.gpu.te_build import use
 
 SEED = 1234
@@ -32,10 +31,7 @@ def one_rank(machine: Machine) -> Iterator[ModuleType]:
     """
     ready(machine)
     policies = importlib.import_module("tests.gpu.policies")
-    # this process serves the rendezvous, so that nobody else can take the port
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": str(machine.device.index or 0), "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    join_alone()
     policies.initialize_distributed(policies.ParallelLayout(1), machine.seconds, SEED)
     try:
         yield policies

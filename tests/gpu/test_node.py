@@ -32,7 +32,7 @@ def test_steps_pass_or_say_why_they_are_skipped(tmp_path):
     lines = run.stdout.splitlines()
     assert lines[0].startswith("PASS  doctor") and lines[1].startswith("SKIP  nccl") and "needs GPUs" in lines[1]
     page = (tmp_path / "node/results.md").read_text()
-    assert "| doctor | PASS |" in page and "| nccl | SKIP |" in page and f"torch {node.version('torch')}" in page
+    assert "| doctor | PASS |" in page and "| nccl | SKIP |" in page and f"torch {node.versions()['torch']}" in page
     assert "Packages (extra cpu)" in (tmp_path / "node/doctor.log").read_text()
 
 

@@ -23,7 +23,6 @@ _FACTOR = -7046029254386353131
 _BLOCK = 16
 """Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of five."""
 _NAMED = 10
-
 _MODULUS = 1 << 64
 
 
@@ -132,7 +131,7 @@ def check_receipts(plan: BucketPlan, sent: Sequence[int], receipts: Sequence[Rec
     """
     found = []
     for engine, receipt in enumerate(receipts):
-        wrong = [name for name in _wrong(plan, sent, receipt)]
+        wrong = list(_wrong(plan, sent, receipt))
         if wrong:
             more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             found.append(f"- engine {engine}: {len(wrong)} of {len(sent)}: {', '.join(wrong[:_NAMED])}{more}")

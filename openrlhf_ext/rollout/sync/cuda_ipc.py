@@ -130,7 +130,9 @@ class Relay(Staging):
         if dist.get_rank() == 0:
             store.add(self._key, 1)
             return
-        late = f"rank 0 had not filled bucket {bucket.index} after {self._timeout_s:g} s"
+        late = (
+            f"rank 0 had not filled bucket {bucket.index} after {self._timeout_s:g} s (megatron.collective_timeout_s)"
+        )
         wait_until(lambda: store.add(self._key, 0) >= self._completed, None, self._timeout_s, lambda: late)
 
 
