@@ -12,26 +12,30 @@ PACKAGE = Path(__file__).parent.parent / "openrlhf_ext"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
 CORE = {
-    "algorithms", "checkpoints", "compat", "config", "driver", "head", "imports", "megatron", "patches", "ranks",
+    "algorithms", "checkpoints", "compat", "config", "driver", "fp8", "head", "imports", "megatron", "patches", "ranks",
     "reporting", "rewards", "rollout",
 }  # fmt: skip
 # room -> rooms of ours (or parts of them) it may import, and outside packages it may not
 RULES = {
     "algorithms": ({"options"}, HEAVY - {"pydantic"}),
     "head": (set(), HEAVY),
+    "fp8": (set(), HEAVY),
     "checkpoints": (set(), HEAVY),
-    "config": ({"algorithms", "megatron.layout", "megatron.model.shape", "options"}, HEAVY - {"pydantic"} | {"torch"}),
+    "config": (
+        {"algorithms", "fp8.recipe", "fp8.tiles", "megatron.layout", "megatron.model.shape", "options"},
+        HEAVY - {"pydantic"} | {"torch"},
+    ),
     "megatron": (
-        {"algorithms", "checkpoints", "head", "patches"},
+        {"algorithms", "checkpoints", "fp8", "head", "patches"},
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
-    "rollout": ({"compat", "imports", "patches"}, {"megatron", "openrlhf", "pydantic"}),
+    "rollout": ({"compat", "fp8", "imports", "patches"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": ({"compat", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": (set(), HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (CORE | {"options"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
     "tools": (
-        {"algorithms", "config", "megatron", "patches", "reporting", "rewards"},
+        {"algorithms", "config", "fp8", "megatron", "patches", "reporting", "rewards"},
         {"ray", "vllm", "openrlhf", "deepspeed"},
     ),
 }

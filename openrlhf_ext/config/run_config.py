@@ -12,6 +12,7 @@ from pydantic import PrivateAttr
 from openrlhf_ext.config.sections import (
     Actor,
     Algo,
+    FP8,
     Ckpt,
     Critic,
     Data,
@@ -67,6 +68,7 @@ class RunConfig(Section):
 
     actor: Actor = Actor()
     megatron: Megatron = Megatron()
+    fp8: FP8 = FP8()
     vllm: Vllm = Vllm()
     weight_sync: WeightSync = WeightSync()
     rollout: Rollout = Rollout()

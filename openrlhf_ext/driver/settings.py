@@ -86,6 +86,7 @@ def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
             megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
         ),
         rope_fusion=megatron.rope_fusion,
+        fp8=config.fp8.training_recipe,
         seed=config.train.seed,
         collective_timeout_s=megatron.collective_timeout_s,
         optimizer=OptimizerSettings(
@@ -158,6 +159,7 @@ def critic_settings(config: RunConfig, policy: PolicySettings, steps: int) -> Cr
         layout=config.critic_layout,
         optimizer=optimizer,
         host_copies={},
+        fp8=None,
     )
     return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.layout import ParallelLayout
 
 # OpenRLHF's (transformers') schedule names -> Megatron's decay style
@@ -104,6 +105,7 @@ class PolicySettings:
     head_workspace_bytes: int = 256 << 20
     recompute: Recompute = Recompute()
     rope_fusion: bool = False  # see --megatron.rope_fusion
+    fp8: Recipe | None = None  # of the decoder's linear layers; None: as all others
     seed: int = 42
     collective_timeout_s: float = 600.0
     optimizer: OptimizerSettings | None = None  # None: a model that is never trained

@@ -1,0 +1,123 @@
+"""FP8 formulas: scales from the largest entries, and rounding to FP8's grid, as TransformerEngine and vLLM have them.
+
+Sources: TransformerEngine 2.11 common/recipe/recipe_common.cuh (``compute_scale_from_amax``), delayed_scaling.cu;
+vllm 0.29.0 utils/deep_gemm.py:709 (``per_block_cast_to_fp8``).
+
+Shape suffixes: R = rows, C = columns.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+BLOCK = 128
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+class Grid(Enum):
+    """Which entries of a matrix share a scale."""
+
+    TENSOR = "all"
+    ROWS = "1x128: a row's"
+    COLUMNS = "128x1: a column's"
+    TILES = "128x128"
+
+
+class Quantized(NamedTuple):
+    """A matrix in FP8.
+
+    Attributes:
+        codes_RC: its FP8 values.
+        scale_inv: fp32, what each is to be multiplied by: () for a tensor, (R, ceil(C / 128)), (ceil(R / 128), C) or
+            (ceil(R / 128), ceil(C / 128)).
+        grid: which of them belongs to which entry.
+    """
+
+    codes_RC: Tensor
+    scale_inv: Tensor
+    grid: Grid
+
+    def values(self) -> Tensor:
+        """(R, C) fp32 what the codes stand for."""
+        return self.codes_RC.float() * spread(self.scale_inv, self.grid, self.codes_RC.shape)
+
+
+def spread(scale: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
+    """The scale of every entry of a matrix of this shape, or what broadcasts to it."""
+    rows, columns = shape
+    if grid in (Grid.COLUMNS, Grid.TILES):
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+    if grid in (Grid.ROWS, Grid.TILES):
+        scale = scale.repeat_interleave(BLOCK, 1)[:, :columns]
+    return scale
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """To FP8; what is too large, infinity too, becomes the largest value, NaN stays.
+
+    A plain cast would not do: from |x| = 464 on torch 2.11 makes NaN of it for E4M3, torch 2.13 the largest value, and
+    for E5M2 both make infinity from 61440 on.
+    """
+    return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+
+
+def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, limit: float = _FP32_MAX) -> Tensor:
+    """FP8's largest value / amax; 1 where amax is 0, infinite or NaN.
+
+    Args:
+        amax: fp32 largest absolute entry.
+        pow2: round down to a power of two.
+        limit: what a quotient beyond fp32 becomes.
+    """
+    scale = FP8_MAX[dtype] / amax
+    scale = torch.where(torch.isinf(scale), limit, scale)
+    if pow2:
+        scale = (scale.contiguous().view(torch.int32) & -0x800000).view(torch.float32)  # without its mantissa
+    return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
+
+
+def quantize(
+    x_RC: Tensor, dtype: torch.dtype, grid: Grid, *, pow2: bool = False, scale: Tensor | None = None
+) -> Quantized:
+    """A matrix in FP8.
+
+    Args:
+        x_RC: fp32, bf16 or fp16.
+        dtype: E4M3 or E5M2.
+        grid: which entries share a scale; at the edges blocks are smaller.
+        pow2: scales are powers of two.
+        scale: () of Grid.TENSOR, known beforehand (delayed scaling); None: from the entries.
+    """
+    x_RC = x_RC.detach()
+    if scale is None:
+        # TransformerEngine's limit within blocks is the largest value of the input's type
+        limit = _FP32_MAX if grid is Grid.TENSOR else float(torch.finfo(x_RC.dtype).max)
+        scale = scale_from_amax(_amax(x_RC, grid), dtype, pow2=pow2, limit=limit)
+    codes = saturating_cast(x_RC.float() * spread(scale, grid, x_RC.shape), dtype)
+    return Quantized(codes, 1.0 / scale, grid)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """() fp32 largest absolute entry; 0 of none."""
+    return x.detach().abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+
+
+def _amax(x_RC: Tensor, grid: Grid) -> Tensor:
+    """fp32 largest absolute entry of every block, in the shape of ``Quantized.scale_inv``."""
+    rows, columns = x_RC.shape
+    size = x_RC.abs()
+    if grid is Grid.TENSOR:
+        return amax_of(x_RC)
+    if grid is Grid.ROWS:
+        return F.pad(size, (0, -columns % BLOCK)).view(rows, -1, BLOCK).amax(-1).float()
+    if grid is Grid.COLUMNS:
+        return F.pad(size, (0, 0, 0, -rows % BLOCK)).view(-1, BLOCK, columns).amax(1).float()
+    padded = F.pad(size, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK).amax((1, 3)).float()
