@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import PrivateAttr
 
 from openrlhf_ext.config.sections import (
+    FP8,
     Actor,
     Algo,
-    FP8,
     Ckpt,
     Critic,
     Data,

@@ -1,4 +1,4 @@
-"""The three products of a linear layer as FP8 hardware rounds them, in plain torch: operands on FP8's grid, sums in fp32.
+"""The three products of a linear layer as FP8 hardware rounds them, in torch: operands on FP8's grid, sums in fp32.
 
 Shape suffixes: T = tokens, K = input features, N = output features.
 """
