@@ -11,8 +11,8 @@ the files (``openrlhf_ext.checkpoints``) are safetensors and JSON, which cannot 
     <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>
     <folder>/rank00000.json            its random states
 
-State of TransformerEngine's FP8 scaling (``_extra_state``) is left out: it is Python objects, and scaling factors are
-found anew within a few steps.
+Under delayed FP8 scaling ``fp8.layers.<number>.<layer>.<what>`` are scales and histories, which are the same on all
+ranks of a stage: TransformerEngine's own state (``_extra_state``) is a pickle, so its tensors are stored instead.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
 STATE = "state.json"
+_FP8 = "fp8."
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,8 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
     replica, replicas = group.rank(), group.size()
     ranges = optimizer_ranges(model.optimizer)
     distributed = any(isinstance(part, DistributedOptimizer) for part in _single_optimizers(model.optimizer))
+    if replica == parallel_state.get_tensor_model_parallel_rank() == 0:
+        yield from _scaling_pieces(model)
     for i, block in enumerate(parameter_blocks(model)):
         if block.copy_of:
             continue
@@ -291,6 +294,13 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
         if own_range is not None and (mine or distributed):
             for name, start, end, tensor in _state_of(block, own_range):
                 yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
+
+
+def _scaling_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
+    """Scales and histories of delayed FP8 scaling."""
+    for name, tensor in model.scaling_state.tensors().items():
+        shape = tuple(tensor.shape)
+        yield BlockRange.whole(Block(f"{_FP8}{name}", shape, (0,) * len(shape), shape)), tensor
 
 
 def _state_of(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[str, int, int, Tensor]]:
@@ -330,7 +340,7 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
         state = read_plain(folder / STATE)
         _check_model(model, state, folder)
         index = TensorIndex.read(folder / INDEX)
-        asked = _load_tensors(model, TensorReader(folder, index))
+        asked = _load_tensors(model, TensorReader(folder, index)) | _load_scaling(model, TensorReader(folder, index))
         _load_steps(model, state)
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
@@ -354,6 +364,33 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked
+
+
+def _load_scaling(model: MegatronModel, reader: TensorReader) -> set[str]:
+    """Fills the state of delayed FP8 scaling; returns the names of the tensors that were read, or are not needed.
+
+    Raises:
+        CheckpointError: it was written with other options of the history, or by other layers.
+    """
+    stored = reader.index.tensors
+    pieces = {piece.block.key: (piece, tensor) for piece, tensor in _scaling_pieces(model)}
+    unread = {key for key in stored if key.startswith(_FP8)}
+    if not (pieces and unread):
+        if (pieces or unread) and dist.get_rank() == 0:
+            whose = "the checkpoint has none" if pieces else "the checkpoint's is left out"
+            logger.warning("%s: delayed FP8 scaling differs from the run that wrote it: %s", reader.folder, whose)
+        return unread
+    shapes = {key: (tuple(tensor.shape), stored[key].global_shape if key in stored else None)
+              for key, (_, tensor) in pieces.items()}  # fmt: skip
+    for key, (ours, theirs) in shapes.items():
+        if ours != theirs:
+            raise CheckpointError(
+                f"{key} has the shape {theirs or 'of nothing'} in {reader.folder}, here {ours}: resume with the "
+                "fp8.amax_history_len and fp8.emulate of the run that wrote it"
+            )
+    for piece, tensor in pieces.values():
+        tensor.copy_(reader.read(piece, tensor.dtype).view(tensor.shape))
+    return set(pieces)
 
 
 def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:

@@ -30,7 +30,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.deadlines.watchdog import progress
+from openrlhf_ext.megatron.fp8.state import ScalingState
+from openrlhf_ext.megatron.fp8.transformer_engine import prove, require
 from openrlhf_ext.megatron.model.build import (
     HiddenStateGPTModel,
     build_model,
@@ -44,13 +47,15 @@ from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import PolicySettings
-from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
+from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_batch, sequence_costs
 from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
 from openrlhf_ext.megatron.step.overlap import TrainedChunk, no_sync
 from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, pack
 from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
 
 logger = logging.getLogger(__name__)
+
+_CALIBRATION_TOKENS = 128
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -79,12 +84,15 @@ class MegatronModel:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
+        if settings.fp8 is not None and not settings.fp8.emulate:
+            require(settings.fp8)
         self.config = transformer_config(
-            self.shape, settings.layout, self.dtype, settings.recompute, settings.rope_fusion
+            self.shape, settings.layout, self.dtype, settings.recompute, settings.rope_fusion, settings.fp8
         )
         self.chunks = self.build_chunks()
         self.load_weights()
         self.models = [self._wrap(chunk) for chunk in self.chunks]
+        self.scaling_state = ScalingState(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if settings.optimizer is not None:
@@ -94,6 +102,8 @@ class MegatronModel:
             self.config.no_sync_func = no_sync(self.models)
             self.gather_parameters()
         self.config.finalize_model_grads_func = _add_up_grads
+        if settings.fp8 is not None:
+            self.start_fp8(settings.fp8)
 
     # ---- building; a subclass with other parameters overrides these --------------------------------------------
 
@@ -105,7 +115,7 @@ class MegatronModel:
         """This rank's model chunks, on its device, parameters not yet loaded."""
         chunks = self.settings.layout.virtual_pipeline_size
         stages = [None] if chunks == 1 else range(chunks)
-        return [build_model(self.shape, self.config, stage) for stage in stages]
+        return [build_model(self.shape, self.config, stage, fp8=self.settings.fp8) for stage in stages]
 
     def load_weights(self) -> None:
         """Fills the chunks from the Hugging Face checkpoint."""
@@ -153,6 +163,43 @@ class MegatronModel:
             if isinstance(chunk, TrainedChunk):
                 chunk.gather_parameters()
 
+    # ---- FP8 --------------------------------------------------------------------------------------------------------
+
+    def start_fp8(self, recipe: Recipe) -> None:
+        """Proves that the recipe is what runs, and gives delayed scales their first values.
+
+        Raises:
+            FP8Unavailable: a layer computes in another precision.
+        """
+        if recipe.delayed:
+            self.calibrate()
+        elif not recipe.emulate:
+            self._compute_once(training=False)
+        for chunk in self.chunks:
+            first = chunk.decoder.layers[0].layer_number - 1
+            prove(chunk.decoder, recipe, first, self.shape.num_layers)
+
+    def calibrate(self) -> None:
+        """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence.
+
+        Without it the first pass would run at scale 1, where most weights are too small for FP8; forward-only passes,
+        of which a probe or a frozen model sees no others, never move a scale. A collective.
+        """
+        self.scaling_state.reset()
+        with torch.enable_grad():  # TransformerEngine's scales move only with it
+            self._compute_once(training=True)
+        self.scaling_state.forget_passes()
+
+    def _compute_once(self, training: bool) -> None:
+        """A forward pass over a fixed sequence, for what it leaves behind in the layers."""
+        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _CALIBRATION_TOKENS, np.int32)
+        batch = sequence_batch([tokens], [((1, len(tokens)),)])
+
+        def nothing(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return hidden_NH.new_zeros(()), one(self.device), {}
+
+        self.run(batch, self.plan(batch, forward_only=True), nothing, forward_only=True, training=training)
+
     # ---- one pipeline schedule --------------------------------------------------------------------------------------
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
@@ -189,7 +236,13 @@ class MegatronModel:
         return int(most)
 
     def run(
-        self, batch: SequenceBatch, plan: Sequence[list[int]], loss: LossFunction, *, forward_only: bool
+        self,
+        batch: SequenceBatch,
+        plan: Sequence[list[int]],
+        loss: LossFunction,
+        *,
+        forward_only: bool,
+        training: bool | None = None,
     ) -> list[dict[str, Tensor]]:
         """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too.
 
@@ -212,7 +265,7 @@ class MegatronModel:
         if forward_only:
             self.gather_parameters()
         parts = itertools.tee(self._parts(batch, plan), len(self.models))  # each chunk goes through all of them
-        with self._training(not forward_only):
+        with self._training(not forward_only if training is None else training):
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=list(parts),
@@ -280,7 +333,7 @@ class MegatronModel:
 
     @contextmanager
     def _training(self, training: bool) -> Iterator[None]:
-        """Megatron recomputes activations only in training mode; nothing else here depends on it."""
+        """Megatron recomputes activations only in training mode, in which alone delayed FP8 scales move."""
         for model in self.models:
             model.train(training)
         try:

@@ -137,10 +137,17 @@ class MegatronPolicy(MegatronModel):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy:
-        """The weights of a checkpoint of this shape, this rank's share of them in host memory. Not a collective."""
+        """The weights of a checkpoint of this shape, this rank's share of them in host memory, with FP8 scales of their
+        own. Called before the first train step."""
+        state = self.scaling_state.tensors().values()
         if path == self.settings.model_path:
-            return FrozenCopy(self.chunks)
-        return FrozenCopy(self.chunks, load=lambda: load_hf(self.chunks, self.shape, path))
+            return FrozenCopy(self.chunks, state=state)
+        return FrozenCopy(self.chunks, lambda: self._load_other(path), state)
+
+    def _load_other(self, path: str) -> None:
+        load_hf(self.chunks, self.shape, path)
+        if self.scaling_state.tensors():
+            self.calibrate()
 
     def hf_specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """(name, shape, dtype) of every tensor that ``export`` yields, in order."""

@@ -22,10 +22,16 @@ class FrozenCopy:
     Args:
         load: puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit
             for bit. It needs no more memory than the copy.
+        state: other tensors that belong to the weights (``ScalingState``), kept and exchanged with them.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], load: Callable[[], None] | None = None) -> None:
-        self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
+    def __init__(
+        self,
+        chunks: Iterable[torch.nn.Module],
+        load: Callable[[], None] | None = None,
+        state: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._parameters = [*dict.fromkeys(p for chunk in chunks for p in chunk.parameters()), *state]
         self._arena = HostArena(pinned=torch.cuda.is_available())
         self._copies = self._arena.places([parameter.nbytes for parameter in self._parameters])
         for parameter, copy in zip(self._parameters, self._copies, strict=True):

@@ -31,6 +31,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from openrlhf_ext.megatron.fp8.transformer_engine import drop_copies
+
 logger = logging.getLogger(__name__)
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -82,6 +84,9 @@ class ModelStates:
         """Moves these kinds (none named: all) to host memory; those already there stay."""
         todo = [kind for kind in _known(kinds) if kind in self.resident]
         with _Measured(self._device) as measured:
+            if "parameters" in todo:
+                for model in self._models:
+                    drop_copies(model)
             if "gradients" in todo and self._optimizer is not None:
                 self._optimizer.zero_grad()  # fp32 copies of gradients that the last step left on master weights
             for kind in todo:

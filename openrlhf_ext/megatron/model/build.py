@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.fp8.emulated import emulated_linears, follow_micro_batches
+from openrlhf_ext.megatron.fp8.transformer_engine import megatron_arguments
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
+from openrlhf_ext.megatron.model.spec import PLAIN, PackedSequences, block_spec
 from openrlhf_ext.megatron.settings import Recompute
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
@@ -57,12 +61,18 @@ class ValueModel(HiddenStateGPTModel):
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, recompute: Recompute, rope_fusion: bool = False
+    shape: ModelShape,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    rope_fusion: bool = False,
+    fp8: Recipe | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration for a Hugging Face model in a layout.
 
     Args:
         rope_fusion: see --megatron.rope_fusion; without TransformerEngine there is none.
+        fp8: how the decoder's linear layers multiply; Megatron is told of it only if TransformerEngine does it.
     """
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
@@ -101,8 +111,9 @@ def transformer_config(
         persist_layer_norm=on_gpu,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=rope_fusion and uses_transformer_engine(dtype),
+        apply_rope_fusion=rope_fusion and uses_transformer_engine(dtype, fp8),
         **recompute.arguments(),
+        **(megatron_arguments(fp8) if fp8 is not None and not fp8.emulate else {}),
     )
 
 
@@ -135,12 +146,12 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def uses_transformer_engine(dtype: torch.dtype) -> bool:
+def uses_transformer_engine(dtype: torch.dtype, fp8: Recipe | None = None) -> bool:
     """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``).
 
-    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32.
+    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32. Emulated FP8 is ours.
     """
-    return dtype == torch.bfloat16 and has_transformer_engine()
+    return dtype == torch.bfloat16 and not (fp8 is not None and fp8.emulate) and has_transformer_engine()
 
 
 def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
@@ -165,20 +176,25 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
     )
 
 
-def _spec(config: TransformerConfig, vp_stage: int | None, plain: bool = False):
-    if plain:
+def _our_spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | None) -> TransformerBlockSubmodules:
+    if fp8 is None or not fp8.emulate:
         return block_spec(config, vp_stage)
-    if uses_transformer_engine(config.params_dtype):
+    emulated, bf16 = emulated_linears(fp8), fp8.bf16_layers.numbers(config.num_layers)
+    return block_spec(config, vp_stage, lambda number: PLAIN if number in bf16 else emulated)
+
+
+def _spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | None):
+    if uses_transformer_engine(config.params_dtype, fp8):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         logger.info("layers: TransformerEngine's")
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and fp8 is None:
         why = "is not installed"
         if has_transformer_engine():
             why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
         logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
-    return block_spec(config, vp_stage)
+    return _our_spec(config, vp_stage, fp8)
 
 
 def boundaries_on_device(decoder: torch.nn.Module) -> None:
@@ -208,7 +224,11 @@ def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
 
 
 def build_model(
-    shape: ModelShape, config: TransformerConfig, vp_stage: int | None = None, meta: bool = False
+    shape: ModelShape,
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    meta: bool = False,
+    fp8: Recipe | None = None,
 ) -> HiddenStateGPTModel:
     """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
 
@@ -218,7 +238,7 @@ def build_model(
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(
         config,
-        _spec(config, vp_stage, plain=meta),
+        _our_spec(config, vp_stage, fp8) if meta else _spec(config, vp_stage, fp8),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions or 0,  # read by learned positions only
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -234,6 +254,7 @@ def build_model(
     if meta:
         return model
     fuse_weight_gradients(model.decoder)
-    if uses_transformer_engine(config.params_dtype) and not config.apply_rope_fusion:
+    follow_micro_batches(model.decoder)
+    if uses_transformer_engine(config.params_dtype, fp8) and not config.apply_rope_fusion:
         boundaries_on_device(model.decoder)
     return model.cuda() if torch.cuda.is_available() else model

@@ -13,6 +13,7 @@ Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-va
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,11 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -147,20 +152,24 @@ class CausalAttention(torch.nn.Module):
         )  # fmt: skip
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
+Linears = tuple[type | ModuleSpec, type | ModuleSpec]
+"""What a decoder layer's column-parallel linears (with their norm) are, and its row-parallel ones."""
+PLAIN: Linears = (NormColumnParallelLinear, RowParallelLinear)
+
+
+def layer_spec(config: TransformerConfig, linears: Linears = PLAIN) -> ModuleSpec:
     """One decoder layer with TransformerEngine's module tree."""
+    column, row = linears
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=NormColumnParallelLinear, core_attention=CausalAttention, linear_proj=RowParallelLinear,
+            linear_qkv=column, core_attention=CausalAttention, linear_proj=row,
             q_layernorm=qk_norm, k_layernorm=qk_norm,
         ),
     )  # fmt: skip
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -170,7 +179,15 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     )  # fmt: skip
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this (virtual) pipeline stage and the final norm."""
-    layers = [layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, linears: Callable[[int], Linears] = lambda number: PLAIN
+) -> TransformerBlockSubmodules:
+    """The layers of this (virtual) pipeline stage and the final norm.
+
+    Args:
+        linears: those of the whole model's layer of a number, counted from 0.
+    """
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    layers = [layer_spec(config, linears(number)) for number in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

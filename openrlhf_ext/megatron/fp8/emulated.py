@@ -1,0 +1,186 @@
+"""Linear layers that round as FP8 does and multiply in fp32: Megatron's own, with other products.
+
+TransformerConfig.fp8 stays None with them: with it megatron-core would take TransformerEngine's checkpointing for
+recomputation (transformer_block.py:507), which is not there.
+
+Shape suffixes: L = tokens of the pack on this rank (under sequence parallelism a column-parallel layer's input is a
+piece of them), K = input features, N = output features.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _reduce, _reduce_scatter_along_first_dim
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from openrlhf_ext.fp8.emulation import DelayedScale, Products
+from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.model.spec import Linears, NormColumnParallelLinear
+
+
+class Scaling:
+    """The products of one layer and, under delayed scaling, the state of their scales.
+
+    It is no module and its tensors are no buffers: Float16Module would round those to bf16.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.products = Products(recipe)
+        self.scales = self.products.scales(
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        )
+        # scales of the forward passes that will be recomputed: by then later micro-batches have moved them
+        self._to_recompute: deque[dict[str, Tensor]] = deque()
+
+    def of_forward(self, x_LK: Tensor, w_NK: Tensor, training: bool) -> dict[str, Tensor]:
+        """The scales of x and w for this pass. One in training moves them (``update``), a recomputation does not."""
+        if not self.scales:
+            return {}
+        if training and torch.is_grad_enabled() and self._to_recompute:
+            return self._to_recompute.popleft()
+        now = {operand: self.scales[operand].scale.clone() for operand in ("x", "w")}
+        if training:
+            self.scales["x"].record(x_LK)
+            self.scales["w"].record(w_NK)
+            if not torch.is_grad_enabled():  # the first pass of Megatron's checkpointing
+                self._to_recompute.append(now)
+        return now
+
+    def of_backward(self, dy_LN: Tensor) -> dict[str, Tensor]:
+        """The scale of dy for this pass, which moves it."""
+        if not self.scales:
+            return {}
+        self.scales["dy"].record(dy_LN)
+        return {"dy": self.scales["dy"].scale.clone()}
+
+    def forget_passes(self) -> None:
+        """Nothing waits to be recomputed."""
+        self._to_recompute.clear()
+
+
+class EmulatedLinear:
+    """What an emulated layer has besides Megatron's: other products in ``_forward_impl``."""
+
+    scaling: Scaling
+    training: bool
+
+    def _forward_impl(
+        self,
+        input: Tensor,  # noqa: A002  # Megatron calls it by name
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """(L, 1, N) product of an input (L, 1, K), a piece of L under sequence parallelism, with the weight."""
+        scales = self.scaling.of_forward(input, weight, self.training)
+        group = tp_group or parallel_state.get_tensor_model_parallel_group()
+        output = _Linear.apply(input, weight, self.scaling, scales, allreduce_dgrad, sequence_parallel, group)
+        return output if bias is None else output + bias
+
+
+class EmulatedNormColumnParallelLinear(EmulatedLinear, NormColumnParallelLinear):
+    """RMS norm and a column-parallel linear in emulated FP8; the norm is not."""
+
+    def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling = Scaling(recipe)
+
+
+class EmulatedRowParallelLinear(EmulatedLinear, RowParallelLinear):
+    """A row-parallel linear in emulated FP8; its sum over the ranks is in the model's precision."""
+
+    def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling = Scaling(recipe)
+
+
+def emulated_linears(recipe: Recipe) -> Linears:
+    """What a decoder layer in emulated FP8 is made of."""
+    return (
+        ModuleSpec(module=EmulatedNormColumnParallelLinear, params={"recipe": recipe}),
+        ModuleSpec(module=EmulatedRowParallelLinear, params={"recipe": recipe}),
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_L1K: Tensor,
+        weight_NK: Tensor,
+        scaling: Scaling,
+        scales: dict[str, Tensor],
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(input_L1K, weight_NK)
+        ctx.scaling, ctx.scales, ctx.group = scaling, scales, group
+        ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
+        whole = _gather_along_first_dim(input_L1K, group) if sequence_parallel else input_L1K
+        output_LN = scaling.products.output(whole.flatten(0, 1), weight_NK, scales)
+        return output_LN.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_L1N: Tensor) -> tuple[Tensor | None, ...]:
+        input_L1K, weight_NK = ctx.saved_tensors
+        products, dy_LN = ctx.scaling.products, grad_L1N.flatten(0, 1)
+        scales = ctx.scales | ctx.scaling.of_backward(dy_LN)
+        grad_input = products.input_gradient(dy_LN, weight_NK, scales).view(*grad_L1N.shape[:-1], -1)
+        if ctx.sequence_parallel:
+            grad_input = _reduce_scatter_along_first_dim(grad_input, ctx.group)
+        elif ctx.allreduce_dgrad:
+            grad_input = _reduce(grad_input, ctx.group)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            whole = _gather_along_first_dim(input_L1K, ctx.group) if ctx.sequence_parallel else input_L1K
+            grad_weight = products.weight_gradient(dy_LN, whole.flatten(0, 1), scales).to(weight_NK.dtype)
+        return grad_input, grad_weight, None, None, None, None, None
+
+
+def scalings(module: torch.nn.Module) -> dict[str, Scaling]:
+    """The scalings of the emulated layers below a module, by the layer's path."""
+    return {name: layer.scaling for name, layer in module.named_modules() if isinstance(layer, EmulatedLinear)}
+
+
+def follow_micro_batches(decoder: torch.nn.Module) -> None:
+    """Lets the delayed scales of a decoder's emulated layers move as TransformerEngine's do: those of inputs and
+    weights when its forward pass of a micro-batch in training ends, those of gradients when its backward pass does."""
+    layers = list(scalings(decoder).values())
+    if not layers or not layers[0].scales:
+        return
+
+    def after_forward(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        if decoder.training and torch.is_grad_enabled():
+            update([layer.scales[operand] for layer in layers for operand in ("x", "w")])
+
+    def before_first_layer(_module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if decoder.training and hidden.requires_grad:
+            # the gradient of the decoder's input is complete when that of every layer is
+            hidden.register_hook(lambda _grad: update([layer.scales["dy"] for layer in layers]))
+
+    decoder.register_forward_hook(after_forward)
+    decoder.layers[0].register_forward_pre_hook(before_first_layer, with_kwargs=True)  # type: ignore[union-attr, operator, index]  # torch types attributes as modules
+
+
+@torch.no_grad()
+def update(scales: list[DelayedScale]) -> None:
+    """Moves scales by the largest entries that any tensor-, context- or data-parallel rank has noted. A collective."""
+    largest = torch.stack([scale.history_A[0] for scale in scales])
+    dist.all_reduce(
+        largest, dist.ReduceOp.MAX, group=parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    )
+    for scale, amax in zip(scales, largest, strict=True):
+        scale.update(amax)

@@ -1,0 +1,192 @@
+"""TransformerEngine's FP8: Megatron's and its own configuration from a recipe, and proof that both took it.
+
+Read in TransformerEngine 2.11.0 and megatron-core 0.16.1; it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from openrlhf_ext.fp8.emulation import Products
+from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.fp8.emulated import EmulatedLinear
+
+TESTED_SERIES = ("2.11",)
+_MEGATRON_NAMES = {"blockwise": "blockwise", "current": "tensorwise", "delayed": "delayed"}
+_CAPABILITY = {"blockwise": (9, 0), "current": (8, 9), "delayed": (8, 9)}
+_BLOCKWISE_CUDA = (12, 9)
+KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+class FP8Unavailable(RuntimeError):
+    """FP8 was asked for and this rank cannot give it, or does not."""
+
+
+def environment(recipe: Recipe) -> dict[str, str]:
+    """Variables that TransformerEngine reads when it is imported, once, into class attributes.
+
+    What the constructors take changes nothing (common/recipe/__init__.py:235, 332).
+    """
+    return {
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not recipe.pow2)),
+        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(recipe.pow2)),
+    }
+
+
+def megatron_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Arguments of TransformerConfig for a recipe that is not emulated."""
+    bf16 = recipe.bf16_layers
+    return {
+        "fp8": recipe.format,  # given always: 'hybrid' with blockwise would mean E5M2 gradients
+        "fp8_recipe": _MEGATRON_NAMES[recipe.name],
+        "fp8_param": False,
+        "fp8_margin": recipe.margin,
+        "fp8_amax_history_len": recipe.amax_history_len,
+        "fp8_amax_compute_algo": recipe.amax_compute_algo,
+        "fp8_wgrad": True,
+        "fp8_dot_product_attention": False,
+        "fp8_multi_head_attention": False,
+        "tp_only_amax_red": False,
+        "first_last_layers_bf16": bool(bf16.start or bf16.end),
+        "num_layers_at_start_in_bf16": bf16.start,
+        "num_layers_at_end_in_bf16": bf16.end,
+    }
+
+
+def require(recipe: Recipe) -> None:
+    """That this process can compute in FP8 by the recipe; before anything is loaded.
+
+    Raises:
+        FP8Unavailable: it cannot; with everything that is in the way, and the host's name.
+    """
+    problems = [*_device_problems(recipe), *_library_problems(recipe)]
+    if problems:
+        raise FP8Unavailable(
+            f"fp8.enable (recipe {recipe.label}) is not possible on {socket.gethostname()}:\n"
+            + "\n".join(f"- {problem}" for problem in problems)
+            + "\nmend that, or study the recipe with --fp8.emulate, or leave fp8.enable out"
+        )
+
+
+def _device_problems(recipe: Recipe) -> list[str]:
+    if not torch.cuda.is_available():
+        return ["there is no GPU; FP8 products need one"]
+    problems = []
+    capability, needed = torch.cuda.get_device_capability(), _CAPABILITY[recipe.name]
+    if capability < needed:
+        problems.append(
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, "
+            f"fp8.recipe {recipe.name} needs {needed[0]}.{needed[1]}"
+        )
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if recipe.blockwise and cuda < _BLOCKWISE_CUDA:
+        problems.append(
+            f"torch is built for CUDA {torch.version.cuda}, fp8.recipe blockwise needs 12.9 (or use fp8.recipe current)"
+        )
+    return problems
+
+
+def _library_problems(recipe: Recipe) -> list[str]:
+    try:
+        found = version("transformer_engine")
+    except PackageNotFoundError:
+        return ["TransformerEngine is not installed: bash examples/scripts/setup_env.sh gpu"]
+    if not any(found == series or found.startswith(f"{series}.") for series in TESTED_SERIES):
+        return [
+            f"TransformerEngine is {found}, megatron-core {version('megatron-core')} is used with "
+            f"{' or '.join(TESTED_SERIES)}: bash examples/scripts/setup_env.sh gpu"
+        ]
+    try:
+        import transformer_engine.pytorch  # noqa: F401  # type: ignore[import-not-found]
+        from transformer_engine.common import recipe as taken  # type: ignore[import-not-found]
+    except Exception as error:  # a library that cannot be loaded raises whatever its loader raises
+        return [f"TransformerEngine {found} cannot be imported ({type(error).__name__}: {error})"]
+    return _scale_problems(recipe, taken)
+
+
+def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
+    """Whether the import took the kind of scales from the environment."""
+    classes = {"blockwise": "Float8BlockScaling", "current": "Float8CurrentScaling"}
+    if recipe.delayed:
+        return []
+    made = getattr(taken, classes[recipe.name])()
+    pow2 = {bool(getattr(made, name).power_2_scale) for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight")}
+    if pow2 == {recipe.pow2}:
+        return []
+    variables = " ".join(f"{name}={os.environ.get(name)!r}" for name in environment(recipe))
+    return [
+        f"TransformerEngine was imported with scales that are {'not ' if recipe.pow2 else ''}powers of two, fp8.scales "
+        f"is {recipe.scales} ({variables}): something imported it before these variables were set"
+    ]
+
+
+def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The decoder's linear layers by path, of all precisions."""
+    return {name: module for name, module in decoder.named_modules() if name.rpartition(".")[2] in KINDS}
+
+
+def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers: int) -> None:
+    """That the layers of a decoder which has computed once did so in FP8, and no others.
+
+    Args:
+        first_layer: number of the decoder's first layer in the whole model.
+        num_layers: of the whole model.
+
+    Raises:
+        FP8Unavailable: a layer is of another type, or its weight has other codes than the recipe's.
+    """
+    proven: set[str] = set()
+    problems = []
+    for path, module in linear_layers(decoder).items():
+        number = first_layer + int(path.split(".")[1])
+        wanted = (number, num_layers) not in recipe.bf16_layers
+        kind = path.rpartition(".")[2]
+        problems += _type_problems(path, module, wanted, recipe.emulate)
+        if wanted and not recipe.emulate and kind not in proven:
+            proven.add(kind)
+            problems += _code_problems(path, module, recipe)
+    if problems:
+        raise FP8Unavailable(
+            f"fp8.enable (recipe {recipe.label}) is not what runs on {socket.gethostname()}:\n"
+            + "\n".join(f"- {problem}" for problem in problems)
+        )
+
+
+def _type_problems(path: str, module: torch.nn.Module, wanted: bool, emulate: bool) -> list[str]:
+    name = type(module).__name__
+    if emulate:
+        right = isinstance(module, EmulatedLinear) == wanted
+    else:
+        right = name.startswith("TE") and (module.fp8_meta.get("recipe") is not None if wanted else True)  # type: ignore[union-attr, operator]
+    return [] if right else [f"{path} is a {name}, which does {'not ' if wanted else ''}compute in FP8"]
+
+
+def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[str]:
+    """Whether the FP8 copy of its weight that a layer has kept from its last pass has the recipe's codes."""
+    kept = getattr(module, "_fp8_workspaces", {}).get("weight")
+    if kept is None:
+        return [f"{path} has kept no FP8 copy of its weight: it has not computed in FP8"]
+    weight = module.weight.detach()  # type: ignore[operator, union-attr]
+    got = kept._rowwise_data if recipe.blockwise else kept._data
+    scale = module.fp8_meta["scaling_fwd"].scale[1] if recipe.delayed else None  # type: ignore[union-attr, index]
+    want = Products(recipe).codes("w", weight, scale=scale).codes_RC.view(torch.uint8)
+    share = (got.view(torch.uint8)[: want.shape[0], : want.shape[1]] != want).float().mean().item()
+    if share > _CODES_THAT_MAY_DIFFER:
+        return [f"{path}: {share:.1%} of its weight's FP8 codes are not those of the recipe {recipe.label}"]
+    return []
+
+
+_CODES_THAT_MAY_DIFFER = 0.002
+"""Products of a scale are rounded in another order: at most this many codes differ from vLLM's for bf16 weights."""
+
+
+def drop_copies(model: torch.nn.Module) -> None:
+    """Frees the FP8 copies of weights that TransformerEngine's layers keep; each schedule's first micro-batch makes
+    them anew."""
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
