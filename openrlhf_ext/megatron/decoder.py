@@ -183,22 +183,25 @@ class MegatronModel:
         """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence.
 
         Without it the first pass would run at scale 1, where most weights are too small for FP8; forward-only passes,
-        of which a probe or a frozen model sees no others, never move a scale. A collective.
+        of which a probe or a frozen model sees no others, never move a scale. Emulated layers multiply without rounding
+        meanwhile; TransformerEngine's cannot, so that only their second pass has scales that fit. A collective.
         """
         self.scaling_state.reset()
-        with torch.enable_grad():  # TransformerEngine's scales move only with it
+        with torch.enable_grad(), self.scaling_state.calibrating():  # TransformerEngine's move only with gradients
             self._compute_once(training=True)
-        self.scaling_state.forget_passes()
+            if self.config.fp8 is not None:
+                self._compute_once(training=True)
 
     def _compute_once(self, training: bool) -> None:
-        """A forward pass over a fixed sequence, for what it leaves behind in the layers."""
+        """A forward pass over a fixed sequence in every micro-batch that schedules want, for what layers make of it."""
         tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _CALIBRATION_TOKENS, np.int32)
         batch = sequence_batch([tokens], [((1, len(tokens)),)])
 
         def nothing(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             return hidden_NH.new_zeros(()), one(self.device), {}
 
-        self.run(batch, self.plan(batch, forward_only=True), nothing, forward_only=True, training=training)
+        plan = [[0] for _ in self.plan(batch, forward_only=True)]
+        self.run(batch, plan, nothing, forward_only=True, training=training)
 
     # ---- one pipeline schedule --------------------------------------------------------------------------------------
 

@@ -29,6 +29,9 @@ class Scaling:
     """The products of one layer and, under delayed scaling, the state of their scales.
 
     It is no module and its tensors are no buffers: Float16Module would round those to bf16.
+
+    Attributes:
+        rounds: whether forward passes round, which those that find the first scales do not.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -38,6 +41,7 @@ class Scaling:
         )
         # scales of the forward passes that will be recomputed: by then later micro-batches have moved them
         self._to_recompute: deque[dict[str, Tensor]] = deque()
+        self.rounds = True
 
     def of_forward(self, x_LK: Tensor, w_NK: Tensor, training: bool) -> dict[str, Tensor]:
         """The scales of x and w for this pass. One in training moves them (``update``), a recomputation does not."""
@@ -129,7 +133,8 @@ class _Linear(torch.autograd.Function):
         ctx.scaling, ctx.scales, ctx.group = scaling, scales, group
         ctx.allreduce_dgrad, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
         whole = _gather_along_first_dim(input_L1K, group) if sequence_parallel else input_L1K
-        output_LN = scaling.products.output(whole.flatten(0, 1), weight_NK, scales)
+        x_LK = whole.flatten(0, 1)
+        output_LN = scaling.products.output(x_LK, weight_NK, scales) if scaling.rounds else x_LK @ weight_NK.t()
         return output_LN.view(*whole.shape[:-1], -1)
 
     @staticmethod

@@ -7,6 +7,7 @@ is the same on each of them, in every layout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,11 +45,22 @@ class ScalingState:
         for name, tensor in self._tensors():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
 
-    def forget_passes(self) -> None:
-        """No forward pass of a micro-batch waits to be recomputed."""
-        for chunk in self._chunks:
-            for scaling in scalings(chunk).values():
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """In the body passes in training are for the scales only: emulated layers do not round, and afterwards nothing
+        waits to be recomputed and histories hold the last micro-batch alone, because the others were the same."""
+        emulated = [scaling for chunk in self._chunks for scaling in scalings(chunk).values()]
+        for scaling in emulated:
+            scaling.rounds = False
+        try:
+            yield
+        finally:
+            for scaling in emulated:
+                scaling.rounds = True
                 scaling.forget_passes()
+        for name, tensor in self._tensors():
+            if name.endswith("history"):
+                tensor[:-1].zero_()
 
 
 def _held(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
