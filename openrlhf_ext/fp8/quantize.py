@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openrlhf_ext.fp8.recipe import BLOCK
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
-BLOCK = 128
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
