@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize, spread
-from openrlhf_ext.fp8.tiles import BY_COLUMNS, LayerShape, Run, differing_tensors, engine_shards, trainer_shards
+from openrlhf_ext.fp8.tiles import (
+    BY_COLUMNS,
+    DOWN,
+    GATE,
+    KEY,
+    PROJECTION,
+    QUERY,
+    UP,
+    VALUE,
+    LayerShape,
+    Run,
+    differing_tensors,
+    engine_shards,
+    trainer_shards,
+)
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import shard_runs, stage_rules
 
@@ -83,6 +100,49 @@ def test_the_trainers_cut_is_that_of_the_weight_map(shape, size):
         for runs in (shard_runs(r, model, rank, size) for rank in range(size))
     ]
     assert len(rules) == 4 and sorted(trainer_shards(shape, size)) == sorted(mapped)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("shape", [LayerShape(4, 2, 32, 256), LayerShape(12, 4, 16, 96)])
+def test_the_engines_cut_is_that_of_vllms_own_layers(shape, size):
+    """vLLM's layers load weights of which every row, or column, is its number."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    heads, ffn, named = shape.num_heads * shape.head_dim, shape.ffn_hidden_size, {"params_dtype": torch.float32}
+    found = []
+    for rank in range(size):
+        with ExitStack() as patches:
+            patches.enter_context(set_current_vllm_config(VllmConfig()))
+            for module in (linear, parameter):
+                replace = {"rank": rank, "world_size": size}
+                for what, value in replace.items():
+                    get = mock.patch.object(module, f"get_tensor_model_parallel_{what}", lambda value=value: value)
+                    patches.enter_context(get)
+            qkv = linear.QKVParallelLinear(8, shape.head_dim, shape.num_heads, shape.num_kv_heads, bias=False, **named)
+            fc1 = linear.MergedColumnParallelLinear(8, [ffn, ffn], bias=False, **named)
+            o, down = (linear.RowParallelLinear(width, 8, bias=False, **named) for width in (heads, ffn))
+            kv = shape.num_kv_heads * shape.head_dim
+            found += [
+                loaded(qkv, {QUERY: (heads, "q"), KEY: (kv, "k"), VALUE: (kv, "v")}, 0),
+                loaded(fc1, {GATE: (ffn, 0), UP: (ffn, 1)}, 0),
+                loaded(o, {PROJECTION: (heads,)}, 1),
+                loaded(down, {DOWN: (ffn,)}, 1),
+            ]
+    expected = [[(r.tensor, i) for r in shard for i in range(r.start, r.stop)] for shard in engine_shards(shape, size)]
+    assert sorted(found) == sorted(expected)
+
+
+def loaded(layer: torch.nn.Module, tensors: dict[str, tuple], axis: int) -> list[tuple[str, int]]:
+    """(tensor, row or column) for each of a vLLM layer's, after it has loaded tensors: name -> length, vLLM's name."""
+    names = list(tensors)
+    for number, (length, *part) in enumerate(tensors.values()):
+        entries = torch.arange(length, dtype=torch.float32) + 10_000 * number
+        whole = entries[:, None].expand(-1, 8) if axis == 0 else entries[None].expand(8, -1)
+        layer.weight.weight_loader(layer.weight, whole.contiguous(), *part)
+    entries = layer.weight.data.narrow(1 - axis, 0, 1).flatten().int().tolist()
+    return [(names[entry // 10_000], entry % 10_000) for entry in entries]
 
 
 def weights(shape: LayerShape) -> dict[str, Tensor]:
