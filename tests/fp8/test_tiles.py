@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize, spread
+from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize
+from openrlhf_ext.fp8.recipe import BLOCK
 from openrlhf_ext.fp8.tiles import (
     BY_COLUMNS,
     DOWN,
@@ -162,8 +163,8 @@ def scales(shards: list[list[Run]], tensors: dict[str, Tensor]) -> dict[str, lis
         axis = int(shard[0].tensor in BY_COLUMNS)
         parts = [tensors[run.tensor].narrow(axis, run.start, run.stop - run.start) for run in shard]
         weight = torch.cat(parts, axis)
-        quantized = quantize(weight, E4M3, Grid.TILES)
-        entry = spread(quantized.scale_inv, Grid.TILES, weight.shape).narrow(1 - axis, 0, 1).flatten().tolist()
+        scale_inv = quantize(weight, E4M3, Grid.TILES).scale_inv.narrow(1 - axis, 0, 1).flatten()
+        entry = scale_inv.repeat_interleave(BLOCK).tolist()
         for run in shard:
             for index in range(run.start, run.stop):
                 found[run.tensor][index].add(entry.pop(0))
