@@ -30,8 +30,8 @@ class DelayedScale:
         self.history_A = torch.zeros(recipe.amax_history_len, device=device)
 
     def record(self, x: Tensor) -> None:
-        """Note a tensor of the present micro-batch."""
-        self.history_A[0] = torch.maximum(self.history_A[0], amax_of(x))
+        """Note a tensor of the present micro-batch. One with NaN does not count, as TransformerEngine takes fmaxf."""
+        self.history_A[0] = torch.fmax(self.history_A[0], amax_of(x))
 
     def update(self, amax: Tensor) -> None:
         """The end of a micro-batch: the next scale (TransformerEngine 2.11 common/recipe/delayed_scaling.cu).
@@ -46,7 +46,7 @@ class DelayedScale:
         self.history_A.copy_(self.history_A.roll(-1))
         self.history_A[0] = 0.0
         if torch.isfinite(largest):
-            self.scale.copy_((FP8_MAX[self.dtype] / largest * 2.0**-self._recipe.margin).clamp(max=_FP32_MAX))
+            self.scale.copy_((FP8_MAX[self.dtype] * 2.0**-self._recipe.margin / largest).clamp(max=_FP32_MAX))
 
 
 class Products:

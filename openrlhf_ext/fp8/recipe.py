@@ -8,6 +8,7 @@ RECIPES = ("blockwise", "current", "delayed")
 FORMATS = ("e4m3", "hybrid")
 SCALES = ("fp32", "pow2")
 AMAX_ALGORITHMS = ("max", "most_recent")
+BLOCK = 128  # entries along a side of a block, 'blockwise'
 
 
 @dataclass(frozen=True)
