@@ -220,7 +220,7 @@ def throughput_gauges(
 
 
 def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Memory and own time of every rank, and which rank was the slowest and which the fullest."""
+    """Memory and own time of every rank, which rank was the slowest and which the fullest, and how much was padding."""
     gauges: dict[str, float] = {}
     for report in reports:
         prefix = f"rank/{report.rank}/"
@@ -229,6 +229,8 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
     slowest = max(reports, key=lambda report: report.busy_seconds)
     fullest = max(reports, key=lambda report: report.memory_bytes)
     mean = sum(report.busy_seconds for report in reports) / len(reports)
+    if packed := sum(report.packed_tokens for report in reports):
+        gauges["packs/padding_fraction"] = sum(report.padding_tokens for report in reports) / packed
     if used := max(report.device_bytes for report in reports):
         gauges["memory/device_max_gib"] = used / 2**30
     return gauges | {

@@ -126,6 +126,10 @@ METRICS = (
         "in the gradient reduction) and `memory_gib` (GiB); `rank/slowest` and `rank/fullest` name ranks, "
         "`rank/slowest_over_mean` is the slowest rank's time in log-probs and training over the mean of all"
     )),
+    Metric("packs/padding_fraction", "fraction", (
+        "padding in the packs that the policy's ranks computed since the last step (old log-probs, training): tokens "
+        "that context and sequence parallelism and FP8 take to cut packs evenly, and micro-batches without sequences"
+    )),
     Metric("loss/policy", "loss", "policy loss of the whole batch, mean over the optimizer updates of the step"),
     Metric("loss/clip_fraction", "fraction",
         "completion tokens (gspo and grpo_s: completions) whose probability ratio was clipped"),

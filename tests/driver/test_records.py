@@ -180,6 +180,13 @@ def test_the_slowest_and_the_fullest_rank_are_named():
     assert shared["memory/device_max_gib"] == 70.0 and is_documented("memory/device_max_gib")
 
 
+def test_padding_is_a_share_of_all_that_the_ranks_computed():
+    packed = [dataclasses.replace(report(rank, 1.0), packed_tokens=96, padding_tokens=16 * rank) for rank in (0, 1, 2)]
+    assert rank_gauges(packed)["packs/padding_fraction"] == pytest.approx(48 / 288)
+    assert is_documented("packs/padding_fraction")
+    assert "packs/padding_fraction" not in rank_gauges([report(0, 1.0)]), "nothing was computed"
+
+
 def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog):
     shape = ModelShape(
         model_type="qwen2", num_layers=1, hidden_size=1, ffn_hidden_size=1, num_heads=1, num_kv_heads=1, head_dim=1,
