@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEP, TIME, NONFINITE = "step", "time", "nonfinite"  # what the writer itself adds to a record
+STEP, TIME, NONFINITE, LABEL = "step", "time", "nonfinite", "label"  # what the writer itself adds to a record
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ METRICS = (
     Metric("step", "steps", "optimizer step the record belongs to, from 1; 0 is a record made before training"),
     Metric("time", "s", "wall clock when the record was written, seconds since 1970"),
     Metric("nonfinite", "text", "present only if a metric is NaN or infinite: its name, and `nan`, `inf` or `-inf`"),
+    Metric("label", "text",
+        "present only if the policy is trained in FP8: the recipe, and `EMULATED` where FP8 is rounding only"),
     Metric("reward/mean", "reward", "mean over the completions of the step, before any shaping"),
     Metric("reward/std", "reward", "standard deviation over the completions of the step"),
     Metric("reward/failures", "completions", "completions of the step that could not be graded"),

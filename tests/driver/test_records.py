@@ -14,6 +14,7 @@ from openrlhf_ext.driver import records
 from openrlhf_ext.driver.records import (
     DEFAULT_BAND,
     StepGauges,
+    StepRecorder,
     correction_band,
     guide_agreement,
     guide_gauges,
@@ -27,7 +28,7 @@ from openrlhf_ext.driver.records import (
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.reporting import is_documented, read_metrics
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from tests.driver.simulated import response
 from tests.sequences import masked_batch
@@ -209,3 +210,20 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     assert not any("train" in name for name in got), "the policy did not train in this step"
     (message,) = caplog.messages
     assert "policy rank 1 on node1 is the slowest: 10.0 s of its own in this step, 1.7 times the mean" in message
+
+
+def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
+    label = "FP8 blockwise e4m3 fp32, EMULATED"
+    recorder = StepRecorder(tmp_path / "metrics.jsonl", tmp_path / "figure.png", 2, 0, title="grpo, toy", label=label)
+    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
+    evaluation = dict.fromkeys(("eval/accuracy", "eval/accuracy_stderr", "eval/samples"), 1.0)
+    with caplog.at_level(logging.INFO, logger=records.__name__):
+        recorder.evaluation(0, evaluation)
+        for step in (1, 2):
+            recorder.step(step, {"time/step": 2.0, "tokens/generated": 10.0}, engines)
+        recorder.close()
+    assert [record["label"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [label] * 3
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 2 and all(line.endswith(label) for line in lines)
+    assert caplog.messages[0].endswith(f"(1 samples), {label}")
+    assert recorder.title == f"grpo, toy, {label}"

@@ -72,6 +72,12 @@ class FP8(Section):
             **{name: value for name, value in own.items() if value is not None},  # type: ignore[arg-type]
         )
 
+    @property
+    def training_label(self) -> str:
+        """For progress lines, records and checkpoints, which must not hide an emulation; empty without FP8."""
+        recipe = self.training_recipe
+        return "" if recipe is None else f"FP8 {recipe.label}"
+
     def violations(self) -> Iterator[Violation]:
         if self.enable:
             yield from self._delayed_violations()
