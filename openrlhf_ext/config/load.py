@@ -94,8 +94,8 @@ def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequ
     _refuse_blank_paths(draft)
     _derive(draft.values)
     config = _typed(draft)
-    if config.actor.gradient_checkpointing_enable and not is_set(config, "megatron.recompute"):
-        draft.values["megatron.recompute"] = "full"
+    if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
+        draft.values |= resolved
         config = _typed(draft)
     draft.violations += _unsupported(config, draft.origins)
     config._sources = draft.origins
@@ -150,6 +150,16 @@ def _derive(values: dict[str, Any]) -> None:
     for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
         if values.get(name) is None:
             values[name] = os.fspath(Path(str(output_dir)) / leaf)
+
+
+def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
+    """Defaults that follow from typed settings, so that the configuration that is shown loads back to the same run."""
+    if config.actor.gradient_checkpointing_enable:
+        yield "megatron.recompute", "full"
+    if config.correction_level != "off":
+        yield "algo.advantage.is_correction_level", config.correction_level
+        yield "algo.advantage.is_correction_mode", config.correction_mode
+        yield "algo.advantage.is_correction_threshold", config.correction_threshold
 
 
 def _typed(draft: _Draft) -> RunConfig:

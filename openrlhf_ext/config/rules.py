@@ -106,6 +106,16 @@ def recomputation(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def fp8_parameters(config: RunConfig) -> Iterator[Violation]:
+    """Beside FP8 products the rest of a model runs in bf16; fp32 is for emulation, where nothing is to be saved."""
+    if config.fp8.enable and not config.fp8.emulate and config.megatron.param_dtype == "fp32":
+        yield Violation(
+            ("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
+            "fp8.enable needs megatron.param_dtype bf16, in which everything beside the FP8 products is computed: got "
+            "fp32; use bf16, or add fp8.emulate",
+        )
+
+
 def colocation(config: RunConfig) -> Iterator[Violation]:
     """Every shared GPU holds one policy rank and one worker of an engine; only sharers sleep."""
     engines, engine_tp = config.vllm.num_engines, config.vllm.tensor_parallel_size
@@ -390,7 +400,7 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
-    policy_layout, critic_layout, nodes, recomputation, colocation, transport, reference, guide,
+    policy_layout, critic_layout, nodes, recomputation, fp8_parameters, colocation, transport, reference, guide,
     batches, groups, token_budgets, lengths, evaluations, streaming,
     reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip

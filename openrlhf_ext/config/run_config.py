@@ -34,6 +34,7 @@ from openrlhf_ext.options import Int, Section, added, info_of, is_set, leaf_fiel
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.2}
+_FP8_THRESHOLD = (2.0,)  # token-level, clipped: as verl publishes FP8 rollouts (its docs/low_precision/fp8.md)
 
 # OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
 # estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
@@ -241,15 +242,29 @@ class RunConfig(Section):
 
     @property
     def correction_level(self) -> str:
-        """``algo.advantage.is_correction_level`` with its default resolved: tokens that lag are off-policy."""
-        if self.max_staleness > 0 and not is_set(self, "algo.advantage.is_correction_level"):
+        """``algo.advantage.is_correction_level`` with its default resolved: off-policy are tokens that lag, and those
+        that FP8 engines sampled.
+        """
+        off_policy = self.max_staleness > 0 or self.fp8.rollout_enable
+        if off_policy and not is_set(self, "algo.advantage.is_correction_level"):
             return "token"
         return self.algo.advantage.is_correction_level
 
     @property
+    def correction_mode(self) -> str:
+        """``algo.advantage.is_correction_mode`` with its default resolved: truncation beside FP8 engines."""
+        can_clip = self.correction_level == "token" and self.algo.advantage.is_correction_gating == "ratio"
+        if self.fp8.rollout_enable and can_clip and not is_set(self, "algo.advantage.is_correction_mode"):
+            return "clip"
+        return self.algo.advantage.is_correction_mode
+
+    @property
     def correction_threshold(self) -> list[float]:
-        """[low, high] of the importance correction; a single value is an upper bound."""
+        """[low, high] of the importance correction, with its default resolved; a single value is an upper bound."""
         threshold = self.algo.advantage.is_correction_threshold
+        clips = self.fp8.rollout_enable and self.correction_mode == "clip"
+        if clips and not is_set(self, "algo.advantage.is_correction_threshold"):
+            threshold = _FP8_THRESHOLD
         return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
 
     def flag_options(self) -> Iterator[FlagOption]:
@@ -325,7 +340,7 @@ class RunConfig(Section):
         advantage = self.algo.advantage
         return {
             "level": self.correction_level,
-            "mode": advantage.is_correction_mode,
+            "mode": self.correction_mode,
             "gating": advantage.is_correction_gating,
             "threshold": self.correction_threshold,
         }

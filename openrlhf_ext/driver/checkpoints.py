@@ -97,7 +97,8 @@ class Checkpointer:
 
     def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], prompts: str) -> None:
         self.config, self.groups, self.timeout_s = config, dict(groups), config.train.step_timeout_s
-        self.constants = {"options": plain_options(config), "prompts": prompts}
+        label = {"label": config.fp8.training_label} if config.fp8.enable else {}
+        self.constants = {"options": plain_options(config), "prompts": prompts, **label}
         self.store = checkpoint_store(config)
         self.best_value: float | None = None
         self._pending: _Pending | None = None

@@ -167,6 +167,8 @@ def build_parts(config: RunConfig, session: RaySession) -> Parts:
         start.doing = "starting the rollout engines"
         await_engines(config, session, engines, start)
     logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
+    if label := config.fp8.training_label:
+        logger.info("the policy's linear layers: %s", label)
     ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
     with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
         initialize_policy(config, session, policy, engines, steps, start)
@@ -229,6 +231,7 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
             parts.prompts.skipped_overlong,
             title=f"{config.algorithm_name()}, {Path(policy_path(config)).name}",
             resume_step=parts.resumed.step if parts.resumed is not None else 0,
+            label=config.fp8.training_label,
         ),
         gauges=step_gauges(config, parts.policy, shape),
         held_out=dataloader(parts.strategy, parts.held_out) if parts.held_out else None,

@@ -118,7 +118,7 @@ def correction_violations(config: RunConfig) -> Iterator[Violation]:
         Correction,
         {
             "level": config.correction_level,
-            "mode": advantage.is_correction_mode,
+            "mode": config.correction_mode,
             "gating": advantage.is_correction_gating,
             "threshold": config.correction_threshold,
         },

@@ -220,7 +220,7 @@ def throughput_gauges(
 
 
 def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
-    """Memory and own time of every rank, and which rank was the slowest and which the fullest."""
+    """Memory and own time of every rank, which rank was the slowest and which the fullest, and how much was padding."""
     gauges: dict[str, float] = {}
     for report in reports:
         prefix = f"rank/{report.rank}/"
@@ -229,6 +229,8 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
     slowest = max(reports, key=lambda report: report.busy_seconds)
     fullest = max(reports, key=lambda report: report.memory_bytes)
     mean = sum(report.busy_seconds for report in reports) / len(reports)
+    if packed := sum(report.packed_tokens for report in reports):
+        gauges["packs/padding_fraction"] = sum(report.padding_tokens for report in reports) / packed
     if used := max(report.device_bytes for report in reports):
         gauges["memory/device_max_gib"] = used / 2**30
     return gauges | {
@@ -293,15 +295,18 @@ class StepRecorder:
         total_steps: expected number of steps, for the progress line.
         skipped_overlong: prompts that were left out before the run.
         resume_step: records of later steps are of a run that is being repeated, and are moved aside; 0 = all are.
+        label: in every line, record and figure.
     """
 
     def __init__(
         self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = "",
-        resume_step: int = 0,
+        resume_step: int = 0, label: str = "",
     ) -> None:  # fmt: skip
-        self.metrics_path, self.figure_path, self.title = metrics_path, figure_path, title
-        self.writer = MetricsWriter(metrics_path, resume_step)
-        self.progress = ProgressLine(total_steps)
+        self.metrics_path, self.figure_path = metrics_path, figure_path
+        self.title = ", ".join(part for part in (title, label) if part)
+        self.label = label
+        self.writer = MetricsWriter(metrics_path, resume_step, label=label)
+        self.progress = ProgressLine(total_steps, label=label)
         self.skipped_overlong = skipped_overlong
         self.last_evaluation = -1
         self._drawing: threading.Thread | None = None
@@ -320,7 +325,10 @@ class StepRecorder:
         self.last_evaluation = step
         self.writer.write(step, logs)
         accuracy, error = logs["eval/accuracy"], logs["eval/accuracy_stderr"]
-        logger.info("step %d: held-out accuracy %.3f +- %.3f (%d samples)", step, accuracy, error, logs["eval/samples"])
+        label = f", {self.label}" if self.label else ""
+        logger.info(
+            "step %d: held-out accuracy %.3f +- %.3f (%d samples)%s", step, accuracy, error, logs["eval/samples"], label
+        )
 
     def draw(self, wait: bool = False) -> None:
         """Redraws the figure, in the background unless ``wait``."""

@@ -50,7 +50,7 @@ from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_batch, sequence_costs
 from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
 from openrlhf_ext.megatron.step.overlap import TrainedChunk, no_sync
-from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, pack
+from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, TokenCount, fp8_piece_unit, pack
 from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,12 @@ class MegatronModel:
             Megatron's schedules; the last one of the last stage makes hidden states.
         models: the chunks as Megatron's schedules and optimizer see them: DDP-wrapped when the model is trained.
         optimizer, scheduler: None for a model that is never trained.
+        counted: tokens of this replica's packs since ``take_count``.
     """
 
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
+        self.counted = TokenCount()
         self.shape = self.read_shape()
         self.dtype = DTYPES[settings.param_dtype]
         self.device = (
@@ -230,8 +232,10 @@ class MegatronModel:
         tokens = settings.forward_max_tokens_per_gpu if forward_only else settings.max_tokens_per_gpu
         if tokens is None:
             return [1] * len(lengths), settings.forward_micro_batch_size if forward_only else settings.micro_batch_size
-        shape = PackShape(self.config.context_parallel_size)
-        return [shape.slots([length])[0] for length in lengths], tokens * shape.context_parallel_size
+        shape = self._pack_shape
+        slots = PackShape(shape.context_parallel_size)  # sequences share what the end of a pack takes
+        capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
+        return [slots.slots([length])[0] for length in lengths], max(capacity, shape.pack_unit)
 
     def _most(self, count: int) -> int:
         most = torch.tensor(count, device=self.device)
@@ -267,6 +271,8 @@ class MegatronModel:
 
         if forward_only:
             self.gather_parameters()
+        lengths = self._message_lengths(batch, plan)
+        self._count_tokens(batch, plan, lengths)
         parts = itertools.tee(self._parts(batch, plan), len(self.models))  # each chunk goes through all of them
         with self._training(not forward_only if training is None else training):
             return get_forward_backward_func()(
@@ -277,7 +283,7 @@ class MegatronModel:
                 seq_length=1,  # not used: micro-batches differ in length
                 micro_batch_size=1,
                 forward_only=forward_only,
-                **pipeline_arguments(self.config, self._message_lengths(batch, plan), len(self.models)),
+                **pipeline_arguments(self.config, lengths, len(self.models)),
             )
 
     def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[PackedBatch]:
@@ -291,13 +297,23 @@ class MegatronModel:
     @property
     def _pack_shape(self) -> PackShape:
         pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return PackShape(self.config.context_parallel_size, pieces)
+        return PackShape(self.config.context_parallel_size, pieces, fp8_piece_unit(self.settings.fp8, pieces))
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
         """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
         padding_row = [2]
         lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
         return [self._pack_shape.tokens_per_rank(part) for part in lengths]
+
+    def _count_tokens(self, batch: SequenceBatch, plan: Sequence[list[int]], piece_lengths: Sequence[int]) -> None:
+        shape = self._pack_shape
+        self.counted.real += int(batch.lengths_B[planned_rows(plan)].sum())
+        self.counted.packed += sum(piece_lengths) * shape.context_parallel_size * shape.pieces
+
+    def take_count(self) -> TokenCount:
+        """Tokens of this replica's packs since the last call. Not a collective."""
+        counted, self.counted = self.counted, TokenCount()
+        return counted
 
     def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
         """(L, 1, H) the model's output for a pack."""

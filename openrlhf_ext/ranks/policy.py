@@ -6,6 +6,7 @@ Shape suffixes: N = response tokens of this replica's sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,8 +83,9 @@ class PolicyActor(TrainedActor):
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
 
     def rank_report(self) -> RankReport:
-        """This rank's time by phase since the last report, and its memory. Not a collective."""
-        return self.timers.report(dist.get_rank())
+        """This rank's time by phase and its padding since the last report, and its memory. Not a collective."""
+        report, counted = self.timers.report(dist.get_rank()), self.policy.take_count()
+        return replace(report, packed_tokens=counted.packed, padding_tokens=counted.packed - counted.real)
 
     def weight_digest(self) -> str:
         """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""

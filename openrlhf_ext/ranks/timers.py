@@ -24,6 +24,8 @@ class RankReport:
         memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
         device_bytes: most that was in use on its GPU at the end of a phase since the last report, by all processes and
             libraries (an engine that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
+        packed_tokens: in the packs of its replica, padding included.
+        padding_tokens: the padding.
     """
 
     rank: int
@@ -32,6 +34,8 @@ class RankReport:
     seconds: dict[str, float]
     memory_bytes: int
     device_bytes: int = 0
+    packed_tokens: int = 0
+    padding_tokens: int = 0
 
     @property
     def busy_seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 JSON has no NaN and no infinity. Such a value is written as ``null`` under its name, and its true value as text under
 ``nonfinite``: ``{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}``. :func:`read_metrics` puts it back.
+What must be known of every number of a run, for instance that its FP8 is emulated, is the text under ``label``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from openrlhf_ext.reporting.names import NONFINITE, STEP, TIME
+from openrlhf_ext.reporting.names import LABEL, NONFINITE, STEP, TIME
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -32,10 +33,14 @@ class MetricsWriter:
         path: the file; folders are made.
         resume_step: last step to keep.
         now: wall clock in seconds.
+        label: text in every record; empty = none.
     """
 
-    def __init__(self, path: str | Path, resume_step: int = 0, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: str | Path, resume_step: int = 0, now: Callable[[], float] = time.time, label: str = ""
+    ) -> None:
         self._path = Path(path)
+        self._label = {LABEL: label} if label else {}
         self._now = now
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
@@ -50,15 +55,15 @@ class MetricsWriter:
             metrics: numbers by name: int, float, bool, or a numpy or torch scalar.
 
         Returns:
-            The record with plain numbers (NaN kept), ``step`` and ``time``.
+            The record with plain numbers (NaN kept), ``step``, ``time`` and ``label``.
 
         Raises:
             TypeError: a value is not one number.
-            ValueError: ``metrics`` holds ``step``, ``time`` or ``nonfinite``.
+            ValueError: ``metrics`` holds ``step``, ``time``, ``nonfinite`` or ``label``.
         """
-        if reserved := {STEP, TIME, NONFINITE}.intersection(metrics):
+        if reserved := {STEP, TIME, NONFINITE, LABEL}.intersection(metrics):
             raise ValueError(f"metrics may not hold {sorted(reserved)}: the writer sets them")
-        record: Record = {STEP: step, TIME: self._now()}
+        record: Record = {STEP: step, TIME: self._now(), **self._label}
         record.update((name, _plain_number(name, value)) for name, value in metrics.items())
         self._file.write(_to_line(record))
         self._file.flush()
@@ -92,7 +97,7 @@ def read_metrics(path: str | Path) -> list[Record]:
 
 
 def _to_line(record: Record) -> str:
-    nonfinite = {name: str(value) for name, value in record.items() if not math.isfinite(value)}
+    nonfinite = {name: str(value) for name, value in record.items() if name != LABEL and not math.isfinite(value)}
     if nonfinite:
         record = {**record, **dict.fromkeys(nonfinite), NONFINITE: nonfinite}
     return json.dumps(record, allow_nan=False) + "\n"

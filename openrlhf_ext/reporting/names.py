@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEP, TIME, NONFINITE = "step", "time", "nonfinite"  # what the writer itself adds to a record
+STEP, TIME, NONFINITE, LABEL = "step", "time", "nonfinite", "label"  # what the writer itself adds to a record
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ METRICS = (
     Metric("step", "steps", "optimizer step the record belongs to, from 1; 0 is a record made before training"),
     Metric("time", "s", "wall clock when the record was written, seconds since 1970"),
     Metric("nonfinite", "text", "present only if a metric is NaN or infinite: its name, and `nan`, `inf` or `-inf`"),
+    Metric("label", "text",
+        "present only if the policy is trained in FP8: the recipe, and `EMULATED` where FP8 is rounding only"),
     Metric("reward/mean", "reward", "mean over the completions of the step, before any shaping"),
     Metric("reward/std", "reward", "standard deviation over the completions of the step"),
     Metric("reward/failures", "completions", "completions of the step that could not be graded"),
@@ -125,6 +127,10 @@ METRICS = (
         "per policy rank: `rank/<n>/time_logprob`, `time_train`, `time_sync` (s, without waiting for other replicas "
         "in the gradient reduction) and `memory_gib` (GiB); `rank/slowest` and `rank/fullest` name ranks, "
         "`rank/slowest_over_mean` is the slowest rank's time in log-probs and training over the mean of all"
+    )),
+    Metric("packs/padding_fraction", "fraction", (
+        "padding in the packs that the policy's ranks computed since the last step (old log-probs, training): tokens "
+        "that context and sequence parallelism and FP8 take to cut packs evenly, and micro-batches without sequences"
     )),
     Metric("loss/policy", "loss", "policy loss of the whole batch, mean over the optimizer updates of the step"),
     Metric("loss/clip_fraction", "fraction",

@@ -48,10 +48,11 @@ class ProgressLine:
     Args:
         total_steps: steps of the run, ``None`` where that is not known.
         write: receives each line without its end; standard output by default.
+        label: ends the line of every step.
     """
 
-    def __init__(self, total_steps: int | None, write: Callable[[str], Any] | None = None) -> None:
-        self._total_steps = total_steps
+    def __init__(self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "") -> None:
+        self._total_steps, self._label = total_steps, [label] if label else []
         self._write = write or _write_line
         self._lines = 0
         self._step_width = max(len("step"), 2 * len(str(total_steps or "?")) + 1)
@@ -67,7 +68,8 @@ class ProgressLine:
             self._write(self._header())
         self._lines += 1
         position = f"{step}/{'?' if self._total_steps is None else self._total_steps}"
-        self._write("  ".join([position.rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS)]))
+        cells = [position.rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS), *self._label]
+        self._write("  ".join(cells))
 
     def _header(self) -> str:
         return "  ".join(["step".rjust(self._step_width), *(c.title.rjust(c.width) for c in COLUMNS)])

@@ -79,6 +79,15 @@ def test_every_second_step_and_the_newest_two(tmp_path, ranks):
     assert (state["at"], state["prompts"], state["options"]["ckpt.save_steps"]) == (6, "p", "2")
 
 
+def test_a_checkpoint_says_how_fp8_was_used(tmp_path, ranks):
+    fp8 = {"enable": True, "emulate": True, "recipe": "delayed"}
+    config = run_config(ckpt={"path": str(tmp_path), "save_steps": 1}, fp8=fp8)
+    Checkpointer(config, {"policy": object()}, prompts="p").after_step(1, None, lambda: ({}, {}))
+    assert read_plain(tmp_path / "global_step1/controller.json")["label"] == "FP8 delayed hybrid fp32, EMULATED"
+    run(make(tmp_path), {}, last=2)
+    assert "label" not in read_plain(tmp_path / "global_step2/controller.json")
+
+
 def test_the_best_is_saved_when_it_is_found_and_kept(tmp_path, ranks):
     checkpointer = make(tmp_path, save_steps=5, max_num=1, best_metric_key="eval/accuracy", save_hf=True)
     run(checkpointer, {1: 0.1, 3: 0.5, 7: 0.5, 9: 0.4}, last=11)

@@ -14,6 +14,7 @@ from openrlhf_ext.driver import records
 from openrlhf_ext.driver.records import (
     DEFAULT_BAND,
     StepGauges,
+    StepRecorder,
     correction_band,
     guide_agreement,
     guide_gauges,
@@ -27,7 +28,7 @@ from openrlhf_ext.driver.records import (
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.reporting import is_documented, read_metrics
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from tests.driver.simulated import response
 from tests.sequences import masked_batch
@@ -180,6 +181,13 @@ def test_the_slowest_and_the_fullest_rank_are_named():
     assert shared["memory/device_max_gib"] == 70.0 and is_documented("memory/device_max_gib")
 
 
+def test_padding_is_a_share_of_all_that_the_ranks_computed():
+    packed = [dataclasses.replace(report(rank, 1.0), packed_tokens=96, padding_tokens=16 * rank) for rank in (0, 1, 2)]
+    assert rank_gauges(packed)["packs/padding_fraction"] == pytest.approx(48 / 288)
+    assert is_documented("packs/padding_fraction")
+    assert "packs/padding_fraction" not in rank_gauges([report(0, 1.0)]), "nothing was computed"
+
+
 def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog):
     shape = ModelShape(
         model_type="qwen2", num_layers=1, hidden_size=1, ffn_hidden_size=1, num_heads=1, num_kv_heads=1, head_dim=1,
@@ -202,3 +210,20 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     assert not any("train" in name for name in got), "the policy did not train in this step"
     (message,) = caplog.messages
     assert "policy rank 1 on node1 is the slowest: 10.0 s of its own in this step, 1.7 times the mean" in message
+
+
+def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
+    label = "FP8 blockwise e4m3 fp32, EMULATED"
+    recorder = StepRecorder(tmp_path / "metrics.jsonl", tmp_path / "figure.png", 2, 0, title="grpo, toy", label=label)
+    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
+    evaluation = dict.fromkeys(("eval/accuracy", "eval/accuracy_stderr", "eval/samples"), 1.0)
+    with caplog.at_level(logging.INFO, logger=records.__name__):
+        recorder.evaluation(0, evaluation)
+        for step in (1, 2):
+            recorder.step(step, {"time/step": 2.0, "tokens/generated": 10.0}, engines)
+        recorder.close()
+    assert [record["label"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [label] * 3
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 2 and all(line.endswith(label) for line in lines)
+    assert caplog.messages[0].endswith(f"(1 samples), {label}")
+    assert recorder.title == f"grpo, toy, {label}"

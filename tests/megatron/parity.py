@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
 
     Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute (fields of ``Recompute``), head,
     distributed_optimizer, overlap (fields of ``Overlap``); micro_batch_size or max_tokens (of training),
-    forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see ``deal``).
+    forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see ``deal``); piece_unit (of packs).
     """
     layout = ParallelLayout(
         world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
@@ -74,7 +75,8 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) 
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
         policy_settings = settings(case, world_size)
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
-        results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
+        with mock.patch("openrlhf_ext.megatron.decoder.fp8_piece_unit", return_value=case.get("piece_unit", 1)):
+            results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
         parallel_state.destroy_model_parallel()
     return results
 
@@ -96,5 +98,6 @@ def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tens
         result["metrics"] = policy.accumulate_gradients(mine, shaped, shaped)
         result["grads"] = {n: t.clone() for n, t in policy.export(lambda p: p.main_grad)}
     result["steps"] = [policy.train_step(mine, shaped, shaped) for _ in range(case.get("steps", 2))]
+    result["counted"] = policy.take_count()
     result["weights"] = {n: t.clone() for n, t in policy.export()}
     return result

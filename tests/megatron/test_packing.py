@@ -6,10 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.megatron.step.packing import PackShape, local_places, pack
+from openrlhf_ext.fp8.recipe import RECIPES, Recipe
+from openrlhf_ext.megatron.step.packing import PackShape, fp8_piece_unit, local_places, pack
 from tests.sequences import masked_batch
 
-SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
+SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 16, 128]))
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6)  # prompt, response
 
 
@@ -26,7 +27,9 @@ def test_slots_are_no_longer_than_cutting_them_evenly_takes(shape, lengths):
     slots = shape.slots(lengths)
     assert all(slot % shape.unit == 0 and slot >= length for slot, length in zip(slots, lengths, strict=True))
     assert all(slot - length < shape.unit for slot, length in list(zip(slots, lengths, strict=True))[:-1])
+    assert sum(slots) % shape.pack_unit == 0 and slots[-1] - lengths[-1] < shape.unit + shape.pack_unit
     assert shape.tokens_per_rank(lengths) * shape.context_parallel_size * shape.pieces == sum(slots)
+    assert shape.tokens_per_rank(lengths) % shape.piece_unit == 0
     if shape == PackShape():
         assert slots == tuple(lengths), "nothing is padded where nothing is cut"
 
@@ -73,3 +76,19 @@ def test_moving_keeps_everything():
     assert moved.slots == part.slots and torch.equal(moved.hidden_N, part.hidden_N)
     assert (moved.rows, moved.tokens) == (slice(7, 9), slice(20, 24))
     assert moved.boundaries.tolist() == [0, *itertools.accumulate(part.slots)]
+
+
+def test_products_take_16_tokens_and_gathered_blocks_are_whole():
+    assert fp8_piece_unit(None, pieces=1) == fp8_piece_unit(None, pieces=4) == 1
+    for emulate in (False, True):
+        units = {name: [fp8_piece_unit(Recipe(name, emulate=emulate), pieces) for pieces in (1, 2)] for name in RECIPES}
+        assert units == {"blockwise": [16, 128], "current": [16, 16], "delayed": [16, 16]}
+
+
+@given(SHAPES, st.lists(st.integers(1, 50), min_size=1, max_size=8))
+def test_what_fits_a_whole_number_of_pack_units_fits_with_its_padding(shape, lengths):
+    """How a budget of tokens is kept: micro-batches are filled by slots, up to a multiple of the pack's unit."""
+    apart = PackShape(shape.context_parallel_size)
+    filled = sum(apart.slots([length])[0] for length in lengths)
+    capacity = -(-filled // shape.pack_unit) * shape.pack_unit
+    assert sum(shape.slots(lengths)) <= capacity

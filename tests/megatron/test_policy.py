@@ -49,6 +49,8 @@ LAYOUTS = {
         ("qwen3", {"pp": 2, "vp": 2, "micro_batch_size": 3, "recompute": FULL}),
         ("qwen3", {"cp": 2}), ("qwen2-tied", {"cp": 2, "max_tokens": 12, "recompute": SELECTIVE}),
         ("qwen2", {"max_tokens": 20}), ("qwen2-tied", {"distributed_optimizer": True, "lopsided": True}),
+        ("qwen3", {"tp": 2, "sp": True, "max_tokens": 300, "piece_unit": 128}),
+        ("llama-tied", {"cp": 2, "max_tokens": 20, "piece_unit": 16}),
     ],
     4: [
         ("qwen2", {"tp": 2, "pp": 2}), ("qwen3", {"tp": 2, "pp": 2, "sp": True, "max_tokens": 30}),
@@ -104,6 +106,9 @@ def test_equals_transformers(checkpoints, world_size):
             assert torch.allclose(got["logprobs"], logprobs, atol=2e-5, rtol=1e-5), case
             assert torch.allclose(got["entropies"], entropies, atol=2e-5, rtol=1e-5), case
             assert got["steps"] == ranks[0][i]["steps"], f"metrics differ between ranks: {case}"
+            passes = len(got["steps"]) + (1 if case.get("distributed_optimizer") else 2)
+            assert got["counted"].real == passes * int(batch.lengths_B[got["rows"]].sum()) <= got["counted"].packed
+            assert got["counted"].packed % case.get("piece_unit", 1) == 0, case
             for step, metrics in enumerate(got["steps"]):
                 assert metrics["loss/policy"] == pytest.approx(expected["losses"][step], rel=1e-5, abs=1e-4), case
                 assert metrics["grad_norm"] == pytest.approx(expected["grad_norms"][step], rel=2e-5), case

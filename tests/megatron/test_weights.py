@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFCheckpointError, HFRows, save_hf
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES
@@ -30,6 +32,7 @@ from openrlhf_ext.megatron.model.weight_map import (
     shard_shape,
     stage_rules,
 )
+from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.launch import launch
 from tests.models import make_tiny_model, rows_of, save_tensors
 
@@ -343,3 +346,9 @@ def test_scaled_rotary_frequencies_are_those_of_transformers(theta, factor):
         128, 1.0, rotary_base=theta, rope_scaling=True, rope_scaling_factor=factor, use_cpu_initialization=True
     )
     assert torch.allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_weights_say_that_the_fp8_they_were_trained_in_was_emulated(tmp_path):
+    for recipe, changes in ((Recipe(emulate=True), {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"}), (None, None)):
+        policy = SimpleNamespace(settings=SimpleNamespace(fp8=recipe), write_hf=lambda target, changes: changes)
+        assert MegatronPolicy.save_hf(policy, tmp_path) == changes

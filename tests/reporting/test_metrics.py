@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.reporting import MetricsWriter, read_metrics
 
-NAMES = st.text(min_size=1).filter(lambda name: name not in {"step", "time", "nonfinite"})
+NAMES = st.text(min_size=1).filter(lambda name: name not in {"step", "time", "nonfinite", "label"})
 
 
 @pytest.fixture
@@ -50,6 +50,20 @@ def test_scalars_of_torch_and_numpy_are_numbers(path: Path) -> None:
     with MetricsWriter(path) as writer:
         record = writer.write(1, metrics)
     assert [record[name] for name in "abcd"] == [0.5, 0.25, 2, 1]
+
+
+def test_a_label_stands_in_every_record_and_stays_when_a_run_goes_on(path: Path) -> None:
+    for resume_step in (0, 2):
+        with MetricsWriter(path, resume_step, label="FP8 current hybrid fp32, EMULATED") as writer:
+            for step in range(resume_step + 1, 4):
+                writer.write(step, {"a": math.nan})
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3 and all(json.loads(line)["label"].endswith(", EMULATED") for line in lines)
+    assert {record["label"] for record in read_metrics(path)} == {"FP8 current hybrid fp32, EMULATED"}
+    with MetricsWriter(path) as writer:
+        assert "label" not in writer.write(1, {"a": 1.0})
+        with pytest.raises(ValueError, match="label"):
+            writer.write(2, {"label": 1.0})
 
 
 @pytest.mark.parametrize("value", ["1", None, [1.0], {}])

@@ -40,6 +40,14 @@ def test_missing_and_nonfinite_values_are_shown_as_such() -> None:
     assert line.split() == ["2/3", "nan", "-", "inf"] + ["-"] * 9
 
 
+def test_a_label_ends_every_line() -> None:
+    lines: list[str] = []
+    progress = ProgressLine(3, lines.append, label="FP8 blockwise e4m3 fp32, EMULATED")
+    for step in (1, 2, 3):
+        progress.show(step, FULL)
+    assert len(lines) == 4 and all(line.endswith("  FP8 blockwise e4m3 fp32, EMULATED") for line in lines[1:])
+
+
 def test_the_header_comes_every_twenty_lines() -> None:
     lines = lines_of(None, *((step, FULL) for step in range(1, 42)))
     headers = [index for index, line in enumerate(lines) if "reward" in line]

@@ -34,10 +34,12 @@ class Advantage(Section):
     is_correction_level: Literal["off", "token", "seq"] = option(
         "off",
         "importance correction between policy and engine: off, per token, or per sequence",
-        default_text="off; token with train.max_staleness above 0",
+        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable",
     )
     is_correction_mode: Literal["mask", "clip"] = option(
-        "mask", "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)"
+        "mask",
+        "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)",
+        default_text="mask; clip with fp8.rollout_enable where it is possible",
     )
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
         "ratio", "statistic the threshold is compared with: the ratio of probabilities, or a divergence per token"
@@ -47,6 +49,7 @@ class Advantage(Section):
         "LOW HIGH bounds of the statistic, or a single HIGH (a divergence takes only HIGH)",
         min_length=1,
         max_length=2,
+        default_text="0.5 5; 2 with fp8.rollout_enable and mode clip",
     )
     lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
     gamma: Float = option(1, "discount factor per token of the estimator gae", ge=0, le=1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
-from openrlhf_ext.options import Int, Section, added
+from openrlhf_ext.options import Int, Section, Violation, added, not_default, value_text
+
+_BF16_LAYERS = ("layers_in_bf16_start", "layers_in_bf16_end")
+_DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
 
 
 class FP8(Section):
@@ -67,3 +71,63 @@ class FP8(Section):
             emulate=self.emulate,
             **{name: value for name, value in own.items() if value is not None},  # type: ignore[arg-type]
         )
+
+    @property
+    def training_label(self) -> str:
+        """For progress lines, records and checkpoints, which must not hide an emulation; empty without FP8."""
+        recipe = self.training_recipe
+        return "" if recipe is None else f"FP8 {recipe.label}"
+
+    def violations(self) -> Iterator[Violation]:
+        if self.enable:
+            yield from self._delayed_violations()
+            yield from self._foreign_violations()
+
+    def _delayed_violations(self) -> Iterator[Violation]:
+        """Megatron's rule (megatron-core 0.16.1 transformer_config.py:990), and so that of the emulation."""
+        leaves = [leaf for leaf in _BF16_LAYERS if getattr(self, leaf)]
+        if self.recipe == "delayed" and leaves:
+            got = " and ".join(f"fp8.{leaf} {getattr(self, leaf)}" for leaf in leaves)
+            yield Violation(
+                ("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
+                f"fp8.recipe delayed leaves no layers in BF16, Megatron refuses it: got {got}; leave them out, or use "
+                "fp8.recipe blockwise or current",
+            )
+
+    def _foreign_violations(self) -> Iterator[Violation]:
+        """Options of another recipe."""
+        foreign = ("scales",) if self.recipe == "delayed" else _DELAYED_ONLY
+        owner = "blockwise or current" if self.recipe == "delayed" else "delayed"
+        for leaf in foreign:
+            if (value := getattr(self, leaf)) is not None:
+                yield Violation(
+                    (f"fp8.{leaf}", "fp8.recipe"),
+                    f"fp8.{leaf} is an option of fp8.recipe {owner}: got {value_text(value)} and fp8.recipe "
+                    f"{self.recipe}; leave it out, or change the recipe",
+                )
+
+    def cautions(self) -> Iterator[str]:
+        yield from self._idle_options()
+        recipe = self.training_recipe
+        if recipe is None:
+            return
+        if not recipe.blockwise:
+            yield (
+                f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on what shares its pack, and "
+                "the ratio of the first update is not 1 (docs/fp8.md); fp8.recipe blockwise has no such noise"
+            )
+        if self.rollout_enable and (not recipe.blockwise or recipe.pow2):
+            yield (
+                f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside fp8.rollout_enable: "
+                "the engines quantize blockwise with fp32 scales, and the errors of two quantizers add up, so that "
+                "trainer and engines differ more than with either alone; use fp8.recipe blockwise and fp8.scales fp32"
+            )
+
+    def _idle_options(self) -> Iterator[str]:
+        if not self.enable:
+            for leaf in ("emulate", "recipe", "format", "scales", *_DELAYED_ONLY):
+                yield from not_default(self, "fp8", leaf, "fp8.enable is off", "add fp8.enable, or leave it out")
+            if not self.rollout_enable:
+                for leaf in _BF16_LAYERS:
+                    reason = "neither fp8.enable nor fp8.rollout_enable is set"
+                    yield from not_default(self, "fp8", leaf, reason)

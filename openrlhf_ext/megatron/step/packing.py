@@ -1,9 +1,10 @@
 """The sequences of a micro-batch one behind the other, without padding, as one rank computes them.
 
 Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
-slot into ``2 * cp`` chunks of equal length, and sequence parallelism cuts a rank's whole share into ``tp`` pieces: that
-takes a few tokens of padding per sequence, and a few at the end of the pack. Padding stands behind its sequence, so
-that causal attention never lets a real token see it, and nothing reads what it computes.
+slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and FP8
+wants pieces that are multiples of something: that takes a few tokens of padding per sequence, and some at the end of
+the pack. Padding stands behind its sequence, so that causal attention never lets a real token see it, and nothing reads
+what it computes.
 
 Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp`` chunks of a slot, rank r
 holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same work under a causal mask.
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 
 
@@ -65,26 +67,52 @@ class PackShape:
     """What the lengths of a pack must be multiples of.
 
     ``pieces`` is how many pieces a rank's share of the pack is cut into: the tensor-parallel size under sequence
-    parallelism, else 1.
+    parallelism, else 1. The tokens of a piece are a multiple of ``piece_unit``.
     """
 
     context_parallel_size: int = 1
     pieces: int = 1
+    piece_unit: int = 1
 
     @property
     def unit(self) -> int:
         """Slots are multiples of this."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
+    @property
+    def pack_unit(self) -> int:
+        """Packs are multiples of this."""
+        return math.lcm(self.unit, self.context_parallel_size * self.pieces * self.piece_unit)
+
     def slots(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Length of each sequence's slot; the last one takes what the whole pack needs to be cut evenly."""
         slots = [-(-length // self.unit) * self.unit for length in lengths]
-        slots[-1] += -sum(slots) % math.lcm(self.unit, self.context_parallel_size * self.pieces)
+        slots[-1] += -sum(slots) % self.pack_unit
         return tuple(slots)
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:
         """Tokens of each piece of a pack of sequences of these lengths."""
         return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
+
+
+def fp8_piece_unit(recipe: Recipe | None, pieces: int) -> int:
+    """``PackShape.piece_unit`` for TransformerEngine 2.11, and for the emulation, so that the packs are the same.
+
+    Its products take multiples of 8 rows, and of 16 where rows are summed over (the gradient of a weight). Blocks of
+    128 rows that sequence parallelism gathers must be whole (``assert_dim_for_all_gather``,
+    float8_blockwise_tensor.py:216).
+    """
+    if recipe is None:
+        return 1
+    return 128 if recipe.blockwise and pieces > 1 else 16
+
+
+@dataclass
+class TokenCount:
+    """Tokens in the packs that were made: of sequences, and with the padding behind them."""
+
+    real: int = 0
+    packed: int = 0
 
 
 def pack(
