@@ -148,8 +148,8 @@ def _problem(module: Any, wanted: bool) -> str | None:
     kernel = method if isinstance(method, EmulatedLinear) else method.fp8_linear
     if not _quantizes_activations(kernel):
         return (
-            f"kernel {type(kernel).__name__} leaves activations in BF16; take GPUs of compute capability 9.0 or more, on "
-            "which vLLM has DeepGEMM and CUTLASS (see VLLM_DISABLED_KERNELS), or switch fp8.rollout_enable off"
+            f"kernel {type(kernel).__name__} leaves activations in BF16; take GPUs of compute capability 9.0 or more, "
+            "on which vLLM has DeepGEMM and CUTLASS (see VLLM_DISABLED_KERNELS), or switch fp8.rollout_enable off"
         )
     scales, shape = module.weight_scale_inv, tuple(-(-side // BLOCK) for side in weight.shape)
     if weight.dtype != E4M3 or scales.dtype != torch.float32 or tuple(scales.shape) != shape:

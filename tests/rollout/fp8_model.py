@@ -65,19 +65,25 @@ def codes(model: Any, workers: int, bf16_layers: list[int]) -> list[dict[str, st
     ]
 
 
-def emulate(model: Any, bf16_layers: list[int] = []) -> Any:  # noqa: B006
-    """The same model with linear layers in FP8, as one worker computes them."""
+def emulate(model: Any, workers: int, bf16_layers: list[int]) -> Any:
+    """The same model with linear layers in FP8, as an engine's workers compute them."""
     for number in set(range(LAYERS)) - set(bf16_layers):
-        for [(parts, weight)] in fused(model, number, 1).values():
-            values = quantize(weight, E4M3, Grid.TILES).values()
-            for part, own in zip(parts, values.split([len(part.weight) for part in parts]), strict=True):
-                part.forward = partial(_linear, own.clone(), part.bias)
+        for shards in fused(model, number, workers).values():
+            parts = shards[0][0]
+            values = [quantize(weight, E4M3, Grid.TILES).values() for _, weight in shards]
+            if len(parts) == 1:  # cut by columns: the workers' results add up
+                parts[0].forward = partial(_linear, values, parts[0].bias)
+                continue
+            rows = [value.split([len(part.weight) // workers for part in parts]) for value in values]
+            for part, own in zip(parts, zip(*rows, strict=True), strict=True):
+                part.forward = partial(_linear, [torch.cat(own)], part.bias)
     return model
 
 
-def _linear(w_NK: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    x_TK = quantize(x.flatten(0, -2), E4M3, Grid.ROWS).values()
-    y = (x_TK @ w_NK.t()).to(x.dtype).view(*x.shape[:-1], -1)
+def _linear(shards: list[Tensor], bias: Tensor | None, x: Tensor) -> Tensor:
+    pieces = [quantize(piece, E4M3, Grid.ROWS).values() for piece in x.flatten(0, -2).chunk(len(shards), dim=1)]
+    y = sum((x_TK @ w_NK.t()).to(x.dtype) for x_TK, w_NK in zip(pieces, shards, strict=True))
+    y = y.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
