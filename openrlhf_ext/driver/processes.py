@@ -110,7 +110,7 @@ def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
 
 
 def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **model: Any) -> EngineFleet:
-    """Engines with the options of ``vllm.*``.
+    """Engines with the options of ``vllm.*``, and FP8 if the policy's have it.
 
     Args:
         places: see ``engine_places``.
@@ -120,6 +120,7 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
 
     return create_rollout_engines(
         **model,
+        bf16_layers=bf16_layers(config, model["model_path"]),
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout_dtype],
         max_model_len=config.data.max_len,
@@ -139,6 +140,13 @@ def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **
         use_gpu=use_gpu,
         **places,
     )
+
+
+def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:
+    """Decoder layers of a model that its engines leave as they are; None: the engines have no FP8."""
+    if not config.fp8.rollout_enable:
+        return None
+    return config.fp8.bf16_layers.numbers(read_model_shape(model_path).num_layers)
 
 
 def max_requests(config: RunConfig, use_gpu: bool) -> int:

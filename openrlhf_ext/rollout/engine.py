@@ -57,6 +57,7 @@ class RolloutEngine(compat.RolloutRayActor):
         bundle_indices: list[int] | None = None,
         num_gpus: float = 0,
         in_process: bool = False,
+        bf16_layers: Sequence[int] | None = None,
         request_timeout_s: float,
         **engine_args: Any,
     ) -> None:
@@ -68,6 +69,8 @@ class RolloutEngine(compat.RolloutRayActor):
             bundle_indices, num_gpus: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
+            bf16_layers: make linear layers FP8 but in these decoder layers, and prove it now and after every update
+                (`rollout.fp8`); None: no FP8.
             request_timeout_s: deadline of every request, in seconds.
             *args, **engine_args: vLLM's engine arguments (`model`, `dtype`, `max_model_len`, ...).
 
@@ -77,7 +80,7 @@ class RolloutEngine(compat.RolloutRayActor):
         with without_collection():
             import vllm
 
-            from openrlhf_ext.rollout import worker_extension
+            from openrlhf_ext.rollout import fp8, worker_extension
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
@@ -88,6 +91,8 @@ class RolloutEngine(compat.RolloutRayActor):
             "scheduling_policy": "priority",
             **engine_args,
         }
+        if bf16_layers is not None:
+            self.kwargs = fp8.with_fp8(self.kwargs, bf16_layers)
         self._in_process = in_process
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
@@ -102,7 +107,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._probe_tokens: tuple[int, ...] = ()
         self._queued_probe: tuple[_Request, _Request] | None = None
         self._updating, self._resumes = asyncio.Lock(), True
-        self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process)
+        self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process, bf16_layers)
 
     # ---- generation
 
@@ -336,18 +341,27 @@ def _final_only(asked: SamplingParams) -> SamplingParams:
     return params
 
 
-async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool) -> Any:
+async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layers: Sequence[int] | None) -> Any:
     try:
-        if in_process:
-            from openrlhf_ext.rollout.in_process import InProcessEngine
-
-            return await InProcessEngine.start(engine_args)
-        import vllm
-
-        llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
-        await llm.is_sleeping()
-        take_down_with_me()
+        llm = await (_start_here(engine_args) if in_process else _start_process(engine_args))
+        if bf16_layers is not None:
+            await llm.collective_rpc("prove_fp8", args=(list(bf16_layers),))
         return llm
     except Exception as error:
         log = "" if in_process else f"\nThe end of this process's log:\n{log_tail()}"
         raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}{log}") from error
+
+
+async def _start_here(engine_args: vllm.AsyncEngineArgs) -> Any:
+    from openrlhf_ext.rollout.in_process import InProcessEngine
+
+    return await InProcessEngine.start(engine_args)
+
+
+async def _start_process(engine_args: vllm.AsyncEngineArgs) -> Any:
+    import vllm
+
+    llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
+    await llm.is_sleeping()
+    take_down_with_me()
+    return llm

@@ -25,6 +25,10 @@ class EngineDied(RolloutError):
     """The engine inside a rollout actor stopped working; the message holds its last words."""
 
 
+class NotFP8(RolloutError):
+    """Linear layers of an engine do not compute in FP8 as they were asked to, or some do that should not."""
+
+
 class InvalidWeights(RolloutError):
     """A weight update did not complete, so that the engine refuses to sample until a later one does."""
 

@@ -2,7 +2,8 @@
 
 vLLM fuses tensors into one parameter (q, k and v; gate and up), cuts parameters into shards, holds keys and values
 several times where there are more workers than heads, and pads vocabularies. What is held in the tensor's own data type
-and in rows is found and summed in place; for the rest, quantized or packed weights, the sum is that of what arrived.
+and in rows is found and summed in place. Weights that vLLM quantizes to FP8 are summed where they will be held, once a
+layer has all of its tensors and before it quantizes them. For the rest, packed weights, it is the sum of what arrived.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from openrlhf_ext.rollout.sync.checksum import bit_sum, words
@@ -43,15 +45,21 @@ class HeldWeights:
             for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
             for part in parts
         }
-        self._rows = {spec[0]: rows for spec in plan.tensors if (rows := self._find(spec)) is not None}
+        places = [(spec, rows) for spec in plan.tensors if (rows := self._place(spec[0])) is not None]
+        self._rows = {spec[0]: rows for spec, rows in places if self._can_sum(rows.values, spec)}
+        self._quantized = {spec[0]: (rows, spec[1]) for spec, rows in places if self._will_be_quantized(rows, spec)}
+        for rows, _ in self._quantized.values():
+            self._sum_before_quantizing(rows.module)
+        self._before: dict[str, tuple[Tensor, int]] = {}
         self._arrived: dict[str, Tensor] = {}
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass an update on; sum those of its tensors that will be held in another form."""
         self._arrived.clear()
+        self._before.clear()
         shapes = {name: shape for name, shape, _ in self._tensors}
         for name, tensor in stream:
-            if name not in self._rows:
+            if name not in self._rows and name not in self._quantized:
                 whole = words(tensor, shapes[name], self._workers)
                 assert whole is not None, "whole tensors arrive contiguous"
                 self._arrived[name] = bit_sum(whole)
@@ -66,21 +74,49 @@ class HeldWeights:
                 held = words(values, shape, self._workers)
                 assert held is not None, f"vLLM moved the values of {name}"
                 found.append((bit_sum(held), values.numel(), False))
+            elif name in self._quantized:
+                nothing = torch.zeros((), dtype=torch.int64, device=self._quantized[name][0].values.device)
+                found.append((*self._before.get(name, (nothing, 0)), False))
             else:
                 found.append((self._arrived[name], torch.Size(shape).numel(), True))
         sums = torch.stack([total for total, _, _ in found]).tolist()
         return [(total, entries, received) for total, (_, entries, received) in zip(sums, found, strict=True)]
 
-    def _find(self, spec: Spec) -> _Rows | None:
-        """Where the tensor is, if it is held as it is sent."""
-        name, shape, dtype = spec
+    def _place(self, name: str) -> _Rows | None:
+        """Where the tensor is."""
         path, _, parameter = name.rpartition(".")
-        rows = self._direct(path, parameter) or self._part_of_fused(path, parameter)
-        if rows is None:
-            return None
-        values = rows.values
+        return self._direct(path, parameter) or self._part_of_fused(path, parameter)
+
+    def _can_sum(self, values: Tensor, spec: Spec) -> bool:
+        _, shape, dtype = spec
         fits = values.dtype == dtype and values.dim() == len(shape) and not values.is_meta and values.numel()
-        return rows if fits and words(values, shape, self._workers) is not None else None
+        return bool(fits) and words(values, shape, self._workers) is not None
+
+    def _will_be_quantized(self, rows: _Rows, spec: Spec) -> bool:
+        quantized = isinstance(getattr(rows.module, "quant_method", None), Fp8PerBlockOnlineLinearMethod)
+        if not quantized or rows.parameter != "weight":
+            return False
+        return self._can_sum(torch.empty(rows.values.shape, dtype=spec[2]), spec)
+
+    def _sum_before_quantizing(self, module: Any) -> None:
+        """Of a layer that a reload leaves out, there will be no sum.
+
+        (vllm 0.29.0 model_loader/reload/layerwise.py:362 loads all tensors of a layer, then has it processed.)
+        """
+        method = module.quant_method
+        process = type(
+            method
+        ).process_weights_after_loading  # of the class: there may be an earlier plan's in its place
+
+        def sum_and_process(layer: torch.nn.Module) -> None:
+            for name, (rows, shape) in self._quantized.items():
+                if rows.module is layer:
+                    held = words(rows.values, shape, self._workers)
+                    assert held is not None, f"vLLM moved the values of {name}"
+                    self._before[name] = bit_sum(held), rows.values.numel()
+            process(method, layer)
+
+        method.process_weights_after_loading = sum_and_process
 
     def _direct(self, path: str, parameter: str) -> _Rows | None:
         module: Any = self._modules.get(path)

@@ -68,6 +68,7 @@ def create_rollout_engines(
     request_timeout_s: float,
     enable_sleep: bool = False,
     batch_invariant: bool = False,
+    bf16_layers: Sequence[int] | None = None,
     use_gpu: bool,
     shared_placement_group: PlacementGroup | None = None,
     shared_bundles: Sequence[int] = (),
@@ -93,6 +94,7 @@ def create_rollout_engines(
         executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
         enable_sleep: GPUs only: let the engines give up their memory while training.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
+        bf16_layers: FP8 in the linear layers of all decoder layers but these, counted from 0; None: no FP8.
         use_gpu: whether they run on GPUs.
         shared_placement_group: bundles of which engines take a fifth of each: the policy's (colocated), or bundles of
             GPUs of their own; None: engines on CPU that go where Ray puts them.
@@ -116,6 +118,7 @@ def create_rollout_engines(
         "executor_factory": executor_factory,
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
+        "bf16_layers": bf16_layers,
     }
     if dtype != "float32":
         # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL
@@ -127,13 +130,20 @@ def create_rollout_engines(
     if not use_gpu:
         engine_args |= _cpu_engine_args(tensor_parallel_size, kv_cache_mib, enable_sleep)
         placements = _cpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
+    elif bf16_layers is not None and dtype == "float32":
+        raise ValueError(
+            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
+            "vllm.dtype bf16, or switch fp8.rollout_enable off"
+        )
     elif shared_placement_group is None:
         raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
         engine_args |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
         placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
     actor_class = ray.remote(RolloutEngine)
-    environment = engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant)
+    environment = engine_env(
+        use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant, fp8=bf16_layers is not None
+    )
 
     def start(index: int) -> Any:
         options, extra = placements[index]
@@ -145,13 +155,14 @@ def create_rollout_engines(
     return EngineFleet(start, num_engines)
 
 
-def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:
+def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False, fp8: bool = False) -> dict[str, str]:
     """Environment of an engine's process; it has to be there before vLLM is imported.
 
     Args:
         use_gpu: whether the engine runs on GPUs.
         model_path: where the model comes from; a directory needs no hub.
         batch_invariant: see `create_rollout_engines`.
+        fp8: whether linear layers are FP8.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -162,6 +173,10 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
         environment["HF_HUB_OFFLINE"] = "1"
     if use_gpu and batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
+    if fp8:
+        # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
+        # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
+        environment["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
     if not use_gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

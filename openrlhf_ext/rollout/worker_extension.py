@@ -15,6 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
+from openrlhf_ext.rollout.fp8 import require_fp8
 from openrlhf_ext.rollout.held_weights import HeldWeights
 from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan
@@ -32,6 +33,19 @@ class WeightSyncExtension:
     reload_weights: Callable[..., None]
     _weight_receiver: WeightReceiver | None = None
     _held: HeldWeights
+    _bf16_layers: list[int] | None = None
+
+    def prove_fp8(self, bf16_layers: list[int]) -> None:
+        """Look at every linear layer, now and after every update.
+
+        Args:
+            bf16_layers: decoder layers that are not FP8.
+
+        Raises:
+            NotFP8: see `require_fp8`.
+        """
+        self._bf16_layers = bf16_layers
+        require_fp8(self.model_runner.get_model(), bf16_layers)
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         """Join the sender's group as this worker's number within its engine says.
@@ -69,6 +83,8 @@ class WeightSyncExtension:
         try:
             self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version)))
             repack_tied_heads(self.model_runner.get_model())
+            if self._bf16_layers is not None:
+                self.prove_fp8(self._bf16_layers)
             sums = self._held.sums()
         except Exception as error:
             if not isinstance(error, WeightStreamAborted):

@@ -13,6 +13,8 @@ from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
 QUALIFIED_NAME = "tests.rollout.spoiling.SpoilingExtension"
 LOST, SWAPPED = "model.layers.1.mlp.up_proj.weight", ("k_proj.weight", "v_proj.weight")
 
+LAYER = "model.layers.1."
+
 LinearBase._cpu_skip_gemm_dispatch = True
 """vLLM's own switch (layers/linear.py:205): a worker on CPU then multiplies by the weights as they are, as on a GPU."""
 
@@ -37,6 +39,8 @@ class SpoilingExtension(WeightSyncExtension):
             loaded = self._before
         if self._kind == "lost shard" and self.rank == 1:
             loaded[LOST] = self._before[LOST]
+        if self._kind == "stale layer":
+            loaded |= {name: tensor for name, tensor in self._before.items() if name.startswith(LAYER)}
         if self._kind == "swapped":
             k, v = (f"model.layers.0.self_attn.{leaf}" for leaf in SWAPPED)
             loaded |= {k: sent[v], v: sent[k]}
