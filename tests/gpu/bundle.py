@@ -38,9 +38,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MANIFEST = "manifest.json"
 MOST_BYTES = 60_000_000
 ARCHITECTURES = (90,)
-# what our code and megatron-core import (pyyaml, safetensors, packaging, numpy come with transformers); without what
-# they require, which is torch, numpy and packaging
-ALONE = ("megatron-core", "einops", "psutil")
+# what our code and megatron-core import (safetensors, packaging, numpy come with transformers); without what they
+# require, which is torch, numpy and packaging
+ALONE = ("megatron-core", "einops", "psutil", "pyyaml")
 WITH_REQUIREMENTS = ("pydantic", "pytest", "hypothesis")
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version, which a CPU build lacks

@@ -13,6 +13,14 @@ class NotHere(Exception):
     """This machine lacks what a check needs; the text says what. The check counts as skipped, not as passed."""
 
 
+class Partly(Exception):
+    """A part of what was to be measured failed; the text says what. The check has failed, the rest is kept."""
+
+    def __init__(self, problem: str, measured: dict) -> None:
+        super().__init__(problem)
+        self.measured = measured
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where a check runs.

