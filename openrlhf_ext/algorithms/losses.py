@@ -125,8 +125,11 @@ def partial_mean(values_N: Tensor, shaped: LossBatch) -> Tensor:
 
 
 def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch) -> dict[str, Tensor]:
-    """Mean of `old - new`, and clip fractions by sign of the advantage."""
-    metrics = {"policy_kl": -partial_mean(log_ratio_N, shaped)}
+    """Mean of `old - new` and of its size, and clip fractions by sign of the advantage."""
+    metrics = {
+        "policy_kl": -partial_mean(log_ratio_N, shaped),
+        "abs_log_ratio": partial_mean(log_ratio_N.abs(), shaped),
+    }
     if clipped_N is not None:
         up_N = clipped_N & (shaped.advantages > 0)
         metrics["clip_fraction"] = partial_mean(clipped_N, shaped)

@@ -44,6 +44,8 @@ def worker_env(config: RunConfig) -> dict[str, str]:
     }
     if config.train.full_determinism_enable:
         env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
+    if (recipe := config.fp8.training_recipe) is not None:
+        env |= recipe.environment
     if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env

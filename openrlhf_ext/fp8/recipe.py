@@ -79,6 +79,17 @@ class Recipe:
         return self.scales == "pow2"
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Variables that TransformerEngine reads when it is imported, once, into class attributes.
+
+        What its constructors take changes nothing (TransformerEngine 2.11.0 common/recipe/__init__.py:235, 332).
+        """
+        return {
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not self.pow2)),
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(self.pow2)),
+        }
+
+    @property
     def label(self) -> str:
         """For progress lines and records: 'blockwise e4m3 fp32, EMULATED'."""
         return f"{self.name} {self.format} {self.scales}" + (", EMULATED" if self.emulate else "")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
+_FIRST_UPDATE = "abs_log_ratio"
+"""A metric of the first update alone: by the later ones the weights have moved."""
 _SEEDS_PER_ROLLOUT = 1 << 20
 _VISIBLE = 0.01
 """Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in bf16, a step of Adam
@@ -143,7 +145,8 @@ class PolicyActor(TrainedActor):
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
         mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
-        return mean | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
+        first = {name: steps[0][name] for name in mean if name == _FIRST_UPDATE}
+        return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
     def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool) -> dict[str, float]:
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout, ``more`` follow."""

@@ -238,6 +238,10 @@ METRICS = (
         "completion tokens that were clipped and have a negative advantage"),
     Metric("algorithm/policy_kl", "nats",
         "mean over loss tokens of old minus new log-prob, in the updates of the step"),
+    Metric("algorithm/abs_log_ratio", "nats", (
+        "mean over loss tokens of |new minus old log-prob| in the first update of the step, before which no weight has "
+        "moved: what a log-prob depends on besides (`fp8.recipe` current and delayed: on the others in its pack)"
+    )),
     Metric("algorithm/ref_kl", "nats",
         "mean over loss tokens of the KL estimate in the loss, in the updates of the step"),
     Metric("algorithm/zero_batch_loss", "loss", "mixed_policy_dapo: loss on the groups without a success"),

@@ -222,7 +222,8 @@ def run(plan: Plan) -> int:
         outcome = run_one(check, deadline - time.monotonic(), plan.bundle)
         report["checks"][check.name] = outcome
         write(plan.output, report)
-        print(f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {last_line(outcome)}", flush=True)
+        took = f"{outcome['seconds']:6.1f} s"
+        print(f"{check.name:{width}}  {outcome['status']:8} {took}  {last_line(outcome)}", flush=True)
     counts = Counter(outcome["status"] for outcome in report["checks"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
     print(f"{said}; {plan.output}", flush=True)

@@ -16,26 +16,17 @@ from openrlhf_ext.fp8.emulation import Products
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.fp8.emulated import EmulatedLinear
 
-TESTED_SERIES = ("2.11",)
+_TESTED_SERIES = ("2.11",)
 _MEGATRON_NAMES = {"blockwise": "blockwise", "current": "tensorwise", "delayed": "delayed"}
 _CAPABILITY = {"blockwise": (9, 0), "current": (8, 9), "delayed": (8, 9)}
 _BLOCKWISE_CUDA = (12, 9)
-KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_CODES_THAT_MAY_DIFFER = 0.002
+"""A scale may be rounded in another order: so many codes of bf16 weights differ between ours and vLLM's on CPU."""
+_KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class FP8Unavailable(RuntimeError):
     """FP8 was asked for and this rank cannot give it, or does not."""
-
-
-def environment(recipe: Recipe) -> dict[str, str]:
-    """Variables that TransformerEngine reads when it is imported, once, into class attributes.
-
-    What the constructors take changes nothing (common/recipe/__init__.py:235, 332).
-    """
-    return {
-        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not recipe.pow2)),
-        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(recipe.pow2)),
-    }
 
 
 def megatron_arguments(recipe: Recipe) -> dict[str, Any]:
@@ -96,10 +87,10 @@ def _library_problems(recipe: Recipe) -> list[str]:
         found = version("transformer_engine")
     except PackageNotFoundError:
         return ["TransformerEngine is not installed: bash examples/scripts/setup_env.sh gpu"]
-    if not any(found == series or found.startswith(f"{series}.") for series in TESTED_SERIES):
+    if not any(found == series or found.startswith(f"{series}.") for series in _TESTED_SERIES):
         return [
             f"TransformerEngine is {found}, megatron-core {version('megatron-core')} is used with "
-            f"{' or '.join(TESTED_SERIES)}: bash examples/scripts/setup_env.sh gpu"
+            f"{' or '.join(_TESTED_SERIES)}: bash examples/scripts/setup_env.sh gpu"
         ]
     try:
         import transformer_engine.pytorch  # noqa: F401  # type: ignore[import-not-found]
@@ -118,7 +109,7 @@ def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
     pow2 = {bool(getattr(made, name).power_2_scale) for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight")}
     if pow2 == {recipe.pow2}:
         return []
-    variables = " ".join(f"{name}={os.environ.get(name)!r}" for name in environment(recipe))
+    variables = " ".join(f"{name}={os.environ.get(name)!r}" for name in recipe.environment)
     return [
         f"TransformerEngine was imported with scales that are {'not ' if recipe.pow2 else ''}powers of two, fp8.scales "
         f"is {recipe.scales} ({variables}): something imported it before these variables were set"
@@ -127,7 +118,7 @@ def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
 
 def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The decoder's linear layers by path, of all precisions."""
-    return {name: module for name, module in decoder.named_modules() if name.rpartition(".")[2] in KINDS}
+    return {name: module for name, module in decoder.named_modules() if name.rpartition(".")[2] in _KINDS}
 
 
 def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers: int) -> None:
@@ -179,10 +170,6 @@ def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[s
     if share > _CODES_THAT_MAY_DIFFER:
         return [f"{path}: {share:.1%} of its weight's FP8 codes are not those of the recipe {recipe.label}"]
     return []
-
-
-_CODES_THAT_MAY_DIFFER = 0.002
-"""Products of a scale are rounded in another order: at most this many codes differ from vLLM's for bf16 weights."""
 
 
 def drop_copies(model: torch.nn.Module) -> None:

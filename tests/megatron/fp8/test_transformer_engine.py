@@ -1,0 +1,163 @@
+"""TransformerEngine's FP8, as far as it can be seen without a GPU: what it is told, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from openrlhf_ext.fp8.emulation import Products
+from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
+from openrlhf_ext.megatron.fp8 import transformer_engine
+from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, drop_copies, prove, require
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.build import transformer_config
+from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.megatron.settings import Recompute
+from tests.models import make_tiny_model
+
+GPU = {
+    "is_available": lambda: True, "get_device_name": lambda: "H100", "get_device_capability": lambda: (9, 0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_model(folder, layers=4)
+    return read_model_shape(str(folder))
+
+
+def config(shape, recipe):
+    return transformer_config(shape, ParallelLayout(1), torch.bfloat16, Recompute(), fp8=recipe)
+
+
+def test_megatron_takes_the_recipe(shape):
+    made = config(shape, Recipe(bf16_layers=BF16Layers(1, 2)))
+    assert (made.fp8, made.fp8_recipe, made.fp8_param, made.fp8_dot_product_attention) == (
+        "e4m3", "blockwise", False, False,
+    )  # fmt: skip
+    assert (made.first_last_layers_bf16, made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16) == (
+        True, 1, 2,
+    )  # fmt: skip
+    made = config(shape, Recipe("delayed", "hybrid", margin=1, amax_history_len=7, amax_compute_algo="most_recent"))
+    assert (made.fp8, made.fp8_recipe, made.fp8_margin, made.fp8_amax_history_len, made.fp8_amax_compute_algo) == (
+        "hybrid", "delayed", 1, 7, "most_recent",
+    )  # fmt: skip
+    assert not made.tp_only_amax_red and not made.first_last_layers_bf16
+    assert config(shape, Recipe("current", "hybrid")).fp8_recipe == "tensorwise"
+
+
+def test_megatron_is_not_told_of_an_emulation(shape):
+    assert config(shape, Recipe(emulate=True)).fp8 is None
+
+
+def test_both_libraries_leave_the_same_layers_in_bf16(shape):
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    for start, end in [(0, 0), (1, 0), (0, 2), (2, 1)]:
+        recipe = Recipe(bf16_layers=BF16Layers(start, end))
+        made = config(shape, recipe)
+        theirs = [number for number in range(4) if is_first_last_bf16_layer(made, number)]
+        assert theirs == recipe.bf16_layers.numbers(4)
+
+
+def test_the_environment_decides_about_scales():
+    assert Recipe().environment["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
+    assert Recipe(scales="pow2").environment["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "0"
+    assert Recipe("current", scales="pow2").environment["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "1"
+
+
+def test_without_a_gpu_and_without_the_library_a_rank_refuses(monkeypatch):
+    monkeypatch.setattr(transformer_engine.socket, "gethostname", lambda: "node7")
+    with pytest.raises(FP8Unavailable) as refused:
+        require(Recipe())
+    for words in ("node7", "there is no GPU", "TransformerEngine is not installed", "setup_env.sh gpu", "fp8.emulate"):
+        assert words in str(refused.value)
+
+
+def refusal(monkeypatch, recipe=None, *, cuda="13.0", found="2.11.0", **gpu) -> str:
+    for name, value in (GPU | gpu).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(transformer_engine, "version", lambda name: found)
+    with pytest.raises(FP8Unavailable) as refused:
+        require(recipe or Recipe())
+    return str(refused.value)
+
+
+def test_an_older_gpu_or_cuda_is_named_with_what_is_needed(monkeypatch):
+    text = refusal(monkeypatch, get_device_capability=lambda: (8, 9), get_device_name=lambda: "L40S", cuda="12.8")
+    assert "L40S has compute capability 8.9, fp8.recipe blockwise needs 9.0" in text
+    assert "built for CUDA 12.8, fp8.recipe blockwise needs 12.9" in text
+
+
+def test_another_version_is_refused(monkeypatch):
+    assert "TransformerEngine is 2.18.0" in refusal(monkeypatch, found="2.18.0")
+
+
+def test_a_library_that_cannot_be_imported_is_told_with_its_own_words(monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('Found empty transformer-engine meta package')")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = refusal(monkeypatch)
+    assert "cannot be imported (RuntimeError: Found empty transformer-engine meta package)" in text
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_an_import_that_took_other_scales_is_found(monkeypatch, tmp_path, pow2):
+    package = tmp_path / "transformer_engine"
+    for name in ("", "pytorch", "common"):
+        (package / name).mkdir()
+        (package / name / "__init__.py").touch()
+    (package / "common" / "recipe.py").write_text(
+        "class _P:\n    power_2_scale = True\n"
+        "class Float8BlockScaling:\n    fp8_quant_fwd_inp = fp8_quant_fwd_weight = _P\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in list(GPU):
+        monkeypatch.setattr(torch.cuda, name, GPU[name])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(transformer_engine, "version", lambda name: "2.11.0")
+    for name in ("", ".pytorch", ".common", ".common.recipe"):
+        monkeypatch.delitem(sys.modules, f"transformer_engine{name}", raising=False)
+    if pow2:
+        require(Recipe(scales="pow2"))
+    else:
+        with pytest.raises(FP8Unavailable, match=r"scales that are powers of two, fp8.scales is fp32 .*FP32_SCALES="):
+            require(Recipe())
+
+
+class TELinear(torch.nn.Linear):
+    """What TransformerEngine's layers show after a pass."""
+
+    def __init__(self, recipe: Recipe, spoiled: bool = False) -> None:
+        super().__init__(128, 256, bias=False, dtype=torch.bfloat16)
+        self.fp8_meta = {"recipe": SimpleNamespace()}
+        codes = Products(recipe).codes("w", self.weight.detach()).codes_RC.view(torch.uint8)
+        kept = codes ^ 1 if spoiled else codes
+        self._fp8_workspaces = {"weight": SimpleNamespace(_rowwise_data=kept, _data=kept)}
+
+
+def decoder(layer: torch.nn.Module) -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.layers = torch.nn.ModuleList([torch.nn.Module()])
+    made.layers[0].linear_fc1 = layer
+    return made
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(scales="pow2"), Recipe("current", "hybrid")])
+def test_the_codes_of_a_weight_are_read_back(recipe):
+    prove(decoder(TELinear(recipe)), recipe, 0, 1)
+    with pytest.raises(FP8Unavailable, match=r"layers\.0\.linear_fc1: 100\.0% of its weight's FP8 codes are not"):
+        prove(decoder(TELinear(recipe, spoiled=True)), recipe, 0, 1)
+
+
+def test_a_layer_that_has_kept_nothing_has_not_computed_in_fp8():
+    layer = TELinear(Recipe())
+    drop_copies(layer)
+    with pytest.raises(FP8Unavailable, match="has kept no FP8 copy of its weight"):
+        prove(decoder(layer), Recipe(), 0, 1)
