@@ -1,0 +1,77 @@
+"""FP8 training and rollouts, emulated, through the command: killed and resumed bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.jobs import Job, Task
+from tests.e2e.test_resume import EXACT, kill
+
+# one request at a time: on CPU the last bits of a product depend on the batch, and FP8 makes more of them
+FP8 = {
+    "fp8__enable": "true", "fp8__emulate": "true", "fp8__rollout_enable": "true", "vllm__max_num_seqs": 1,
+}  # fmt: skip
+BLOCKWISE = {**FP8, "megatron__sequence_parallel_enable": "true"}
+DELAYED = {
+    **FP8, "fp8__recipe": "delayed", "fp8__amax_history_len": 16, "megatron__tensor_parallel_size": 1,
+    "megatron__pipeline_parallel_size": 2, "algo__kl__init_coef": 0.01,
+}  # fmt: skip
+
+
+def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
+    checkpoints = {"ckpt__path": task.folder / f"{name}_ckpt", "ckpt__save_steps": 1}
+    return [*task.options(name, **checkpoints, **more), "--train.full_determinism_enable", *flags]
+
+
+def whole_and_resumed(task: Task, **more: object) -> tuple[Job, list[dict], list[dict]]:
+    """A run of three steps; the same run killed after its second step, and resumed."""
+    job = Job(options(task, "whole", **more), task.folder / "whole.log")
+    assert job.finish() == 0, job.text
+    cut = Job(options(task, "cut", **more), task.folder / "cut.log")
+    cut.wait_until((task.folder / "cut_ckpt/global_step2").exists, "the checkpoint of step 2")
+    kill(cut)
+    again = Job(options(task, "cut", "--ckpt.load_enable", **more), task.folder / "again.log")
+    assert again.finish() == 0, again.text
+    assert "resumed from" in again.text
+    return job, task.metrics("whole"), task.metrics("cut")
+
+
+def assert_same(task: Task, whole: list[dict], cut: list[dict]) -> None:
+    assert [record["step"] for record in whole] == [record["step"] for record in cut] == [1, 2, 3]
+    for expected, got in zip(whole, cut, strict=True):
+        assert {name: got[name] for name in EXACT} == {name: expected[name] for name in EXACT}
+    weights, resumed = (load_file(task.folder / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(resumed[name].equal(tensor) for name, tensor in weights.items())
+
+
+def assert_labeled(task: Task, job: Job, records: list[dict], recipe: str) -> None:
+    assert all("EMULATED" in record["label"] and recipe in record["label"] for record in records)
+    lines = [line for line in job.text.splitlines() if line.strip().partition("/")[0].isdigit()]
+    assert len(lines) == len(records) and all("EMULATED" in line for line in lines), job.text
+    for manifest in (task.folder / "whole_ckpt").glob("global_step*/*.json"):
+        if "options" in manifest.read_text():
+            assert "EMULATED" in manifest.read_text()
+
+
+@pytest.mark.e2e
+def test_blockwise_with_sequence_parallelism(tmp_path):
+    task = Task.make(tmp_path)
+    job, whole, cut = whole_and_resumed(task, **BLOCKWISE)
+    assert_same(task, whole, cut)
+    assert_labeled(task, job, whole, "blockwise e4m3 fp32")
+    for record in whole:
+        assert record["algorithm/abs_log_ratio"] < 1e-3, "no weight has moved, and the pack does not matter"
+        assert 0.01 < record["mismatch/mean_abs"] < 0.5
+        assert record["packs/padding_fraction"] > 0
+
+
+@pytest.mark.e2e
+def test_delayed_scaling_in_two_stages_with_a_reference(tmp_path):
+    task = Task.make(tmp_path)
+    job, whole, cut = whole_and_resumed(task, **DELAYED)
+    assert_same(task, whole, cut)
+    assert_labeled(task, job, whole, "delayed hybrid fp32")
+    assert "a log-prob depends on what shares its pack" in job.text
+    assert all(1e-3 < record["algorithm/abs_log_ratio"] < 1 for record in whole)
+    assert all(record["kl/reference"] >= 0 for record in whole)
