@@ -151,7 +151,7 @@ def test_a_layer_that_stays_behind_is_named_and_fails_the_probe(name: str, rigs:
     rig.send(4)
     unquantized = rig.check(rig.model())
     same = rig.check(fp8_model.emulate(rig.model(), rig.workers, rig.bf16_layers))
-    assert unquantized < TOLERANCE / 1.5, "the tolerance leaves room for other models"
+    assert unquantized < TOLERANCE / 3, "trained models need more"
     rig.call_workers("spoil", "stale layer")
     with pytest.raises(WeightSyncMismatch, match=rf"engine 0: \d+ of \d+: {spoiling.LAYER}"):
         rig.send(5)
