@@ -110,7 +110,7 @@ def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
 
 
 def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **model: Any) -> EngineFleet:
-    """Engines with the options of ``vllm.*``, and FP8 if the policy's have it.
+    """Engines with the options of ``vllm.*`` and ``fp8.rollout_enable``.
 
     Args:
         places: see ``engine_places``.

@@ -59,11 +59,6 @@ class EmulatedConfig(OnlineQuantizationConfig):
     """vLLM's ``fp8_per_block`` with the emulated layers in the place of its own."""
 
     @classmethod
-    def get_name(cls) -> Any:
-        """The name that it is registered under."""
-        return EMULATED
-
-    @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         """float32 besides what vLLM's kernels know."""
         return [torch.float32, *super().get_supported_act_dtypes()]

@@ -10,11 +10,11 @@ import pytest
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import processes
 from openrlhf_ext.driver.processes import AuxiliaryModels
-from openrlhf_ext.driver.settings import check_frozen_steps, critic_settings, policy_settings
+from openrlhf_ext.driver.settings import check_frozen_steps, critic_settings, policy_path, policy_settings
 from openrlhf_ext.megatron.settings import Overlap
 from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
-from tests.models import make_tiny_policy
+from tests.models import make_tiny_model, make_tiny_policy
 
 GAE = {"algo__advantage__estimator": "gae", "critic__num_gpus_per_node": 2}
 
@@ -39,6 +39,15 @@ def test_the_critic_shares_the_policys_settings_but_model_layout_and_optimizer(t
     assert (critic.model.micro_batch_size, critic.model.param_dtype) == (policy.micro_batch_size, "fp32")
     optimizer = critic.model.optimizer
     assert (optimizer.lr, optimizer.max_norm, optimizer.lr_scheduler) == (1e-3, 0.5, "constant")
+
+
+def test_engines_leave_out_the_layers_that_training_leaves_out_of_each_model(task, tmp_path):
+    deeper = tmp_path / "guide"
+    make_tiny_model(deeper, layers=4)
+    config = load_config(task.options("out", fp8__rollout_enable=True, fp8__layers_in_bf16_end=1))
+    assert processes.bf16_layers(config, policy_path(config)) == [1]
+    assert processes.bf16_layers(config, str(deeper)) == [3]
+    assert processes.bf16_layers(load_config(task.options("out")), str(deeper)) is None
 
 
 def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):

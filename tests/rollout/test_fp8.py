@@ -126,7 +126,7 @@ def test_the_same_quantizer_gives_the_engines_logprobs_through_three_reloads(nam
         same = rig.difference(fp8_model.emulate(rig.model(), rig.workers, rig.bf16_layers))
         none = rig.difference(rig.model())
         # 4e-7 to 1.7e-2 in ten measurements, for 1e-7 of another order of summation flips a rounding; none: 0.1
-        assert same < none / 4 and none > 0.05, (seed, same, none)
+        assert same < none / 3 and none > 0.05, (seed, same, none)
 
 
 @pytest.mark.e2e
@@ -151,7 +151,7 @@ def test_a_layer_that_stays_behind_is_named_and_fails_the_probe(name: str, rigs:
     rig.send(4)
     unquantized = rig.check(rig.model())
     same = rig.check(fp8_model.emulate(rig.model(), rig.workers, rig.bf16_layers))
-    assert unquantized < TOLERANCE / 1.5, "the tolerance leaves room for other models"
+    assert unquantized < TOLERANCE / 3, "trained models need more"
     rig.call_workers("spoil", "stale layer")
     with pytest.raises(WeightSyncMismatch, match=rf"engine 0: \d+ of \d+: {spoiling.LAYER}"):
         rig.send(5)

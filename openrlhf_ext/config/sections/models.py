@@ -193,7 +193,8 @@ class Guide(Section):
     """The frozen guiding policy of mixed_policy_dapo: it samples a part of every group and scores all completions.
 
     Without ranks of its own its weights are a copy in the host memory of the policy's ranks, swapped in for one forward
-    pass, which takes a guide of the policy's architecture. Its engines take the options of vllm.*.
+    pass, which takes a guide of the policy's architecture. Its engines take the options of vllm.* and
+    fp8.rollout_enable.
     """
 
     model_name_or_path: str | None = added(

@@ -98,7 +98,7 @@ class WeightSync(Section):
         "largest allowed difference at the start, in nats, between the policy's and the engine's log-probs on the "
         "probe prompt; later, a quarter of this plus three times what was found at the start, if that is less",
         gt=0,
-        default_text="1e-4 in fp32, 0.2 in bf16, 1 with FP8",
+        default_text="1e-4 in fp32, 0.2 in bf16, 3 with FP8",
     )
     probe_length: Int | None = added(
         None,
