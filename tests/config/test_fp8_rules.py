@@ -196,3 +196,14 @@ def test_the_placement_says_what_is_fp8(load):
     assert "training delayed hybrid fp32; rollout off" in placement_table(load(*DELAYED))
     hub = placement_table(load(*FP8, *layers, "--actor.model_name_or_path", "org/name"))
     assert "model's precision: 1 at the start and 2 at the end" in hub
+
+
+def test_the_placement_names_tensors_that_are_cut_into_different_tiles(load, run_dir):
+    assert "tiles" not in placement_table(load(*FP8)) + placement_table(load(*ROLLOUT))
+    assert "tiles" not in placement_table(load(*FP8, *ROLLOUT, "--fp8.recipe", "current")), "tensors have one scale"
+    text = placement_table(load(*EMULATED, *ROLLOUT, *TP2))  # heads of 32 entries, interleaved by group in the trainer
+    (line,) = (line for line in text.splitlines() if "tiles of the weights differ" in line)
+    assert "model.layers.*.self_attn.q_proj.weight" in line and "mlp" not in line
+    write_model(run_dir, head_dim=128)
+    text = placement_table(load(*EMULATED, *ROLLOUT, *TP2, "--vllm.tensor_parallel_size", "2"))
+    assert "tiles of the weights: the same in trainer and engines" in text
