@@ -147,6 +147,6 @@ class MegatronPolicy(MegatronModel):
         return [(t.name, t.shape, self.dtype) for t in hf_tensors(self.shape)]
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint that transformers loads; see ``write_hf``. ``config.json`` names the FP8 recipe."""
+        """Writes an HF checkpoint that transformers loads, the FP8 recipe in its ``config.json``; see ``write_hf``."""
         recipe = self.settings.fp8
         return self.write_hf(target, None if recipe is None else {"trained_in_fp8": recipe.label})
