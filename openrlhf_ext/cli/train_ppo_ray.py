@@ -81,7 +81,8 @@ def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
-    yield f"policy, {format_proof(prove_layout(policy, config.layout, dtype, distributed))}"
+    recipe = config.fp8.training_recipe
+    yield f"policy, {format_proof(prove_layout(policy, config.layout, dtype, distributed, fp8=recipe))}"
     if not config.has_critic:
         return
     critic = config.critic.model_name_or_path or policy

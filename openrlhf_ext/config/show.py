@@ -14,6 +14,8 @@ from openrlhf_ext.config.openrlhf import DIFFERENCES
 from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.table import option_table
+from openrlhf_ext.fp8.recipe import BF16Layers
+from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
 from openrlhf_ext.options import (
@@ -255,6 +257,7 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
     model = _local_model(config)
     if model is not None:
         yield from _model_lines(model, layout.tensor_parallel_size)
+    yield from _fp8_lines(config, model)
     rows = [["rank", "node", "gpu", "tp", "cp", "pp", "dp", "layers"]]
     for rank in range(layout.world_size):
         place, (node, gpu) = layout.place(rank), divmod(rank, config.actor.num_gpus_per_node)
@@ -286,6 +289,35 @@ def _model_lines(model: ModelShape, tp: int) -> Iterator[str]:
         f"model: {model.model_type}, {model.num_layers} layers, {model.num_heads} heads, {model.num_kv_heads} "
         f"key-value heads, vocabulary {model.vocab_size}{padding} ({padded // tp} per tensor-parallel rank)"
     )
+
+
+def _fp8_lines(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
+    """What is FP8, in training and rollout, and which layers are not."""
+    fp8 = config.fp8
+    if not (fp8.enable or fp8.rollout_enable):
+        return
+    training = fp8.training_label.removeprefix("FP8 ") or "off"
+    rollout = "blockwise e4m3 fp32" if fp8.rollout_enable else "off"
+    yield f"FP8 of the linear layers: training {training}; rollout {rollout}"
+    yield f"layers that stay in the model's precision: {_bf16_layers(fp8.bf16_layers, model)}"
+    recipe = fp8.training_recipe
+    if model is not None and fp8.rollout_enable and recipe is not None and recipe.blockwise:
+        yield _tiles_line(model, config.layout.tensor_parallel_size, config.vllm.tensor_parallel_size)
+
+
+def _tiles_line(model: ModelShape, trainer_tp: int, engine_tp: int) -> str:
+    """Where two quantizers with the same blocks do not cut the same ones."""
+    layer = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_hidden_size)
+    names = differing_tensors(layer, trainer_tp, engine_tp)
+    if not names:
+        return "tiles of the weights: the same in trainer and engines"
+    return f"tiles of the weights differ between trainer and engines, which then quantize apart: {', '.join(names)}"
+
+
+def _bf16_layers(kept: BF16Layers, model: ModelShape | None) -> str:
+    if model is None:
+        return f"{kept.start} at the start and {kept.end} at the end"
+    return " ".join(map(str, kept.numbers(model.num_layers))) or "none"
 
 
 def _stage_layers(model: ModelShape | None, stage: int, stages: int) -> str:

@@ -14,13 +14,19 @@ def test_dry_run_proves_a_32b_layout_without_a_gpu(tmp_path):
     options = task.options(
         "out", actor__model_name_or_path=QWEN25_32B, actor__num_nodes=8, actor__num_gpus_per_node=8,
         megatron__tensor_parallel_size=8, megatron__pipeline_parallel_size=2, megatron__param_dtype="bf16",
-        rollout__micro_batch_size=8,
+        rollout__micro_batch_size=8, megatron__sequence_parallel_enable="true",
+        fp8__enable="true", fp8__rollout_enable="true", fp8__layers_in_bf16_end=1,
     )  # fmt: skip
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *options, "--dry_run"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     assert "policy: 64 ranks = tp 8 x cp 1 x pp 2 x dp 4" in run.stdout
     assert "built 16 of 64 ranks" in run.stdout and "771 HF tensors, 32,763,876,352 parameters" in run.stdout
+    assert "FP8 of the linear layers: training blockwise e4m3 fp32; rollout blockwise e4m3 fp32" in run.stdout
+    assert "layers that stay in the model's precision: 63\n" in run.stdout
+    assert "tiles of the weights: the same in trainer and engines" in run.stdout and "FP8 copies" in run.stdout
+    correction = '{"level": "token", "mode": "clip", "gating": "ratio", "threshold": [0.0, 2.0]}'
+    assert f"# importance correction: {correction}" in run.stdout
     assert not (tmp_path / "out").exists(), "a dry run writes nothing"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.config import format_config, load_config
+from openrlhf_ext.config import format_config, load_config, placement_table
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from tests.config.conftest import MODEL
 
@@ -180,3 +180,30 @@ def test_the_correction_is_shown_and_loads_back(load, run_dir, words):
     (run_dir / "saved.yaml").write_text(text)
     again = load_config(["--config", "saved.yaml"])
     assert again.model_dump() == config.model_dump() and correction(again) == correction(config)
+
+
+# ---- the dry run -----------------------------------------------------------------------------------------------------
+
+
+def test_the_placement_says_what_is_fp8(load):
+    assert "FP8" not in placement_table(load())
+    layers = ("--fp8.layers_in_bf16_start", "1", "--fp8.layers_in_bf16_end", "2")
+    text = placement_table(load(*EMULATED, *ROLLOUT, *layers))
+    assert "FP8 of the linear layers: training blockwise e4m3 fp32, EMULATED; rollout blockwise e4m3 fp32\n" in text
+    assert "layers that stay in the model's precision: 0 2 3\n" in text
+    text = placement_table(load(*ROLLOUT))
+    assert "training off; rollout blockwise e4m3 fp32" in text and "model's precision: none" in text
+    assert "training delayed hybrid fp32; rollout off" in placement_table(load(*DELAYED))
+    hub = placement_table(load(*FP8, *layers, "--actor.model_name_or_path", "org/name"))
+    assert "model's precision: 1 at the start and 2 at the end" in hub
+
+
+def test_the_placement_names_tensors_that_are_cut_into_different_tiles(load, run_dir):
+    assert "tiles" not in placement_table(load(*FP8)) + placement_table(load(*ROLLOUT))
+    assert "tiles" not in placement_table(load(*FP8, *ROLLOUT, "--fp8.recipe", "current")), "tensors have one scale"
+    text = placement_table(load(*EMULATED, *ROLLOUT, *TP2))  # heads of 32 entries, interleaved by group in the trainer
+    (line,) = (line for line in text.splitlines() if "tiles of the weights differ" in line)
+    assert "model.layers.*.self_attn.q_proj.weight" in line and "mlp" not in line
+    write_model(run_dir, head_dim=128)
+    text = placement_table(load(*EMULATED, *ROLLOUT, *TP2, "--vllm.tensor_parallel_size", "2"))
+    assert "tiles of the weights: the same in trainer and engines" in text

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from openrlhf_ext.megatron.step.packing import TokenCount
+from openrlhf_ext.ranks import policy as policy_module
 from openrlhf_ext.ranks import timers as timers_module
+from openrlhf_ext.ranks.policy import PolicyActor
 from openrlhf_ext.ranks.timers import PhaseTimers, timed
 
 
@@ -67,3 +71,11 @@ def test_the_peak_of_this_process_is_plausible():
     held = bytearray(64 << 20)
     held[:: 4 << 10] = b"x" * len(held[:: 4 << 10])
     assert 64 << 20 < PhaseTimers().report(0).memory_bytes < 1 << 40
+
+
+def test_a_rank_reports_the_padding_of_its_packs(monkeypatch):
+    monkeypatch.setattr(policy_module.dist, "get_rank", lambda: 3)
+    actor = PolicyActor.__new__(PolicyActor)
+    actor.timers, actor.policy = PhaseTimers(), SimpleNamespace(take_count=lambda: TokenCount(real=90, packed=96))
+    report = actor.rank_report()
+    assert (report.rank, report.packed_tokens, report.padding_tokens) == (3, 96, 6)

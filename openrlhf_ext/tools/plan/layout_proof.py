@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
@@ -28,9 +29,11 @@ from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, 
 from openrlhf_ext.megatron.settings import Recompute
 
 _MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
+# Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its transpose
+_FP8_COPIES_BYTES = 2
 _GIB = 1 << 30
 _RANKS_SHOWN = 6
-_HEADER = ("tp", "pp", "layers", "parameters", "weights", "gradients", "optimizer", "GiB together", "ranks")
+_SHARE, _MEMORY = ("tp", "pp", "layers", "parameters"), ("weights", "gradients", "optimizer")
 
 
 class LayoutProofError(ValueError):
@@ -46,6 +49,7 @@ class RankShare:
         layers: global layers of each model chunk.
         optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
             data- and context-parallel ranks by the distributed optimizer.
+        fp8_bytes: FP8 copies of weights, beside the weights themselves; 0 where FP8 is off or emulated.
     """
 
     ranks: tuple[int, ...]
@@ -56,11 +60,12 @@ class RankShare:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    fp8_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer together, without activations."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        """Weights, gradients, optimizer and FP8 copies together, without activations."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.fp8_bytes
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,13 @@ def prove_layout(
     dtype: torch.dtype,
     distributed_optimizer: bool,
     value_head: str | None = None,
+    fp8: Recipe | None = None,
 ) -> LayoutProof:
     """Builds every distinct rank of the layout and checks the weight map on it.
 
     Args:
         value_head: HF name of a critic's value head; None for a policy.
+        fp8: recipe whose copies of weights are counted.
 
     Raises:
         LayoutProofError: lists everything that does not fit.
@@ -105,7 +112,7 @@ def prove_layout(
     shares, holders, problems = [], [], []
     for rank in layout.ranks(context=0, replica=0):  # one of every (tensor, stage)
         try:
-            share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer)
+            share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer, fp8)
         except (AssertionError, RuntimeError, ValueError) as error:  # how Megatron refuses a layout
             raise LayoutProofError(f"rank {rank} cannot be built: {error}") from error
         shares.append(share)
@@ -120,10 +127,15 @@ def prove_layout(
 
 
 def _build(
-    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, distributed_optimizer: bool
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    dtype: torch.dtype,
+    distributed_optimizer: bool,
+    fp8: Recipe | None,
 ) -> tuple[RankShare, list[_Holder], list[str]]:
     place = layout.place(rank)
-    holders, problems, layers, parameters = [], [], [], 0
+    holders, problems, layers, parameters, in_fp8 = [], [], [], 0, 0
     with fake_rank(layout, rank):
         for chunk in _meta_chunks(shape, layout, dtype):
             rules, named = model_rules(chunk, shape), dict(chunk.named_parameters())
@@ -134,6 +146,7 @@ def _build(
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
             parameters += sum(p.numel() for p in named.values())
+            in_fp8 += _fp8_parameters(chunk, shape.num_layers, fp8)
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     per_parameter = 8 if dtype == torch.float32 else 12
     share = RankShare(
@@ -145,8 +158,17 @@ def _build(
         weight_bytes=parameters * dtype.itemsize,
         gradient_bytes=parameters * _MAIN_GRAD_BYTES,
         optimizer_bytes=-(-parameters * per_parameter // shards),
+        fp8_bytes=in_fp8 * _FP8_COPIES_BYTES,
     )
     return share, holders, problems
+
+
+def _fp8_parameters(chunk: HiddenStateGPTModel, layers: int, recipe: Recipe | None) -> int:
+    """Entries of weights of which TransformerEngine keeps FP8 copies: the matrices of the layers that are in FP8."""
+    if recipe is None or recipe.emulate:
+        return 0
+    in_fp8 = [layer for layer in chunk.decoder.layers if (layer.layer_number - 1, layers) not in recipe.bf16_layers]
+    return sum(p.numel() for layer in in_fp8 for p in layer.parameters() if p.dim() == 2)
 
 
 def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterator[str]:
@@ -224,18 +246,21 @@ def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) 
 
 def format_proof(proof: LayoutProof) -> str:
     """One row for every distinct rank, and what was proved."""
-    rows = [_HEADER, *map(_row, proof.shares)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    table = ["  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     heaviest = max(proof.shares, key=lambda share: share.state_bytes)
-    title = "memory per rank before activations (weights, fp32 gradients, optimizer), GiB:"
+    copies = any(share.fp8_bytes for share in proof.shares)
+    header = (*_SHARE, *_MEMORY, *(["FP8 copies"] if copies else []), "GiB together", "ranks")
+    rows = [header, *(_row(share, copies) for share in proof.shares)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    table = ["  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    what = "weights, fp32 gradients, optimizer" + (", FP8 copies of weights" if copies else "")
+    title = f"memory per rank before activations ({what}), GiB:"
     return "\n".join([title, *table, *_conclusions(proof, heaviest)]) + "\n"
 
 
-def _row(share: RankShare) -> tuple[str, ...]:
-    sizes = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, share.state_bytes)
+def _row(share: RankShare, copies: bool) -> tuple[str, ...]:
+    own = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, *((share.fp8_bytes,) if copies else ()))
     layers = " ".join(f"{layers[0]}-{layers[-1]}" for layers in share.layers)
-    memory = [f"{size / _GIB:.3f}" for size in sizes]
+    memory = [f"{size / _GIB:.3f}" for size in (*own, share.state_bytes)]
     return str(share.tensor), str(share.pipeline), layers, f"{share.parameters:,}", *memory, _ranks(share.ranks)
 
 
