@@ -53,6 +53,7 @@ def _measure(arguments: argparse.Namespace) -> Mismatch:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+    from openrlhf_ext.fp8.recipe import BF16Layers
     from openrlhf_ext.tools.fp8_mismatch import PLAIN, measure, read_completions
 
     def load(dtype: torch.dtype) -> PreTrainedModel:
@@ -63,6 +64,7 @@ def _measure(arguments: argparse.Namespace) -> Mismatch:
         load, read_completions(Path(arguments.rollouts), tokenizer, arguments.limit),
         trainer=arguments.trainer, rollout=arguments.rollout, trainer_tp=arguments.trainer_tp,
         engine_tp=arguments.engine_tp, dtype=PLAIN[arguments.dtype], per_layer=arguments.per_layer,
+        bf16_layers=BF16Layers(arguments.layers_in_bf16_start, arguments.layers_in_bf16_end),
     )  # fmt: skip
 
 
@@ -77,6 +79,10 @@ def _parser(precisions: Sequence[str]) -> argparse.ArgumentParser:
     add("--trainer_tp", type=_positive, default=1, help="tensor-parallel size of the trainer, which cuts its tiles")
     add("--engine_tp", type=_positive, default=1, help="tensor-parallel size of the engine")
     add("--dtype", default="fp32", choices=["fp32", "bf16"], help="of all that is not in FP8")
+    add(
+        "--layers_in_bf16_start", type=_count, default=0, help="first decoder layers that are not in FP8, on both sides"
+    )
+    add("--layers_in_bf16_end", type=_count, default=0, help="last decoder layers that are not")
     add("--limit", type=_positive, help="completions taken from the start of the file (default: all)")
     add("--per_layer", action="store_true", help="also with only one decoder layer in FP8, for each")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
@@ -88,6 +94,12 @@ def _parser(precisions: Sequence[str]) -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
     return value
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf_ext.fp8.emulation import DelayedScale, Products
-from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.fp8.tiles import BY_COLUMNS, LayerShape, Run, differing_tensors, engine_shards, trainer_shards
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ RECIPES = {
 }
 PRECISIONS = (*PLAIN, *RECIPES)
 CLIP = 2.0  # of truncated importance sampling
+_NONE = BF16Layers()
 Shards = list[list[Run]]
 
 
@@ -111,6 +112,7 @@ def measure(
     trainer_tp: int = 1,
     engine_tp: int = 1,
     dtype: torch.dtype = torch.float32,
+    bf16_layers: BF16Layers = _NONE,
     per_layer: bool = False,
 ) -> Mismatch:
     """Gauges of every pair of precisions.
@@ -120,6 +122,8 @@ def measure(
         trainer, rollout: of ``PRECISIONS``.
         trainer_tp, engine_tp: tensor-parallel sizes, by which weights are cut.
         dtype: of what is not in FP8.
+        bf16_layers: decoder layers that are not, on either side; apart from those that ``per_layer`` takes alone.
+        per_layer: also measure ``Mismatch.layers``.
 
     Raises:
         ValueError: a size does not divide heads or MLP, or the model's decoder has other linear layers than a Llama's.
@@ -128,9 +132,11 @@ def measure(
     shape = _layer_shape(model)
     shards = {"trainer": trainer_shards(shape, trainer_tp), "rollout": engine_shards(shape, engine_tp)}
     sides = {"trainer": trainer, "rollout": rollout}
+    count = len(_layers(model))
+    quantized = sorted(set(range(count)) - set(bf16_layers.numbers(count)))
     found: dict[tuple[str, str], Tensor] = {}
     for side, precision in ((side, p) for side, names in sides.items() for p in names if p in RECIPES):
-        with _emulated(model, RECIPES[precision], shards[side], completions):
+        with _emulated(model, RECIPES[precision], shards[side], completions, quantized):
             found[side, precision] = response_logprobs(model, completions)
     layers = _sensitivities(model, completions, rollout, shards["rollout"]) if per_layer else {}
     for name in dict.fromkeys(p for names in sides.values() for p in names if p in PLAIN):
@@ -225,9 +231,9 @@ def _emulated(
     recipe: Recipe,
     shards: Shards,
     completions: Sequence[Completion],
-    numbers: Collection[int] | None = None,
+    numbers: Collection[int],
 ) -> Iterator[None]:
-    """The model with its decoder layers (those with these numbers) in FP8.
+    """The model with the decoder layers of these numbers in FP8.
 
     Scales of delayed scaling come from one pass over the completions.
     """
@@ -235,7 +241,7 @@ def _emulated(
     emulated: list[_EmulatedLinear] = []
     try:
         for number, layer in enumerate(_layers(model)):
-            if numbers is not None and number not in numbers:
+            if number not in numbers:
                 continue
             for name, replacement in _replacements(layer, recipe, shards).items():
                 path, _, leaf = name.removesuffix(".weight").rpartition(".")
@@ -273,9 +279,7 @@ def _replacements(layer: nn.Module, recipe: Recipe, shards: Shards) -> dict[str,
 
     Of a key-value head that several ranks of an engine hold the last one's copy stands for all.
     """
-    linears = {
-        name: layer.get_submodule(name.removesuffix(".weight")) for name in {r.tensor for s in shards for r in s}
-    }
+    linears = {name: _linear(layer, name) for name in {run.tensor for shard in shards for run in shard}}
     products = Products(recipe)
     rounded = {name: torch.empty_like(linear.weight, dtype=torch.float32) for name, linear in linears.items()}
     for shard in shards:
@@ -358,6 +362,7 @@ def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
         axes[1].set(
             xlabel="the only decoder layer in FP8", ylabel="nats per token", title="against no FP8", ylim=(0, None)
         )
+        axes[1].locator_params(axis="x", integer=True)
         axes[1].legend()
     figure.suptitle(f"{title}, EMULATED, {mismatch.tokens} tokens")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize
+from openrlhf_ext.fp8.recipe import BF16Layers
 from openrlhf_ext.tools import fp8_mismatch
 from openrlhf_ext.tools.fp8_mismatch import (
     RECIPES,
@@ -122,6 +123,15 @@ def test_every_layer_alone(policy, completions):
     found = measure(load_from(policy), completions, trainer=["fp32"], rollout=["fp32", "blockwise"], per_layer=True)
     assert list(found.layers) == ["blockwise"] and len(found.layers["blockwise"]) == 2
     assert all(0 < value < 3 * found.cells["fp32", "blockwise"]["mean_abs"] for value in found.layers["blockwise"])
+
+
+def test_layers_at_the_ends_stay_as_they_are(policy, completions):
+    arguments = {"trainer": ["fp32"], "rollout": ["blockwise"]}
+    both = measure(load_from(policy), completions, **arguments, per_layer=True)
+    only_last = measure(load_from(policy), completions, **arguments, bf16_layers=BF16Layers(1, 0))
+    none = measure(load_from(policy), completions, **arguments, bf16_layers=BF16Layers(1, 1))
+    assert only_last.cells["fp32", "blockwise"]["mean_abs"] == both.layers["blockwise"][1]
+    assert none.cells["fp32", "blockwise"]["mean_abs"] == 0.0
 
 
 def test_weights_are_rounded_in_the_cut_of_their_side(policy):
