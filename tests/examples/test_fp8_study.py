@@ -30,6 +30,20 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[2]
 LINEAR = "kinds: [linear]\nrecipes: [current]\nlinear: {tokens: 64, inputs: 128, outputs: 64, micro_batches: 2}\n"
 
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = ("ray", "vllm", "openrlhf", "deepspeed", "mbridge", "transformers", "huggingface_hub", "datasets")
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
 
 class Study:
     """A study in a folder of its own."""
@@ -69,7 +83,8 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: 
         "recipes: [current]\nlinear: {tokens: 64}\nproducts: {tokens: 64, tensor_parallel: [1], repeats: 1}\n"
         "layers: {num_layers: 1, sequences: [32], repeats: 1}\n"
     )
-    code, text = study.run(options, "--minutes", str(PATIENCE_S / 60))
+    (study.folder / "sitecustomize.py").write_text(WITHOUT)
+    code, text = study.run(options, "--minutes", str(PATIENCE_S / 60), PYTHONPATH=str(study.folder))
     names = ["linear/current", "products/current", "scaled_mm/blockwise", "scaled_mm/rowwise", "scaled_mm/tensorwise",
              "layers/bf16/32", "layers/current/32"]  # fmt: skip
     assert code == 0 and list(study.statuses) == names, text
@@ -82,8 +97,10 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: 
     for name in ("train_tokens_per_second", "logprobs_tflops", "step_seconds", "gradient_norm"):
         assert fp8[name] > 0, name
     page = (study.out / "study.md").read_text()
-    for said in ("# FP8 study: EMULATED, on a CPU", "say nothing about the speed of a GPU", "Relative error",
-                 study.report["hardware"]["cpu"], "torch._scaled_mm on a CPU", "mean abs dlogp", "H200 NVL"):  # fmt: skip
+    for said in (
+        "# FP8 study: EMULATED, on a CPU", "say nothing about the speed of a GPU", study.report["hardware"]["cpu"],
+        "Relative error", "torch._scaled_mm on a CPU", "mean abs dlogp", "H200 NVL",
+    ):  # fmt: skip
         assert said in page, said
     assert (study.out / "study.png").read_bytes().startswith(b"\x89PNG")
     code, text = study.run(options)
@@ -293,8 +310,9 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     }  # fmt: skip
     bare = {"name": "qkv", "ranks": 8, "product": "dgrad"}
     layers = {
-        "recipe": "none", "loss": 10.0, "gradient_norm": 2.0, "logprobs": [-9.0, -10.0], "train_tokens_per_second": 3333,
-        "step_tokens_per_second": 3000, "logprobs_tokens_per_second": 9999, "train_tflops": 500.0,
+        "recipe": "none", "loss": 10.0, "gradient_norm": 2.0, "logprobs": [-9.0, -10.0],
+        "train_tokens_per_second": 3333, "step_tokens_per_second": 3000, "logprobs_tokens_per_second": 9999,
+        "train_tflops": 500.0,
         "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525, "logprobs_mfu_bf16": 0.515,
         "logprobs_mfu_fp8": 0.2575, "step_allocated_bytes": 77 * 2**30, "step_reserved_bytes": 88 * 2**30,
         "whole_train_tokens_per_second": 444, "whole_logprobs_tokens_per_second": 1234,
@@ -317,8 +335,10 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     assert write_report(tmp_path, report) == [tmp_path / "study.md", tmp_path / "study.png"]
     page = (tmp_path / "study.md").read_text()
     for said in (
-        "Measured on **GPU: NVIDIA H200**", "power.limit 700.00 W", "| blockwise | 1.41 | 1.40 |", "| 1.50 |", "refused",
-        "| 50.5% | 25.2% |", "| 77.0 | 88.0 |", "| +1.00e-03 |", "| +1.00e-02 | 2.50e-01 |", "Extrapolated, not measured",
+        "Measured on **GPU: NVIDIA H200**", "power.limit 700.00 W", "| blockwise | 1.41 | 1.40 |", "| 1.50 |",
+        "refused",
+        "| 50.5% | 25.2% |", "| 77.0 | 88.0 |", "| +1.00e-03 |", "| +1.00e-02 | 2.50e-01 |",
+        "Extrapolated, not measured",
         "| 444 | 1234 |", "989.5 (BF16), 1979.0 (FP8)",
         "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
     ):  # fmt: skip
