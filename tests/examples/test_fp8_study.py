@@ -106,7 +106,7 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: 
     code, text = study.run(options)
     assert code == 0 and study.report["cells"] == cells, "nothing was measured again"
     assert len(text.splitlines()) == 1, text
-    code, text = study.run(options.replace("tokens: 64}", "tokens: 128}"))
+    code, text = study.run(options.replace("linear: {tokens: 64}", "linear: {tokens: 32}"))
     assert code == 1 and re.search(r"was measured with setting linear = .*\n?.*Name another folder with --out", text), (
         text
     )
@@ -147,7 +147,7 @@ def test_layers_that_compute_what_unquantised_ones_do_have_failed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("linear: {tokens: -3}", r"linear\.tokens must be a whole number of 1 or more, got -3; the default is 256"),
+        ("linear: {tokens: -3}", r"linear\.tokens must be a whole number of 1 or more, got -3; the default is 128"),
         ("linear: {token: 3}", r"there is no option linear\.token; these are known here: tokens, inputs"),
         ("kinds: [speed]", "kinds must be a list of some of linear, products, layers, got"),
         ("recipes: [mxfp8]", "recipes must be a list of some of blockwise, current, delayed, got"),
@@ -312,8 +312,7 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     layers = {
         "recipe": "none", "loss": 10.0, "gradient_norm": 2.0, "logprobs": [-9.0, -10.0],
         "train_tokens_per_second": 3333, "step_tokens_per_second": 3000, "logprobs_tokens_per_second": 9999,
-        "train_tflops": 500.0,
-        "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525, "logprobs_mfu_bf16": 0.515,
+        "train_tflops": 500.0, "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525, "logprobs_mfu_bf16": 0.515,
         "logprobs_mfu_fp8": 0.2575, "step_allocated_bytes": 77 * 2**30, "step_reserved_bytes": 88 * 2**30,
         "whole_train_tokens_per_second": 444, "whole_logprobs_tokens_per_second": 1234,
     }  # fmt: skip
