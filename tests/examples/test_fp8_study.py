@@ -312,7 +312,8 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     layers = {
         "recipe": "none", "loss": 10.0, "gradient_norm": 2.0, "logprobs": [-9.0, -10.0],
         "train_tokens_per_second": 3333, "step_tokens_per_second": 3000, "logprobs_tokens_per_second": 9999,
-        "train_tflops": 500.0, "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525, "logprobs_mfu_bf16": 0.515,
+        "train_tflops": 500.0, "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525,
+        "logprobs_mfu_bf16": 0.515,
         "logprobs_mfu_fp8": 0.2575, "step_allocated_bytes": 77 * 2**30, "step_reserved_bytes": 88 * 2**30,
         "whole_train_tokens_per_second": 444, "whole_logprobs_tokens_per_second": 1234,
     }  # fmt: skip
