@@ -44,8 +44,8 @@ class Cell:
         if recipe is None:
             return {}
         return {
-            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(recipe.blockwise and not recipe.pow2)),
-            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(not recipe.blockwise and recipe.pow2)),
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not recipe.pow2)),
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(recipe.pow2)),
         }
 
     def recipe(self, *, emulate: bool) -> Recipe | None:

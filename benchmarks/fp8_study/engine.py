@@ -16,7 +16,7 @@ def transformer_engine() -> ModuleType:
     """``transformer_engine.pytorch``.
 
     Raises:
-        RuntimeError: it cannot be imported; its own errors are RuntimeError and FileNotFoundError as well as ImportError.
+        RuntimeError: it cannot be imported; its own errors are not all ImportErrors.
     """
     try:
         import transformer_engine.pytorch as te

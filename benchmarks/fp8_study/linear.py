@@ -58,7 +58,9 @@ def measure(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
     worst = max((error for errors in against for error in errors.values()), default=None)
     found["worst_against_peer"] = worst
     if worst is not None and not worst <= settings["bound"]:
-        raise Partly(f"{peer.name} is {worst:.2e} away from the emulation, at most {settings['bound']:g} is allowed", found)
+        raise Partly(
+            f"{peer.name} is {worst:.2e} away from the emulation, at most {settings['bound']:g} is allowed", found
+        )
     return found
 
 
@@ -129,7 +131,7 @@ class _TransformerEngine:
 
 
 class _Torch:
-    """torch's FP8 product of the emulation's codes: the only FP8 product that torch has on a CPU, one scale a tensor."""
+    """torch's FP8 product of the emulation's codes; with scales that belong to tensors, torch has one on a CPU too."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._products, self._recipe = Products(recipe), recipe
@@ -140,7 +142,9 @@ class _Torch:
     def __call__(self, operands: Operands) -> Results | None:
         if not self._has:
             return None
-        x, w, dy = (self._products.codes(name, operand) for name, operand in zip(("x", "w", "dy"), operands, strict=True))
+        x, w, dy = (
+            self._products.codes(name, operand) for name, operand in zip(("x", "w", "dy"), operands, strict=True)
+        )
         dtype = operands.x_TK.dtype
         return Results(
             _product(x, _transposed(w)).to(dtype), _product(dy, w).to(dtype), _product(_transposed(dy), x).to(dtype)

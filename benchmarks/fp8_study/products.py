@@ -56,7 +56,7 @@ def recipes(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
         layer = (_layer if machine.on_gpu else _emulated_layer)(machine, shape, settings["tokens"], recipe)
         rounding = relative_error(layer["forward"](), layer["forward_bf16"]())
         assert _LEAST_ROUNDING < rounding < _MOST_ROUNDING, (
-            f"{shape}: FP8 is {rounding:.2e} away from BF16, which must be more than {_LEAST_ROUNDING:g} (or FP8 is not "
+            f"{shape}: FP8 is {rounding:.2e} away from BF16, must be more than {_LEAST_ROUNDING:g} (or FP8 is not "
             f"active) and less than {_MOST_ROUNDING:g}"
         )
         seconds = seconds_in_turns(layer, machine.device, settings["repeats"])
@@ -161,7 +161,8 @@ def scaled_mm(machine: Machine, scaling: str, settings: dict[str, Any]) -> dict[
             print(row, flush=True)
     good = [row for row in rows if "error" not in row]
     found = {
-        "what": "torch.nn.functional.scaled_mm, operands rounded beforehand", "tokens": settings["tokens"], "rows": rows,
+        "what": "torch.nn.functional.scaled_mm, operands rounded beforehand", "tokens": settings["tokens"],
+        "rows": rows,
         "ratio_of_sums": sum(r["bf16_seconds"] for r in good) / sum(r["seconds"] for r in good) if good else None,
     }  # fmt: skip
     if wrong:

@@ -125,12 +125,16 @@ def _products(report: dict[str, Any], published: dict[str, Any]) -> list[str]:
     ]
     what = next(iter(measured.values()))["what"]
     note = "BF16 columns are fp32 here. " if report["emulated"] else ""
+    together = [
+        "", "All shapes together, beside what is published:", "",
+        *_table(["recipe", f"here ({place(report)})", "published"], compared), "", f"Published: {theirs['source']}.",
+    ]  # fmt: skip
     return [
         f"## Matrix products of the layers ({what}; {place(report)})", "",
-        f"{note}Forward and backward (dgrad and wgrad), {report['settings']['products']['tokens']} tokens, quantisation of "
-        "every operand included. 3 x 2 x tokens x inputs x outputs operations.", "", *_table(header, rows), "",
-        "All shapes together, beside what is published:", "",
-        *_table(["recipe", f"here ({place(report)})", "published"], compared), "", f"Published: {theirs['source']}.",
+        f"{note}Forward and backward (dgrad and wgrad), {report['settings']['products']['tokens']} tokens, "
+        "quantisation of every operand included. 3 x 2 x tokens x inputs x outputs operations.", "",
+        *_table(header, rows),
+        *([] if report["emulated"] else together),  # times of an emulation are no neighbors of a GPU's
     ]  # fmt: skip
 
 
@@ -177,11 +181,10 @@ def _layers(report: dict[str, Any]) -> list[str]:
             f"{found['logprobs_tflops']:.4g}", *_shares(found, "logprobs"), *_memory(found),
         ])  # fmt: skip
         if plain is not None and way != BF16:
-            gaps = [abs(a - b) for a, b in zip(found["logprobs"], plain["logprobs"], strict=True)]
             deviation.append([
                 name, str(tokens), f"{found['loss']:.6g}", f"{found['loss'] / plain['loss'] - 1:+.2e}",
                 f"{found['gradient_norm']:.6g}", f"{found['gradient_norm'] / plain['gradient_norm'] - 1:+.2e}",
-                f"{math.fsum(gaps) / len(gaps):.2e}",
+                f"{_mean_gap(found, plain):.2e}",
             ])  # fmt: skip
     if not speed:
         return []
@@ -190,20 +193,35 @@ def _layers(report: dict[str, Any]) -> list[str]:
         "layers", "sequence", "train tokens/s", "with Adam", "log-prob tokens/s", "train TFLOP/s", "MFU of BF16 peak",
         "MFU of FP8 peak", "log-prob TFLOP/s", "MFU of BF16 peak", "MFU of FP8 peak", "allocated GiB", "reserved GiB",
     ]  # fmt: skip
-    peaks = ", ".join(f"{report['settings'][f'peak_{p}_tflops']} ({p.upper()})" for p in ("bf16", "fp8"))
-    columns = ["layers", "sequence", "loss", "from " + plain_name, "gradient norm", "from " + plain_name, "mean abs dlogp"]
+    peaks = [f"{peak} ({p.upper()})" for p in ("bf16", "fp8") if (peak := report["settings"][f"peak_{p}_tflops"])]
+    ends = f" Peaks in TFLOP/s: {', '.join(peaks)}." if peaks else ""
+    columns = [
+        "layers",
+        "sequence",
+        "loss",
+        "from " + plain_name,
+        "gradient norm",
+        "from " + plain_name,
+        "mean abs dlogp",
+    ]
     return [
         f"## {settings['num_layers']} layers through the policy ({place(report)})", "",
         f"Hidden size {settings['hidden']}, {settings['heads']} heads ({settings['kv_heads']} of keys and values), MLP "
         f"{settings['mlp']}, vocabulary {settings['vocabulary']}, random weights, {settings['micro_batches']} "
         "micro-batches of one sequence. Train: forward and backward; the column after it has the optimizer too.", "",
-        "Operations: 2 x (multiplications of the layers' matrices x tokens + 2 x layers x heads x head size x n (n + 1) "
-        "/ 2 of each sequence (causal attention) + hidden x vocabulary x response tokens), three times that in training; "
-        f"nothing for recomputation (`openrlhf_ext/megatron/model/flops.py`). Peaks in TFLOP/s: {peaks}.", "",
+        "Operations: 2 x (multiplications of the layers' matrices x tokens + 2 x layers x heads x head size x n "
+        "(n + 1) / 2 of each sequence (causal attention) + hidden x vocabulary x response tokens), three times that in "
+        f"training; nothing for recomputation (`openrlhf_ext/megatron/model/flops.py`).{ends}", "",
         *_table(header, speed), "",
         f"The same weights and tokens before any update, beside {plain_name} layers:", "",
         *_table(columns, deviation),
     ]  # fmt: skip
+
+
+def _mean_gap(found: dict[str, Any], plain: dict[str, Any]) -> float:
+    """Mean |dlogp| of the log-probs that were kept, in nats."""
+    gaps = [abs(mine - other) for mine, other in zip(found["logprobs"], plain["logprobs"], strict=True)]
+    return math.fsum(gaps) / len(gaps)
 
 
 def _shares(found: dict[str, Any], what: str) -> list[str]:
@@ -244,7 +262,12 @@ def _published(published: dict[str, Any]) -> list[str]:
         for row in part
     ]  # fmt: skip
     header = ["model", "GPUs", "configuration", "precision", "tokens/s/GPU", "TFLOP/s/GPU", "of", "source"]
-    return ["## Published by others, on their machines", "", *_table(header, rows)]
+    products = published["products"]
+    ratios = ", ".join(f"{way} {row['ratio']:.2f}" for way, row in products["rows"].items())
+    return [
+        "## Published by others, on their machines", "", f"BF16 time / FP8 time of matrix products: {ratios} "
+        f"({products['source']}).", "", *_table(header, rows),
+    ]  # fmt: skip
 
 
 def _open_cells(report: dict[str, Any]) -> list[str]:
@@ -260,12 +283,8 @@ def _open_cells(report: dict[str, Any]) -> list[str]:
 
 
 def _draw(file: Path, report: dict[str, Any], published: dict[str, Any]) -> str | None:
-    """Writes the figure. Returns why there is none."""
-    bars = [(way, found["ratio_of_sums"]) for way, found in _measured(report, "products").items()]
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for way, tokens, found, _ in _by_tokens(report):
-        curves.setdefault(way, []).append((tokens, found["train_tokens_per_second"]))
-    if not bars and not curves:
+    """Writes the figure: errors of an emulation, speed of a GPU. Returns why there is none."""
+    if not any(_measured(report, kind) for kind in ("linear", "products", "layers")):
         return "no cell has measured anything to draw"
     if importlib.util.find_spec("matplotlib") is None:
         return "there is no matplotlib here; --render makes it from study.json where there is"
@@ -275,25 +294,57 @@ def _draw(file: Path, report: dict[str, Any], published: dict[str, Any]) -> str 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    plain_name = "fp32" if report["emulated"] else "BF16"
-    left.bar(range(len(bars)), [ratio for _, ratio in bars], color="tab:blue", label="here")
-    for number, (way, _) in enumerate(bars):
-        if way in published["products"]["rows"]:
-            ratio = published["products"]["rows"][way]["ratio"]
-            left.plot([number - 0.4, number + 0.4], [ratio, ratio], "k--", label="TransformerEngine, H200 NVL")
-    left.set_xticks(range(len(bars)), [way for way, _ in bars])
-    left.set_ylabel(f"{plain_name} time / FP8 time, products of the layers")
-    handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    if handles:
-        left.legend(handles.values(), handles.keys())
-    for way, points in curves.items():
-        right.plot(*zip(*points, strict=True), "o-", label=plain_name if way == BF16 else way)
-    if curves:
-        right.set_xlabel("tokens of a sequence")
-        right.set_ylabel("train tokens/s")
-        right.set_ylim(bottom=0)
-        right.legend()
-    emulated = "EMULATED on a CPU: no speed of a GPU\n" if report["emulated"] else ""
+    if report["emulated"]:
+        _draw_errors(left, report)
+        _draw_deviation(right, report)
+    else:
+        _draw_ratios(left, report, published)
+        _draw_rates(right, report)
+    emulated = "EMULATED: errors of rounding, no speed\n" if report["emulated"] else ""
     figure.suptitle(f"{emulated}{place(report)}", fontsize=10)
     figure.savefig(file, dpi=120)
     return None
+
+
+def _draw_errors(axes: Any, report: dict[str, Any]) -> None:
+    """Of the last micro-batch, when delayed scales have seen others."""
+    measured = _measured(report, "linear")
+    for number, name in enumerate(("y", "dx", "dw")):
+        errors = [found["micro_batches"][-1]["emulation_against_exact"][name] for found in measured.values()]
+        axes.bar([place + 0.27 * (number - 1) for place in range(len(errors))], errors, width=0.25, label=name)
+    axes.set_xticks(range(len(measured)), list(measured))
+    axes.set_ylabel("relative error of one linear layer")
+    axes.legend()
+
+
+def _draw_deviation(axes: Any, report: dict[str, Any]) -> None:
+    for way, tokens, found, plain in _by_tokens(report):
+        if way != BF16 and plain is not None:
+            axes.bar(f"{way}\n{tokens} tokens", _mean_gap(found, plain), color="tab:orange")
+    axes.set_ylabel("mean |dlogp| from fp32 layers, nats")
+
+
+def _draw_ratios(axes: Any, report: dict[str, Any], published: dict[str, Any]) -> None:
+    measured = _measured(report, "products")
+    axes.bar(range(len(measured)), [found["ratio_of_sums"] for found in measured.values()], label="here")
+    for number, way in enumerate(measured):
+        if way in published["products"]["rows"]:
+            ratio = published["products"]["rows"][way]["ratio"]
+            label = None if axes.get_lines() else "TransformerEngine's, H200 NVL"
+            axes.plot([number - 0.4, number + 0.4], [ratio, ratio], "k--", label=label)
+    axes.set_xticks(range(len(measured)), list(measured))
+    axes.set_ylabel("BF16 time / FP8 time, products of the layers")
+    axes.legend()
+
+
+def _draw_rates(axes: Any, report: dict[str, Any]) -> None:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for way, tokens, found, _ in _by_tokens(report):
+        curves.setdefault(way, []).append((tokens, found["train_tokens_per_second"]))
+    for way, points in curves.items():
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=way)
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel(f"train tokens/s of {report['settings']['layers']['num_layers']} layers")
+    axes.set_ylim(bottom=0)
+    if curves:
+        axes.legend()

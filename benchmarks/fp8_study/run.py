@@ -29,6 +29,7 @@ from benchmarks.fp8_study.cells import BF16, BUILD, Cell, cells_of
 from benchmarks.fp8_study.report import write_report
 from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
 from openrlhf_ext import patches
+from openrlhf_ext.megatron.model.flops import peak_tflops
 from tests.gpu import older_torch, te_build
 from tests.gpu.kit import Machine
 from tests.gpu.run import (
@@ -98,10 +99,12 @@ def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -
     """Runs what is not done yet, and says how it went. Returns the exit code."""
     on_gpu = torch.cuda.is_available()
     cells = cells_of(study, build=on_gpu and bundle is not None)
-    report = _kept(out / JSON, _head(study, on_gpu), cells)
+    head = _head(study, on_gpu)
+    _require_peak(study, head["hardware"]["gpus"])
+    report = _kept(out / JSON, head, cells)
     write(out / JSON, report)
     deadline = time.monotonic() + 60 * minutes
-    for cell in _in_order(cells, report["cells"]):
+    for cell in _in_order(cells, report["cells"], bundle):
         row = _run_cell(cell, study, out, bundle, deadline - time.monotonic())
         row = _require_active(cell, row, report["cells"])
         if row["status"] == "not run" and report["cells"][cell.name]["status"] == "failed":
@@ -129,6 +132,21 @@ def _head(study: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
         "commit": commit(),
         "settings": study,
     }
+
+
+def _require_peak(study: dict[str, Any], found: list[dict[str, str]]) -> None:
+    """MFU must be a share of what this GPU can do.
+
+    Raises:
+        SettingsError: its data sheet says something else.
+    """
+    known = peak_tflops(found[0].get("name", "")) if found else None
+    asked = study["peak_bf16_tflops"]
+    if known is not None and asked is not None and abs(asked / known - 1) > 0.01:
+        raise SettingsError(
+            f"peak_bf16_tflops must be that of this GPU, {found[0]['name']}: {known:g} by its data sheet, got "
+            f"{asked:g}; give a STUDY.yaml with peak_bf16_tflops and peak_fp8_tflops, or null for no MFU"
+        )
 
 
 def _kept(file: Path, head: dict[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
@@ -162,11 +180,16 @@ def _identity(head: dict[str, Any], earlier: dict[str, Any]) -> list[tuple[str, 
     ]
 
 
-def _in_order(cells: Sequence[Cell], rows: dict[str, Any]) -> list[Cell]:
-    """Those that are not done; TransformerEngine again where it is not installed, as others need it; failed ones last."""
-    open_ones = [cell for cell in cells if rows[cell.name]["status"] not in _DONE]
-    failed = [cell for cell in open_ones if rows[cell.name]["status"] == "failed" and cell.kind != BUILD]
-    return [cell for cell in open_ones if cell not in failed] + failed
+def _in_order(cells: Sequence[Cell], rows: dict[str, Any], bundle: Path | None) -> list[Cell]:
+    """Those that are not done, failed ones last; TransformerEngine first, on every new machine."""
+    installed = bundle is not None and (bundle / "te").is_dir()
+    build = [cell for cell in cells if cell.kind == BUILD and not (installed and _done(rows, cell))]
+    others = [cell for cell in cells if cell.kind != BUILD and not _done(rows, cell)]
+    return build + sorted(others, key=lambda cell: rows[cell.name]["status"] == "failed")
+
+
+def _done(rows: dict[str, Any], cell: Cell) -> bool:
+    return rows[cell.name]["status"] in _DONE
 
 
 def _run_cell(cell: Cell, study: dict[str, Any], out: Path, bundle: Path | None, left_s: float) -> dict[str, Any]:

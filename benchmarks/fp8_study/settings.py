@@ -127,7 +127,9 @@ def _require_divisible(study: dict[str, Any]) -> None:
     """FP8's products of TransformerEngine want widths and tokens that 16 divides (its module/linear.py asserts)."""
     for option, value in _widths(study):
         if value % 16:
-            raise SettingsError(f"{option} must be a multiple of 16, got {value:g}: choose the next one, or fewer ranks")
+            raise SettingsError(
+                f"{option} must be a multiple of 16, got {value:g}: choose the next one, or fewer ranks"
+            )
     layers = study["layers"]
     if layers["heads"] % layers["kv_heads"]:
         raise SettingsError(

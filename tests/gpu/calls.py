@@ -11,7 +11,7 @@ class Check:
 
     Attributes:
         name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
-        call: 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size.
+        call: 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8.
         seconds: limit on a GPU, and on a CPU.
         needs: packages without which it is skipped: the bundle brings them to a machine that lacks them.
     """
@@ -52,4 +52,6 @@ CHECKS = (
     # ---- call 3: size -----------------------------------------------------------------------------------------------
     Check("tests.gpu.te_build:build", 3, 420),  # seconds, where call 2's wheel was brought along
     Check("tests.gpu.size:memory_and_mfu", 3, 420, POLICY),
+    # ---- call 4: FP8 ------------------------------------------------------------------------------------------------
+    Check("tests.gpu.study:fp8", 4, 1200, POLICY),
 )

@@ -130,7 +130,7 @@ def random_policy(
 @contextmanager
 def plain_layers() -> Iterator[None]:
     """Policies that are built in the body have torch's layers."""
-    with mock.patch.object(build, "uses_transformer_engine", lambda dtype: False):
+    with mock.patch.object(build, "uses_transformer_engine", lambda dtype, fp8=None: False):
         yield
 
 

@@ -222,8 +222,9 @@ def run(plan: Plan) -> int:
         outcome = run_one(check, deadline - time.monotonic(), plan.bundle)
         report["checks"][check.name] = outcome
         write(plan.output, report)
-        took = f"{outcome['seconds']:6.1f} s"
-        print(f"{check.name:{width}}  {outcome['status']:8} {took}  {last_line(outcome)}", flush=True)
+        print(
+            f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {last_line(outcome)}", flush=True
+        )
     counts = Counter(outcome["status"] for outcome in report["checks"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
     print(f"{said}; {plan.output}", flush=True)
@@ -307,7 +308,7 @@ def commit() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--call", type=int, choices=(1, 2, 3), default=1)
+    parser.add_argument("--call", type=int, choices=(1, 2, 3, 4), default=1)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all checks together")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--bundle", type=Path, help="folder that bundle.sh made: wheels, goldens")

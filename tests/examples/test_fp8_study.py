@@ -1,0 +1,422 @@
+"""The command of the FP8 study as a user types it, here on the CPU; and what becomes of cells that fail or are late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.fp8_study import engine, linear, products
+from benchmarks.fp8_study.cells import Cell, cells_of
+from benchmarks.fp8_study.report import write_report
+from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
+from openrlhf_ext.fp8.emulation import Products
+from openrlhf_ext.fp8.quantize import Grid
+from openrlhf_ext.fp8.recipe import Recipe
+from tests.gpu.kit import Machine, Partly
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+LINEAR = "kinds: [linear]\nrecipes: [current]\nlinear: {tokens: 64, inputs: 128, outputs: 64, micro_batches: 2}\n"
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = ("ray", "vllm", "openrlhf", "deepspeed", "mbridge", "transformers", "huggingface_hub", "datasets")
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+class Study:
+    """A study in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "out"
+
+    def run(self, options: str | None, *arguments: str, **environment: str) -> tuple[int, str]:
+        """Exit code and what was printed."""
+        words = [*arguments, "--out", str(self.out)]
+        if options is not None:
+            (self.folder / "study.yaml").write_text(options)
+            words.append(str(self.folder / "study.yaml"))
+        done = subprocess.run(
+            ["bash", "examples/scripts/fp8_study.sh", *words], cwd=ROOT, timeout=PATIENCE_S, text=True,
+            env=os.environ | {"PYTHON": sys.executable} | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.out / "study.json").read_text())
+
+    @property
+    def statuses(self) -> dict[str, str]:
+        return {name: row["status"] for name, row in self.report["cells"].items()}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    return Study(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: Study) -> None:
+    options = (
+        "recipes: [current]\nlinear: {tokens: 64}\nproducts: {tokens: 64, tensor_parallel: [1], repeats: 1}\n"
+        "layers: {num_layers: 1, sequences: [32], repeats: 1}\n"
+    )
+    (study.folder / "sitecustomize.py").write_text(WITHOUT)
+    code, text = study.run(options, "--minutes", str(PATIENCE_S / 60), PYTHONPATH=str(study.folder))
+    names = ["linear/current", "products/current", "scaled_mm/blockwise", "scaled_mm/rowwise", "scaled_mm/tensorwise",
+             "layers/bf16/32", "layers/current/32"]  # fmt: skip
+    assert code == 0 and list(study.statuses) == names, text
+    assert {n for n, status in study.statuses.items() if status != "passed"} == {"scaled_mm/blockwise"}, text
+    cells = study.report["cells"]
+    plain, fp8 = (cells[f"layers/{way}/32"]["measured"] for way in ("bf16", "current"))
+    gaps = [abs(a - b) for a, b in zip(plain["logprobs"], fp8["logprobs"], strict=True)]
+    assert 1e-3 < sum(gaps) / len(gaps) < 1, "rounding to FP8 moves log-probs, and not by much"
+    assert fp8["recipe"] == "current hybrid fp32, EMULATED" and plain["recipe"] == "none"
+    for name in ("train_tokens_per_second", "logprobs_tflops", "step_seconds", "gradient_norm"):
+        assert fp8[name] > 0, name
+    page = (study.out / "study.md").read_text()
+    for said in (
+        "# FP8 study: EMULATED, on a CPU", "say nothing about the speed of a GPU", study.report["hardware"]["cpu"],
+        "Relative error", "torch._scaled_mm on a CPU", "mean abs dlogp", "H200 NVL",
+    ):  # fmt: skip
+        assert said in page, said
+    assert (study.out / "study.png").read_bytes().startswith(b"\x89PNG")
+    code, text = study.run(options)
+    assert code == 0 and study.report["cells"] == cells, "nothing was measured again"
+    assert len(text.splitlines()) == 1, text
+    code, text = study.run(options.replace("linear: {tokens: 64}", "linear: {tokens: 32}"))
+    assert code == 1 and re.search(r"was measured with setting linear = .*\n?.*Name another folder with --out", text), (
+        text
+    )
+
+
+def test_time_that_is_up_ends_it_and_the_next_run_goes_on(study: Study) -> None:
+    code, text = study.run(LINEAR, "--minutes", "0.05")
+    assert code == 2 and set(study.statuses.values()) == {"not run"}, text
+    assert "the same command goes on" in text and "not run: time was up" in (study.out / "study.md").read_text()
+    code, text = study.run(LINEAR, "--minutes", str(PATIENCE_S / 60))
+    assert code == 0 and study.statuses == {"linear/current": "passed"}, text
+    for row in study.report["cells"]["linear/current"]["measured"]["micro_batches"]:
+        assert row["emulation_against_peer"]["dw"] <= 1e-6 and 0.03 < row["emulation_against_exact"]["y"] < 0.045
+
+
+def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(study: Study) -> None:
+    """No process imports torch within its limit."""
+    for _ in range(2):
+        code, text = study.run(LINEAR + "cell_seconds: 0.2\n", "--minutes", "5")
+        row = study.report["cells"]["linear/current"]
+        assert code == 1 and row["status"] == "failed" and "limit of 0.2 s" in row["error"], text
+        assert re.search(r"linear/current +failed +[\d.]+ s  it was ended", text), "it was tried again"
+    page = (study.out / "study.md").read_text()
+    assert "## Cells without a result" in page and "| linear/current | failed | it was ended at its limit" in page
+
+
+def test_layers_that_compute_what_unquantised_ones_do_have_failed() -> None:
+    from benchmarks.fp8_study.run import _require_active
+
+    same = {"status": "passed", "measured": {"logprobs": [-1.0, -2.0]}}
+    rows = {"layers/bf16/64": same}
+    found = _require_active(Cell("layers", "blockwise", 64), same, rows)
+    assert found["status"] == "failed" and "FP8 is not active" in found["error"]
+    other = {"status": "passed", "measured": {"logprobs": [-1.0, -2.5]}}
+    assert _require_active(Cell("layers", "blockwise", 64), other, rows) == other
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("linear: {tokens: -3}", r"linear\.tokens must be a whole number of 1 or more, got -3; the default is 128"),
+        ("linear: {token: 3}", r"there is no option linear\.token; these are known here: tokens, inputs"),
+        ("kinds: [speed]", "kinds must be a list of some of linear, products, layers, got"),
+        ("recipes: [mxfp8]", "recipes must be a list of some of blockwise, current, delayed, got"),
+        ("layers: 8", r"layers must have options of its own \(num_layers, .*\), got 8"),
+        ("layers: {mlp: 100}", r"layers\.mlp must be a multiple of 16, got 100"),
+        ("products: {tensor_parallel: [3]}", r"products\.columns\.qkv over 3 ranks must be a multiple of 16, got 170"),
+        ("peak_bf16_tflops: fast", "peak_bf16_tflops must be a number above 0, or null for none, got 'fast'"),
+        ("- a list", "must have options and their values"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)  # fmt: skip
+def test_what_a_study_may_not_say(tmp_path: Path, options: str, message: str) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(options)
+    with pytest.raises(SettingsError, match=message):
+        read_study(file, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (["--minutes", "0"], None, "--minutes must be above 0, got 0"),
+        (["--bundle", "nowhere"], None, "No such file|--bundle must be a folder"),
+        (["--render"], None, "--render needs .*study.json"),
+        ([], "linear: {tokens: 0}", r"fp8_study: .*study.yaml: linear\.tokens must be a whole number"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_by_the_command(study: Study, words, options, message) -> None:
+    code, text = study.run(options, *words)
+    assert code == 1 and re.search(message, text) and not study.out.exists(), text
+    assert "Traceback" not in text
+
+
+def test_a_share_of_another_gpus_peak_is_refused() -> None:
+    from benchmarks.fp8_study.run import _require_peak
+
+    asked = read_study(None, on_gpu=True)
+    _require_peak(asked, [{"name": "NVIDIA H200"}])
+    _require_peak(asked, [{"name": "a GPU of next year"}])
+    with pytest.raises(SettingsError, match="NVIDIA H20: 148 by its data sheet, got 989.5; give a STUDY.yaml"):
+        _require_peak(asked, [{"name": "NVIDIA H20"}])
+
+
+def test_the_study_of_a_gpu_is_read_and_its_most_telling_cells_come_first() -> None:
+    names = [cell.name for cell in cells_of(read_study(None, on_gpu=True), build=True)]
+    assert names[:5] == ["build", "linear/blockwise", "linear/current", "linear/delayed", "linear/blockwise_pow2"]
+    assert names[-12:] == [
+        f"layers/{way}/{n}" for n in (4096, 8192, 16384) for way in ("bf16", "blockwise", "current", "delayed")
+    ]
+    variables = {way: next(c for c in cells_of(read_study(None, on_gpu=True), build=False) if c.way == way).environment
+                 for way in RECIPES}  # fmt: skip
+    assert variables["blockwise"]["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
+    assert variables["blockwise_pow2"]["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "0"
+    assert variables["current"]["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "0"
+
+
+# ---- what a GPU's cells do, with a stand-in for TransformerEngine that rounds as it does ---------------------------
+
+
+class OnGPU(Machine):
+    """A CPU that says it is one."""
+
+    on_gpu = True
+
+
+class StandIn:
+    """te.Linear, ``fp8_autocast`` and the recipes of TransformerEngine 2.11, as far as the study uses them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.products, self.scales = Products(recipe), Products(recipe).scales()
+        self.active, self.deaf = False, False
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine, "linear", lambda inputs, outputs: StandInLinear(self, inputs, outputs))
+        modules = {"transformer_engine": ModuleType("transformer_engine")}
+        modules["transformer_engine.pytorch"] = SimpleNamespace(fp8_autocast=self.autocast)
+        modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]
+        modules["transformer_engine.common"] = ModuleType("transformer_engine.common")
+        modules["transformer_engine.common.recipe"] = self.recipes()
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    @staticmethod
+    def recipes() -> SimpleNamespace:
+        """Scales as the environment said when this was made, as TransformerEngine takes them at its import."""
+
+        def scaling(pow2: bool) -> type:
+            return type("Scaling", (SimpleNamespace,), {"fp8_quant_fwd_inp": SimpleNamespace(power_2_scale=pow2)})
+
+        return SimpleNamespace(
+            Format=SimpleNamespace(E4M3="e4m3", HYBRID="hybrid"), DelayedScaling=SimpleNamespace,
+            Float8BlockScaling=scaling(os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] != "1"),
+            Float8CurrentScaling=scaling(os.environ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "1"),
+        )  # fmt: skip
+
+    @contextmanager
+    def autocast(self, enabled: bool, fp8_recipe: SimpleNamespace) -> Iterator[None]:
+        self.active = enabled and not self.deaf
+        yield
+        self.active = False
+        self.update("x", "w")
+
+    def update(self, *names: str) -> None:
+        """TransformerEngine's moments: at the end of the context, and of the backward pass for gradients."""
+        for name in names:
+            if name in self.scales:
+                self.scales[name].update(self.scales[name].history_A[0].clone())
+
+    def scale(self, name: str, operand: Tensor) -> dict[str, Tensor]:
+        if name not in self.scales:
+            return {}
+        self.scales[name].record(operand)
+        return {name: self.scales[name].scale.clone()}
+
+
+class StandInLinear(torch.nn.Linear):
+    def __init__(self, te: StandIn, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=torch.bfloat16)
+        self.te = te
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, self.weight, self.te) if self.te.active else super().forward(x)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, te: StandIn) -> Tensor:
+        ctx.te, ctx.scales = te, te.scale("x", x) | te.scale("w", w)
+        ctx.save_for_backward(x, w)
+        return te.products.output(x, w, ctx.scales)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        scales = ctx.scales | ctx.te.scale("dy", dy)
+        dx, dw = ctx.te.products.input_gradient(dy, w, scales), ctx.te.products.weight_gradient(dy, x, scales)
+        ctx.te.update("dy")
+        return dx, dw.to(w.dtype), None
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    def make(way: str, environment_of: str | None = None) -> StandIn:
+        for name, value in Cell("linear", environment_of or way).environment.items():
+            monkeypatch.setenv(name, value)
+        te = StandIn(RECIPES[way])
+        te.install(monkeypatch)
+        return te
+
+    return make
+
+
+def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
+    """Numbers that are made up: each has a place of its own on the page."""
+    errors = {"y": 1e-4, "dx": 2e-4, "dw": 3e-4}
+    linear_row = {"micro_batch": 0, "emulation_against_exact": errors, "emulation_against_peer": errors}
+    product = {
+        "name": "qkv", "ranks": 8, "inputs": 5120, "outputs": 896, "forward_seconds": 1e-3, "backward_seconds": 2e-3,
+        "step_seconds": 3e-3, "bf16_step_seconds": 4.5e-3, "tflops": 1001, "bf16_tflops": 667, "ratio": 1.5,
+    }  # fmt: skip
+    bare = {"name": "qkv", "ranks": 8, "product": "dgrad"}
+    layers = {
+        "recipe": "none", "loss": 10.0, "gradient_norm": 2.0, "logprobs": [-9.0, -10.0],
+        "train_tokens_per_second": 3333, "step_tokens_per_second": 3000, "logprobs_tokens_per_second": 9999,
+        "train_tflops": 500.0, "logprobs_tflops": 510.0, "train_mfu_bf16": 0.505, "train_mfu_fp8": 0.2525,
+        "logprobs_mfu_bf16": 0.515,
+        "logprobs_mfu_fp8": 0.2575, "step_allocated_bytes": 77 * 2**30, "step_reserved_bytes": 88 * 2**30,
+        "whole_train_tokens_per_second": 444, "whole_logprobs_tokens_per_second": 1234,
+    }  # fmt: skip
+    fp8 = layers | {"recipe": "blockwise e4m3 fp32", "loss": 10.01, "logprobs": [-9.5, -10.0], "gradient_norm": 2.02}
+    cells = {
+        "linear/blockwise": {"peer": "te.Linear", "micro_batches": [linear_row]},
+        "products/blockwise": {"what": "te.Linear", "rows": [product], "ratio_of_sums": 1.41},
+        "scaled_mm/rowwise": {"rows": [bare | {"error": "refused"}, bare | {
+            "seconds": 1e-3, "tflops": 900.0, "bf16_tflops": 600.0, "ratio": 1.53, "relative_error": 1e-3}]},
+        "layers/bf16/4096": layers, "layers/blockwise/4096": fp8,
+    }  # fmt: skip
+    machine = {"gpus": [{"name": "NVIDIA H200", "power.limit": "700.00 W"}], "cpu": "a CPU", "cores": 16}
+    report = {
+        "started": "today", "emulated": False, "hardware": machine, "versions": {"torch": "2.11.0", "ray": None},
+        "commit": {"commit": "abc", "dirty": False}, "settings": read_study(None, on_gpu=True),
+        "cells": {name: {"status": "passed", "measured": found} for name, found in cells.items()}
+        | {"layers/delayed/4096": {"status": "failed", "error": "Traceback\nOutOfMemoryError: a | b"}},
+    }  # fmt: skip
+    assert write_report(tmp_path, report) == [tmp_path / "study.md", tmp_path / "study.png"]
+    page = (tmp_path / "study.md").read_text()
+    for said in (
+        "Measured on **GPU: NVIDIA H200**", "power.limit 700.00 W", "| blockwise | 1.41 | 1.40 |", "| 1.50 |",
+        "refused",
+        "| 50.5% | 25.2% |", "| 77.0 | 88.0 |", "| +1.00e-03 |", "| +1.00e-02 | 2.50e-01 |",
+        "Extrapolated, not measured",
+        "| 444 | 1234 |", "989.5 (BF16), 1979.0 (FP8)",
+        "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
+    ):  # fmt: skip
+        assert said in page, f"{said}\n{page}"
+    assert "EMULATED" not in page
+
+
+CPU = OnGPU(torch.device("cpu"), None, PATIENCE_S)
+LAYER = {"tokens": 128, "inputs": 256, "outputs": 128, "micro_batches": 3, "bound": 2e-3}
+PRODUCTS = {"tokens": 128, "tensor_parallel": [1], "repeats": 1, "columns": {"qkv": [128, 256]}, "rows": {}}
+
+
+@pytest.mark.parametrize("way", RECIPES)
+def test_the_engines_layer_is_held_against_the_emulation_micro_batch_by_micro_batch(stand_in, way: str) -> None:
+    stand_in(way)
+    found = linear.measure(CPU, RECIPES[way], LAYER)
+    assert found["peer"] == "te.Linear" and len(found["micro_batches"]) == 3
+    assert found["worst_against_peer"] < 1e-6, "the same rounding with the same scales"
+
+
+def test_an_engine_that_rounds_otherwise_or_not_at_all_fails(stand_in) -> None:
+    te = stand_in("current")
+    te.products = Products(RECIPES["blockwise"])
+    with pytest.raises(Partly, match="te.Linear is .* away from the emulation, at most 0.002 is allowed") as caught:
+        linear.measure(CPU, RECIPES["current"], LAYER)
+    assert caught.value.measured["worst_against_peer"] > 0.01
+    te.deaf = True
+    with pytest.raises(Partly):
+        linear.measure(CPU, RECIPES["current"], LAYER)
+    with pytest.raises(AssertionError, match="or FP8 is not active"):
+        products.recipes(CPU, RECIPES["current"], PRODUCTS)
+
+
+def test_an_engine_that_was_imported_with_other_scales_is_refused(stand_in) -> None:
+    stand_in("blockwise", environment_of="blockwise_pow2")
+    with pytest.raises(RuntimeError, match="was imported with power_2_scale True"):
+        linear.measure(CPU, RECIPES["blockwise"], LAYER)
+
+
+@pytest.mark.parametrize("way", ["blockwise", "delayed"])
+def test_the_engines_products_are_timed_beside_bf16(stand_in, way: str) -> None:
+    stand_in(way)
+    found = products.recipes(CPU, RECIPES[way], PRODUCTS)
+    (row,) = found["rows"]
+    assert (row["inputs"], row["outputs"]) == (128, 256) and 0.02 < row["relative_to_bf16"] < 0.06
+    assert row["ratio"] == pytest.approx(row["bf16_step_seconds"] / row["step_seconds"])
+    assert row["tflops"] == pytest.approx(3 * 2 * 128 * 128 * 256 / row["step_seconds"] / 1e12)
+
+
+def test_a_product_that_is_wrong_or_refused_is_a_row_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = products.scaled_mm(Machine(torch.device("cpu"), None, PATIENCE_S), "rowwise", PRODUCTS)
+    assert [row["product"] for row in found["rows"]] == ["forward", "dgrad", "wgrad"]
+    real = torch.nn.functional.scaled_mm
+
+    def sometimes_wrong(a: Tensor, *others: Any, **named: Any) -> Tensor:
+        return real(a, *others, **named) * (2 if a.shape == (256, 128) else 1)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", sometimes_wrong)
+    with pytest.raises(Partly, match="1 of 3 products: qkv over 1 ranks, wgrad: relative error 1") as caught:
+        products.scaled_mm(Machine(torch.device("cpu"), None, PATIENCE_S), "rowwise", PRODUCTS)
+    assert ["error" in row for row in caught.value.measured["rows"]] == [False, False, True]
+
+
+def test_scales_of_blocks_have_the_layout_that_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ScaledBlas.cpp: (M, K / 128) with strides (1, M); tiles (K / 128 padded to 4, N / 128) with strides (1, that)."""
+    seen: list[Any] = []
+
+    def product(a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **_: Any) -> Tensor:
+        seen.append((b_kind.name, a_scale.shape, a_scale.stride(), b_scale.shape, b_scale.stride()))
+        return torch.zeros(a.shape[0], b.shape[1])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
+    a, b = torch.randn(256, 640), torch.randn(384, 640)
+    for grid in (Grid.TILES, Grid.ROWS):
+        multiply, expected = products._blockwise(products.Factors(a, b, (Grid.ROWS, grid)))
+        assert multiply().shape == expected.shape == (256, 384)
+        assert ((expected - a @ b.t()).norm() / (a @ b.t()).norm()) < 0.05
+    assert seen == [
+        ("BlockWise128x128", (256, 5), (1, 256), (8, 3), (1, 8)),
+        ("BlockWise1x128", (256, 5), (1, 256), (384, 5), (1, 384)),
+    ]  # fmt: skip
