@@ -55,8 +55,12 @@ def make_tiny_model(
     return model
 
 
-def make_tiny_policy(path: Path, *, seed: int = 0) -> None:
-    """A random Qwen2 checkpoint with a byte-level tokenizer that vLLM's CPU build can run (head size 32)."""
+def make_tiny_policy(path: Path, *, seed: int = 0, **shape: int) -> None:
+    """A random Qwen2 checkpoint with a byte-level tokenizer that vLLM's CPU build can run (head size 32).
+
+    Args:
+        shape: entries of its configuration.
+    """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -69,10 +73,13 @@ def make_tiny_policy(path: Path, *, seed: int = 0) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1])
     torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    } | shape  # fmt: skip
     config = Qwen2Config(
-        vocab_size=len(special) + len(alphabet), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=len(special) + len(alphabet), max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes,
     )  # fmt: skip
     Qwen2ForCausalLM(config).float().save_pretrained(path)
     fast.save_pretrained(path)

@@ -21,6 +21,7 @@ LIBRARIES_READ = {
     "_postprocess": "Megatron's GPTModel.forward",
     "execute_batch": "OpenRLHF's RayActorGroup.async_run_method_batch, by name",
     "is_rank_0": "OpenRLHF's datasets, of the strategy",
+    "_forward_impl": "Megatron's ColumnParallelLinear.forward and RowParallelLinear.forward",
     "source_to_code": "importlib, of a loader",
     "on_train_begin": "transformers' Trainer, of a callback",
     "on_pre_optimizer_step": "transformers' Trainer, of a callback",

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.jobs import Job, Task
 from tests.e2e.test_resume import EXACT, kill
+from tests.models import make_tiny_policy
 
 # one request at a time: on CPU the last bits of a product depend on the batch, and FP8 makes more of them
 FP8 = {
@@ -75,3 +76,34 @@ def test_delayed_scaling_in_two_stages_with_a_reference(tmp_path):
     assert "a log-prob depends on what shares its pack" in job.text
     assert all(1e-3 < record["algorithm/abs_log_ratio"] < 1 for record in whole)
     assert all(record["kl/reference"] >= 0 for record in whole)
+
+
+TRAINERS = {
+    "none": {},
+    "same": {"fp8__enable": "true", "fp8__emulate": "true"},
+    "pow2": {"fp8__enable": "true", "fp8__emulate": "true", "fp8__scales": "pow2"},
+}
+
+
+@pytest.mark.e2e
+def test_only_the_quantizer_of_the_engines_brings_the_trainer_near_them(tmp_path):
+    task = Task.make(tmp_path, prompts=8)
+    # heads of 128 and an MLP of 256 on each rank: both sides cut the same tiles
+    make_tiny_policy(tmp_path / "policy", hidden_size=256, intermediate_size=512, num_attention_heads=2)
+    found = {}
+    for name, options_of in TRAINERS.items():
+        more = {
+            "fp8__rollout_enable": "true",
+            "vllm__max_num_seqs": 1,
+            "rollout__batch_size": 2,
+            "train__batch_size": 8,
+        }
+        job = Job(task.options(name, **more, **options_of), tmp_path / f"{name}.log")
+        assert job.finish() == 0, job.text
+        assert ("errors of two quantizers add up" in job.text) == (name == "pow2")
+        records = task.metrics(name)
+        assert len(records) == 4, "three syncs between them"
+        found[name] = sum(record["mismatch/mean_abs"] for record in records) / len(records)
+    assert found["none"] > 0.01
+    assert found["same"] <= found["none"] / 5, found
+    assert found["pow2"] > found["none"], found
