@@ -38,15 +38,9 @@ class Cell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What TransformerEngine reads when it is imported: it cannot be told later (its common/recipe/__init__.py,
-        ``use_f32_scales``), so each scale format has a process of its own."""
+        """What TransformerEngine reads when it is imported: each scale format has a process of its own."""
         recipe = RECIPES.get(self.way)
-        if recipe is None:
-            return {}
-        return {
-            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not recipe.pow2)),
-            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(recipe.pow2)),
-        }
+        return {} if recipe is None else recipe.environment
 
     def recipe(self, *, emulate: bool) -> Recipe | None:
         """How its layers multiply; None: in BF16."""

@@ -226,6 +226,12 @@ class RunConfig(Section):
         return _PROBE_TOLERANCE[coarser]
 
     @property
+    def repeat_tolerance(self) -> float:
+        """How far the log-probs of unchanged weights may move (nats): under delayed FP8 scaling its scales do."""
+        moves = self.fp8.enable and self.fp8.recipe == "delayed"
+        return min(self.probe_tolerance, _PROBE_TOLERANCE["fp8" if moves else self.megatron.param_dtype])
+
+    @property
     def probe_length(self) -> int:
         """Tokens of the probe prompt, with its default resolved; the engine generates one token after it."""
         return self.weight_sync.probe_length or max(2, min(_PROBE_LENGTH, self.data.max_len - 1))

@@ -33,12 +33,14 @@ class DriftCheck:
     """Compares before and after each training step.
 
     Attributes:
-        tolerance: largest log-prob difference that counts as the same, nats.
+        tolerance: largest difference between log-probs of the same weights that counts as none, nats.
+        mismatch_tolerance: the same between policy and engines, on average.
         timeout_s: longest wait for the ranks.
     """
 
     policy: RankGroup
     tolerance: float
+    mismatch_tolerance: float
     timeout_s: float
     steps: int = 0
     _before: list[str] = field(default_factory=list)
@@ -61,7 +63,7 @@ class DriftCheck:
         moved = max_difference(old.logprobs_N, new.logprobs_N)
         problems = [
             *changed_ranks(self._before, self._digests()),
-            *logprob_problems(moved, mean_mismatch, self.tolerance),
+            *logprob_problems(moved, self.tolerance, mean_mismatch, self.mismatch_tolerance),
         ]
         if problems:
             raise DriftError(
@@ -86,14 +88,16 @@ def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:
     return [f"the weights changed on the policy ranks {ranks}"] if ranks else []
 
 
-def logprob_problems(moved: float, mean_mismatch: float | None, tolerance: float) -> list[str]:
+def logprob_problems(
+    moved: float, tolerance: float, mean_mismatch: float | None, mismatch_tolerance: float
+) -> list[str]:
     """Lines on log-probs that moved, or on engines that do not sample from the policy; NaN counts as moved."""
     problems = []
     if not moved <= tolerance:
         problems.append(f"the policy's log-probs of the batch moved by {moved:.2e} nats, allowed are {tolerance:g}")
-    if mean_mismatch is not None and not mean_mismatch <= tolerance:
+    if mean_mismatch is not None and not mean_mismatch <= mismatch_tolerance:
         problems.append(
-            f"policy and engines differ by {mean_mismatch:.2e} nats on average, allowed are {tolerance:g} "
+            f"policy and engines differ by {mean_mismatch:.2e} nats on average, allowed are {mismatch_tolerance:g} "
             "(weight_sync.probe_tolerance)"
         )
     return problems

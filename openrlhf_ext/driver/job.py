@@ -273,7 +273,7 @@ def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:
     """The self-test of a run with train.drift_check, None in any other."""
     if not config.train.drift_check:
         return None
-    return DriftCheck(policy, config.probe_tolerance, config.train.step_timeout_s)
+    return DriftCheck(policy, config.repeat_tolerance, config.probe_tolerance, config.train.step_timeout_s)
 
 
 def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> None:

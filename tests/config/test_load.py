@@ -268,6 +268,9 @@ def test_dtype_and_probe_tolerance_follow_the_policy(load):
     assert load("--fp8.rollout_enable").probe_tolerance == 3.0
     assert load("--fp8.rollout_enable", "--weight_sync.probe_tolerance", "0.01").probe_tolerance == 0.01
     assert load("--weight_sync.probe_tolerance", "0.01").probe_tolerance == 0.01
+    assert load("--fp8.rollout_enable").repeat_tolerance == load("--fp8.enable").repeat_tolerance == 0.2
+    assert load("--fp8.enable", "--fp8.recipe", "delayed").repeat_tolerance == 3.0
+    assert load("--weight_sync.probe_tolerance", "0.01").repeat_tolerance == 0.01
 
 
 def test_true_is_no_number(run_dir: Path, problems):

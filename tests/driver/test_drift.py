@@ -21,7 +21,7 @@ def check(monkeypatch):
     """A check of two ranks whose digests the test sets."""
     group = SimpleNamespace(digests=["a", "b"])
     monkeypatch.setattr(drift, "call_ranks", lambda group, who, method, timeout_s: list(group.digests))
-    check = DriftCheck(group, tolerance=1e-4, timeout_s=1.0)
+    check = DriftCheck(group, tolerance=1e-4, mismatch_tolerance=0.2, timeout_s=1.0)
     check.before_training()
     return check
 

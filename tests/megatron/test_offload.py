@@ -107,3 +107,13 @@ def test_a_cpu_storage_that_numpy_has_seen_is_zero_while_away_and_comes_back():
     assert not model.weight.any()
     states.reload()
     assert torch.equal(model.weight, before)
+
+
+def test_copies_that_transformer_engine_keeps_of_weights_go_with_them():
+    layer = torch.nn.Linear(4, 4)
+    layer._fp8_workspaces = {"weight": torch.zeros(16, dtype=torch.uint8)}
+    states = ModelStates([torch.nn.Sequential(layer)], None, torch.device("cpu"))
+    states.offload("gradients")
+    assert layer._fp8_workspaces
+    states.offload("parameters")
+    assert not layer._fp8_workspaces
