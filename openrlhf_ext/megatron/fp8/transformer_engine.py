@@ -149,12 +149,11 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
 
 
 def _type_problems(path: str, module: torch.nn.Module, wanted: bool, emulate: bool) -> list[str]:
-    name = type(module).__name__
-    if emulate:
-        right = isinstance(module, EmulatedLinear) == wanted
-    else:
-        right = name.startswith("TE") and (module.fp8_meta.get("recipe") is not None if wanted else True)  # type: ignore[union-attr, operator]
-    return [] if right else [f"{path} is a {name}, which does {'not ' if wanted else ''}compute in FP8"]
+    # TransformerEngine's say themselves whether their last pass was FP8 (module/base.py: init_fp8_metadata)
+    right = (isinstance(module, EmulatedLinear) if emulate else getattr(module, "fp8", False)) == wanted
+    return (
+        [] if right else [f"{path} is a {type(module).__name__}, which does {'not ' if wanted else ''}compute in FP8"]
+    )
 
 
 def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[str]:

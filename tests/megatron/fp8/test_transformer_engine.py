@@ -136,7 +136,7 @@ class TELinear(torch.nn.Linear):
 
     def __init__(self, recipe: Recipe, spoiled: bool = False) -> None:
         super().__init__(128, 256, bias=False, dtype=torch.bfloat16)
-        self.fp8_meta = {"recipe": SimpleNamespace()}
+        self.fp8 = True
         codes = Products(recipe).codes("w", self.weight.detach()).codes_RC.view(torch.uint8)
         kept = codes ^ 1 if spoiled else codes
         self._fp8_workspaces = {"weight": SimpleNamespace(_rowwise_data=kept, _data=kept)}
@@ -154,6 +154,16 @@ def test_the_codes_of_a_weight_are_read_back(recipe):
     prove(decoder(TELinear(recipe)), recipe, 0, 1)
     with pytest.raises(FP8Unavailable, match=r"layers\.0\.linear_fc1: 100\.0% of its weight's FP8 codes are not"):
         prove(decoder(TELinear(recipe, spoiled=True)), recipe, 0, 1)
+
+
+def test_a_layer_that_should_be_bf16_and_is_not_is_found_and_so_is_the_opposite():
+    layer, bf16 = TELinear(Recipe()), Recipe(bf16_layers=BF16Layers(1))
+    with pytest.raises(FP8Unavailable, match="is a TELinear, which does compute in FP8"):
+        prove(decoder(layer), bf16, 0, 2)
+    layer.fp8 = False
+    prove(decoder(layer), bf16, 0, 2)
+    with pytest.raises(FP8Unavailable, match="is a TELinear, which does not compute in FP8"):
+        prove(decoder(layer), Recipe(), 0, 2)
 
 
 def test_a_layer_that_has_kept_nothing_has_not_computed_in_fp8():
