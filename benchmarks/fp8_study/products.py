@@ -1,6 +1,6 @@
 """Matrix products of a decoder's linear layers: seconds, TFLOP/s and ratio to BF16 of the same process.
 
-``recipes`` times whole layers, quantisation of all operands included, as TransformerEngine's published table does;
+``recipes`` times whole layers, quantization of all operands included, as TransformerEngine's published table does;
 ``scaled_mm`` bare products of operands that are FP8 already. Shape suffixes: T = tokens, K = inputs, N = outputs.
 """
 

@@ -132,7 +132,7 @@ def _products(report: dict[str, Any], published: dict[str, Any]) -> list[str]:
     return [
         f"## Matrix products of the layers ({what}; {place(report)})", "",
         f"{note}Forward and backward (dgrad and wgrad), {report['settings']['products']['tokens']} tokens, "
-        "quantisation of every operand included. 3 x 2 x tokens x inputs x outputs operations.", "",
+        "quantization of every operand included. 3 x 2 x tokens x inputs x outputs operations.", "",
         *_table(header, rows),
         *([] if report["emulated"] else together),  # times of an emulation are no neighbors of a GPU's
     ]  # fmt: skip

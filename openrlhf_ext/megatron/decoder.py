@@ -33,7 +33,7 @@ from torch import Tensor
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.deadlines.watchdog import progress
 from openrlhf_ext.megatron.fp8.state import ScalingState
-from openrlhf_ext.megatron.fp8.transformer_engine import prove, require
+from openrlhf_ext.megatron.fp8.transformer_engine import copy_bytes, prove, require
 from openrlhf_ext.megatron.model.build import (
     HiddenStateGPTModel,
     build_model,
@@ -180,6 +180,11 @@ class MegatronModel:
         for chunk in self.chunks:
             first = chunk.decoder.layers[0].layer_number - 1
             prove(chunk.decoder, recipe, first, self.shape.num_layers)
+
+    @property
+    def fp8_copy_bytes(self) -> int:
+        """Bytes of the FP8 copies of weights that this rank keeps while it computes. Not a collective."""
+        return sum(copy_bytes(chunk.decoder, self.shape.num_layers, self.settings.fp8) for chunk in self.chunks)
 
     def calibrate(self) -> None:
         """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence.

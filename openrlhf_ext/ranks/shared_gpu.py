@@ -27,7 +27,7 @@ class SharedGpu:
     Attributes:
         device: all of its memory.
         engine: share that the engine takes while it is awake.
-        states: parameters, gradients and optimizer states of the rank.
+        states: parameters, gradients and optimizer states of the rank, FP8 copies of weights.
         staging: buffers from which weights are sent.
         policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
     """

@@ -133,7 +133,7 @@ def test_a_cell_that_fails_is_a_row_with_its_error_and_is_tried_again(study: Stu
     assert "## Cells without a result" in page and "| linear/current | failed | it was ended at its limit" in page
 
 
-def test_layers_that_compute_what_unquantised_ones_do_have_failed() -> None:
+def test_layers_that_compute_what_unquantized_ones_do_have_failed() -> None:
     from benchmarks.fp8_study.run import _require_active
 
     same = {"status": "passed", "measured": {"logprobs": [-1.0, -2.0]}}

@@ -20,6 +20,7 @@ import torch
 
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.distributed import fake_rank
+from openrlhf_ext.megatron.fp8.transformer_engine import copy_bytes
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
@@ -29,8 +30,6 @@ from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, 
 from openrlhf_ext.megatron.settings import Recompute
 
 _MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
-# Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its transpose
-_FP8_COPIES_BYTES = 2
 _GIB = 1 << 30
 _RANKS_SHOWN = 6
 _SHARE, _MEMORY = ("tp", "pp", "layers", "parameters"), ("weights", "gradients", "optimizer")
@@ -135,7 +134,7 @@ def _build(
     fp8: Recipe | None,
 ) -> tuple[RankShare, list[_Holder], list[str]]:
     place = layout.place(rank)
-    holders, problems, layers, parameters, in_fp8 = [], [], [], 0, 0
+    holders, problems, layers, parameters, copies = [], [], [], 0, 0
     with fake_rank(layout, rank):
         for chunk in _meta_chunks(shape, layout, dtype):
             rules, named = model_rules(chunk, shape), dict(chunk.named_parameters())
@@ -146,7 +145,7 @@ def _build(
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
             parameters += sum(p.numel() for p in named.values())
-            in_fp8 += _fp8_parameters(chunk, shape.num_layers, fp8)
+            copies += copy_bytes(chunk.decoder, shape.num_layers, fp8)
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     per_parameter = 8 if dtype == torch.float32 else 12
     share = RankShare(
@@ -158,17 +157,9 @@ def _build(
         weight_bytes=parameters * dtype.itemsize,
         gradient_bytes=parameters * _MAIN_GRAD_BYTES,
         optimizer_bytes=-(-parameters * per_parameter // shards),
-        fp8_bytes=in_fp8 * _FP8_COPIES_BYTES,
+        fp8_bytes=copies,
     )
     return share, holders, problems
-
-
-def _fp8_parameters(chunk: HiddenStateGPTModel, layers: int, recipe: Recipe | None) -> int:
-    """Entries of weights of which TransformerEngine keeps FP8 copies: the matrices of the layers that are in FP8."""
-    if recipe is None or recipe.emulate:
-        return 0
-    in_fp8 = [layer for layer in chunk.decoder.layers if (layer.layer_number - 1, layers) not in recipe.bf16_layers]
-    return sum(p.numel() for layer in in_fp8 for p in layer.parameters() if p.dim() == 2)
 
 
 def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterator[str]:
