@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from safetensors.torch import load_file
 
@@ -107,3 +109,12 @@ def test_only_the_quantizer_of_the_engines_brings_the_trainer_near_them(tmp_path
     assert found["none"] > 0.01
     assert found["same"] <= found["none"] / 5, found
     assert found["pow2"] > found["none"], found
+
+
+@pytest.mark.e2e
+def test_a_rank_that_cannot_compute_in_fp8_says_why_and_where(tmp_path):
+    task = Task.make(tmp_path)
+    job = Job(task.options("out", fp8__enable="true", megatron__param_dtype="bf16"), tmp_path / "log")
+    assert job.finish() == 1
+    for words in (socket.gethostname(), "there is no GPU", "TransformerEngine is not installed", "--fp8.emulate"):
+        assert words in job.text, job.text
