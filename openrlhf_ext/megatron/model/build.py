@@ -183,7 +183,7 @@ def _our_spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | Non
     return block_spec(config, vp_stage, lambda number: PLAIN if number in bf16 else emulated)
 
 
-def _spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | None):
+def _spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | None = None):
     if uses_transformer_engine(config.params_dtype, fp8):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

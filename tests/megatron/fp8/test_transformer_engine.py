@@ -98,6 +98,7 @@ def test_another_version_is_refused(monkeypatch):
     assert "TransformerEngine is 2.18.0" in refusal(monkeypatch, found="2.18.0")
 
 
+@pytest.mark.usefixtures("forgotten")
 def test_a_library_that_cannot_be_imported_is_told_with_its_own_words(monkeypatch, tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
@@ -107,6 +108,20 @@ def test_a_library_that_cannot_be_imported_is_told_with_its_own_words(monkeypatc
     assert "cannot be imported (RuntimeError: Found empty transformer-engine meta package)" in text
 
 
+@pytest.fixture
+def forgotten():
+    """No test sees what another one has imported as transformer_engine."""
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("pow2", [False, True])
 def test_an_import_that_took_other_scales_is_found(monkeypatch, tmp_path, pow2):
     package = tmp_path / "transformer_engine"
@@ -122,8 +137,6 @@ def test_an_import_that_took_other_scales_is_found(monkeypatch, tmp_path, pow2):
         monkeypatch.setattr(torch.cuda, name, GPU[name])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(transformer_engine, "version", lambda name: "2.11.0")
-    for name in ("", ".pytorch", ".common", ".common.recipe"):
-        monkeypatch.delitem(sys.modules, f"transformer_engine{name}", raising=False)
     if pow2:
         require(Recipe(scales="pow2"))
     else:
