@@ -458,6 +458,16 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
         )
 
 
+def fp8_determinism(config: RunConfig) -> Iterator[str]:
+    """FP8 makes flipped codes of the last bits of a product, which on CPU depend on what else is in an engine's batch;
+    on GPUs the run asks for vLLM's batch-invariant kernels."""
+    if config.train.full_determinism_enable and config.fp8.rollout_enable and config.vllm.max_num_seqs != 1:
+        yield (
+            "train.full_determinism_enable with fp8.rollout_enable: where engines run on CPU, two runs differ unless "
+            "vllm.max_num_seqs is 1 (docs/fp8.md)"
+        )
+
+
 def restarts(config: RunConfig) -> Iterator[str]:
     """Restarts have checkpoints to begin from."""
     ckpt, restarts = config.ckpt, config.train.max_restarts
@@ -515,7 +525,7 @@ def schedules(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, restarts, unused_modes, unused_models, schedules,
+    hub_names, memory_and_timing, fp8_determinism, restarts, unused_modes, unused_models, schedules,
 )  # fmt: skip
 
 

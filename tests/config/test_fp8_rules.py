@@ -156,6 +156,13 @@ def test_two_quantizers_that_differ_are_told(load):
 # ---- importance correction -------------------------------------------------------------------------------------------
 
 
+def test_runs_that_should_be_equal_are_told_of_the_batch(load):
+    words = [*ROLLOUT, "--train.full_determinism_enable"]
+    (warning,) = load(*words).warnings
+    assert "two runs differ unless vllm.max_num_seqs is 1" in warning
+    assert load(*words, "--vllm.max_num_seqs", "1").warnings == load("--train.full_determinism_enable").warnings == ()
+
+
 def test_fp8_engines_are_corrected_for_unless_the_run_says_otherwise(load):
     level, mode, threshold = (f"--algo.advantage.is_correction_{leaf}" for leaf in ("level", "mode", "threshold"))
     clipped = {"level": "token", "mode": "clip", "gating": "ratio", "threshold": [0.0, 2.0]}
