@@ -15,7 +15,7 @@ from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine
 from tests.gpu.one_rank import one_rank
 
-_WARM_UP = 2  # delayed: scales are 1 before the first
+_WARM_UP = 2  # delayed: the scales of gradients are 1 before the first
 _SAMPLED = 256
 
 

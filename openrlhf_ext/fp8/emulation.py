@@ -11,7 +11,6 @@ from torch import Tensor
 from openrlhf_ext.fp8.quantize import E4M3, E5M2, FP8_MAX, Grid, Quantized, amax_of, quantize
 from openrlhf_ext.fp8.recipe import Recipe
 
-OPERANDS = ("x", "w", "dy")
 _FP32_MAX = torch.finfo(torch.float32).max
 
 

@@ -18,14 +18,13 @@ class BF16Layers:
     start: int = 0
     end: int = 0
 
-    def __contains__(self, layer: tuple[int, int]) -> bool:
-        """``(number, layers of the whole model)``: whether layer ``number``, counted from 0, is one of them."""
-        number, layers = layer
+    def has(self, number: int, layers: int) -> bool:
+        """Whether layer ``number`` of a model of ``layers``, counted from 0, is one of them."""
         return number < self.start or number >= layers - self.end
 
     def numbers(self, layers: int) -> list[int]:
         """Which of a model's ``layers``, counted from 0, they are."""
-        return [number for number in range(layers) if (number, layers) in self]
+        return [number for number in range(layers) if self.has(number, layers)]
 
 
 @dataclass(frozen=True)

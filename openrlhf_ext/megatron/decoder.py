@@ -209,6 +209,7 @@ class MegatronModel:
 
         plan = [[0] for _ in self.plan(batch, forward_only=True)]
         self.run(batch, plan, nothing, forward_only=True, training=training)
+        self.take_count()  # no tokens of the run's
 
     # ---- one pipeline schedule --------------------------------------------------------------------------------------
 
@@ -264,6 +265,7 @@ class MegatronModel:
                 rank's device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank.
                 Context-parallel ranks share them, and one may have none of them (``part.places_N``). It should read
                 nothing back from the device: the host queues the next micro-batch meanwhile.
+            training: whether modules are in training mode; None: unless ``forward_only``.
 
         Returns:
             The metrics of each micro-batch on the last stage, nothing elsewhere.

@@ -104,9 +104,8 @@ class HeldWeights:
         (vllm 0.29.0 model_loader/reload/layerwise.py:362 loads all tensors of a layer, then has it processed.)
         """
         method = module.quant_method
-        process = type(
-            method
-        ).process_weights_after_loading  # of the class: there may be an earlier plan's in its place
+        # of the class: there may be an earlier plan's in its place
+        process = type(method).process_weights_after_loading
 
         def sum_and_process(layer: torch.nn.Module) -> None:
             for name, (rows, shape) in self._quantized.items():

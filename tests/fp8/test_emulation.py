@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.fp8.emulation import OPERANDS, DelayedScale, Products
+from openrlhf_ext.fp8.emulation import DelayedScale, Products
 from openrlhf_ext.fp8.quantize import E4M3, E5M2, FP8_MAX, Grid, amax_of, quantize
 from openrlhf_ext.fp8.recipe import Recipe
 
+OPERANDS = ("x", "w", "dy")
 BLOCKWISE, POW2 = Recipe(), Recipe(scales="pow2")
 CURRENT, CURRENT_E4M3 = Recipe("current", "hybrid"), Recipe("current", "e4m3")
 FLT_MAX = float(torch.finfo(torch.float32).max)

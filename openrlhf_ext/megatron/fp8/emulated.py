@@ -172,7 +172,8 @@ def follow_micro_batches(decoder: torch.nn.Module) -> None:
 
     def before_first_layer(_module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if decoder.training and hidden.requires_grad:
+        # not in the first pass of Megatron's checkpointing: the recomputation comes here too
+        if decoder.training and torch.is_grad_enabled() and hidden.requires_grad:
             # the gradient of the decoder's input is complete when that of every layer is
             hidden.register_hook(lambda _grad: update([layer.scales["dy"] for layer in layers]))
 

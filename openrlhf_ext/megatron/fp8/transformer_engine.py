@@ -137,7 +137,7 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
     problems = []
     for path, module in linear_layers(decoder).items():
         number = first_layer + int(path.split(".")[1])
-        wanted = (number, num_layers) not in recipe.bf16_layers
+        wanted = not recipe.bf16_layers.has(number, num_layers)
         kind = path.rpartition(".")[2]
         problems += _type_problems(path, module, wanted, recipe.emulate)
         if wanted and not recipe.emulate and kind not in proven:
@@ -153,9 +153,8 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
 def _type_problems(path: str, module: torch.nn.Module, wanted: bool, emulate: bool) -> list[str]:
     # TransformerEngine's say themselves whether their last pass was FP8 (module/base.py: init_fp8_metadata)
     right = (isinstance(module, EmulatedLinear) if emulate else getattr(module, "fp8", False)) == wanted
-    return (
-        [] if right else [f"{path} is a {type(module).__name__}, which does {'not ' if wanted else ''}compute in FP8"]
-    )
+    does = "does not compute" if wanted else "does compute"
+    return [] if right else [f"{path} is a {type(module).__name__}, which {does} in FP8"]
 
 
 def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[str]:
@@ -181,7 +180,7 @@ def copy_bytes(decoder: torch.nn.Module, num_layers: int, recipe: Recipe | None)
     """
     if recipe is None or recipe.emulate:
         return 0
-    in_fp8 = [layer for layer in decoder.layers if (layer.layer_number - 1, num_layers) not in recipe.bf16_layers]  # type: ignore[union-attr]
+    in_fp8 = [layer for layer in decoder.layers if not recipe.bf16_layers.has(layer.layer_number - 1, num_layers)]  # type: ignore[union-attr]
     return _COPIES_BYTES * sum(p.numel() for layer in in_fp8 for p in layer.parameters() if p.dim() == 2)
 
 
