@@ -12,7 +12,7 @@ from openrlhf_ext.tools.plan import layout_proof
 from openrlhf_ext.tools.plan.layout_proof import LayoutProof, LayoutProofError, format_proof, prove_layout
 from tests.models import FAMILIES
 
-QWEN25_32B = Path(__file__).with_name("qwen2.5-32b")
+QWEN25_32B = Path(__file__).parents[3] / "configs/models/qwen2.5-32b"
 
 
 def config_folder(path: Path, family: str = "qwen2", **more) -> Path:

@@ -1,0 +1,276 @@
+"""``python -m openrlhf_ext.cli.plan --config FILE [--section.name value] [--gpus N] [--gpu H100]``: what fits.
+
+Ranks the layouts of a run on so many GPUs by the predicted seconds of a step, from the model's config.json alone:
+memory of a rank by part, seconds by phase with every assumption, and what binds. Downloads nothing and needs no GPU.
+All other words are options of a run; data and reward need not be given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf_ext.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from openrlhf_ext.tools.plan.search import Candidate, Planner
+
+_GIB = 1 << 30
+_SHOWN = 10
+_SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the plan, and writes the best layout where that is asked for.
+
+    Returns:
+        0; 2 if nothing fits, or the arguments or the configuration are wrong.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    arguments, words = _parse(argv)
+    from openrlhf_ext.tools.plan.search import PlanError, Planner
+
+    try:
+        config = load_config(words, files=False)
+        planner = Planner(config, arguments.gpu, arguments.response_tokens, arguments.prompt_tokens)
+        gpus = arguments.gpus or planner.configured_gpus
+        found = planner.candidates(gpus)
+    except (ConfigError, PlanError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not found or found[0].seconds is None:
+        print(_nothing_fits(planner, found, gpus), file=sys.stderr)
+        return 2
+    if arguments.write:
+        Path(arguments.write).write_text(layout_file(planner, found[0], gpus, argv), encoding="utf-8")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(as_json(planner, found, gpus), indent=1) + "\n", encoding="utf-8")
+    print("\n".join(plan_lines(planner, found, gpus)))
+    if arguments.write:
+        print(f"\nwritten: {arguments.write}; python -m openrlhf_ext.cli.train_ppo_ray --config RECIPE --config it")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m openrlhf_ext.cli.plan", description=(__doc__ or "").split("\n\n")[1], allow_abbrev=False
+    )
+    parser.add_argument("--gpus", type=_positive, help="GPUs, engines included (default: as many as configured)")
+    parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200 or B200")
+    parser.add_argument("--response_tokens", type=_positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
+    parser.add_argument(
+        "--prompt_tokens", type=_positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
+    )
+    parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
+    parser.add_argument("--json", metavar="OUT", help="the plan for programs")
+    return parser.parse_known_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
+
+
+# ---- as text -----------------------------------------------------------------------------------------------------
+
+
+def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
+    """The whole plan."""
+    from openrlhf_ext.tools.plan.search import binding
+
+    best = found[0]
+    yield from _head(planner, gpus)
+    yield ""
+    yield from _ranking(planner, found, gpus)
+    yield ""
+    yield from _memory(planner, best)
+    yield ""
+    yield "assumptions (nothing of this was measured on a GPU):"
+    yield from (f"  {line}" for line in planner.clock.lines())
+    yield "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch fill its budget"
+    yield ""
+    yield f"what binds: {binding(best, planner.clock.gpu.memory)}."
+
+
+def _head(planner: Planner, gpus: int) -> Iterator[str]:
+    work, shape = planner.work, planner.shape
+    flops = work.forward(shape)
+    yield (
+        f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters, on {gpus} {planner.gpu_name} "
+        f"of {planner.clock.gpu.memory / _GIB:.1f} GiB"
+    )
+    token, product = work.length, 1e9 * work.length
+    yield (
+        f"FLOPs per token, sequences of {token} tokens: {flops.total / product:.1f} GFLOP forward "
+        f"(layers {flops.layers / product:.1f}, attention {flops.attention / product:.1f}, head "
+        f"{flops.head / product:.1f}), {flops.training / product:.1f} forward and backward"
+    )
+
+
+def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
+    from openrlhf_ext.tools.plan.search import ALIKE
+
+    fitting = [candidate for candidate in found if candidate.seconds]
+    shown = planner.distinct(fitting)[:_SHOWN]
+    yield (
+        f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for every way to cut the "
+        f"policy (seconds of a step, GiB of the fullest GPU). Steps within {ALIKE:.0%} count as equal: "
+        "then the layout with fewer ranks in a copy is ahead, then the one that takes less memory:"
+    )
+    header = (
+        "", "TP", "PP", "VP", "CP", "DP", "recompute", "tokens", "engines", "training", "sampling", "rollout",
+        "log-probs", "train", "sync", "step s",
+    )  # fmt: skip
+    rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
+    own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus else []
+    yield from _table([header, *rows, *own])
+    yield "  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; now: the layout as configured"
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+    layout, training, engines, seconds = (
+        candidate.training.layout, candidate.training, candidate.engines, candidate.seconds,
+    )  # fmt: skip
+    recompute = training.recompute
+    mode = " ".join((recompute.granularity, *(recompute.modules if recompute.granularity == "selective" else ())))
+    peaks = {moment.doing: f"{moment.total / _GIB:.1f}" for moment in candidate.moments}
+    times = (
+        ("does not fit", "", "", "", "") if seconds is None else tuple(
+            f"{value:.0f}" for value in (
+                seconds.rollout, seconds.logprobs, seconds.train, seconds.sync + seconds.moves, seconds.step,
+            )
+        )
+    )  # fmt: skip
+    tokens = "-" if training.budget is None else str(training.budget)
+    return (
+        str(layout.tensor_parallel_size), str(layout.pipeline_parallel_size), str(layout.virtual_pipeline_size),
+        str(layout.context_parallel_size), str(layout.data_parallel_size), mode, tokens,
+        f"{engines.count} x {engines.tensor_parallel_size}", peaks["training"], peaks["sampling"], *times,
+    )  # fmt: skip
+
+
+def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
+    yield f"memory of the first layout, GiB of {planner.clock.gpu.memory / _GIB:.1f}:"
+    for moment in best.moments:
+        yield f"  while {moment.doing}, the fullest GPU: {moment.total / _GIB:.1f}"
+        yield from _parts(moment.parts)
+    modes = planner.activations_by_mode(best)
+    modes_text = ", ".join(f"{mode} {size / _GIB:.1f}" for mode, size in modes.items())
+    yield f"  activations of the first stage by megatron.recompute: {modes_text}"
+    last = best.states[-1]
+    yield (
+        f"  parameters on a rank: {best.states[0].parameters:,} of the first stage, {last.parameters:,} of the last; "
+        f"an engine works on {best.concurrency} requests at a time"
+    )
+    for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", planner.disk())):
+        yield f"  {what}: {sum(parts.values()) / _GIB:.1f}"
+        yield from _parts(parts)
+
+
+def _parts(parts: Mapping[str, int]) -> Iterator[str]:
+    for name, size in parts.items():
+        yield f"    {size / _GIB:8.2f}  {name}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:
+    from openrlhf_ext.tools.plan.search import FULL, binding
+
+    memory = planner.clock.gpu.memory
+    lines = [f"nothing fits on {gpus} {planner.gpu_name}, in {FULL:.0%} of {memory / _GIB:.1f} GiB"]
+    if not found:
+        lines.append(
+            "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, or another number"
+        )
+    else:
+        nearest, moment = found[0], found[0].fullest
+        lines.append(f"{binding(nearest, memory)}; the nearest layout ({_degrees(nearest)}) needs:")
+        lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
+    enough = planner.fewest_gpus(gpus)
+    lines.append(
+        f"the fewest {planner.gpu_name} that would do: {enough}" if enough else "more GPUs alone do not help: shorten "
+        "data.max_len, or use GPUs with more memory (--gpu)"
+    )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _degrees(candidate: Candidate) -> str:
+    layout = candidate.training.layout
+    return (
+        f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
+        f"recompute {candidate.training.recompute.granularity}, engines of {candidate.engines.tensor_parallel_size}"
+    )
+
+
+# ---- as files ----------------------------------------------------------------------------------------------------
+
+
+def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str]) -> str:
+    """The layout as YAML that ``train_ppo_ray --config`` loads on top of a recipe; ``argv`` made it."""
+    import yaml
+
+    from openrlhf_ext.config import value_of
+
+    options = dict(best.options) | {name: value_of(planner.config, name) for name in _SLEEP}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in sorted(options.items()):
+        section, _, leaf = name.partition(".")
+        sections.setdefault(section, {})[leaf] = list(value) if isinstance(value, tuple) else value
+    fullest = best.fullest
+    return (
+        f"# {gpus} {planner.gpu_name}, {planner.parameters:,} parameters, sequences of up to "
+        f"{planner.config.data.max_len} tokens; written by\n"
+        f"# python -m openrlhf_ext.cli.plan {shlex.join(argv)}\n"
+        f"# Predicted, not run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest "
+        f"GPU, {best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
+    )
+
+
+def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str, Any]:
+    """The plan as plain values: bytes, seconds, FLOPs; the layouts that are shown, and the one as configured."""
+    fitting = [candidate for candidate in found if candidate.seconds]
+    flops = planner.work.forward(planner.shape)
+    return {
+        "model": Path(planner.config.actor.model_name_or_path or "").name,
+        "parameters": planner.parameters,
+        "gpus": gpus,
+        "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
+        "workload": dataclasses.asdict(planner.work),
+        "assumptions": dataclasses.asdict(planner.assumed),
+        "flops_per_token": {
+            "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
+        },
+        "allowed": len(found),
+        "fitting": len(fitting),
+        "disk": planner.disk(),
+        "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
+        "configured": _candidate_json(planner.as_configured()),
+    }  # fmt: skip
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    seconds = candidate.seconds
+    return {
+        "options": dict(candidate.options),
+        "memory": {moment.doing: dict(moment.parts) for moment in candidate.moments},
+        "parameters": [states.parameters for states in candidate.states],
+        "host": dict(candidate.host),
+        "concurrency": candidate.concurrency,
+        "seconds": None if seconds is None else dataclasses.asdict(seconds) | {"step": seconds.step},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

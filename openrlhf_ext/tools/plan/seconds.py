@@ -1,0 +1,354 @@
+"""How long the phases of a step take, from published rates of a GPU and stated assumptions: a model, nothing measured.
+
+Every assumption has a name and a value here and is printed with every plan. Communication is never hidden behind
+computation, so layouts that communicate much are judged severely.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops, forward_flops
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.tools.plan.memory import GIB, States
+
+_BF16, _FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU in a node, by data sheets; rates in GB/s (1e9) in one direction.
+
+    Attributes:
+        memory: bytes, as the driver counts them.
+        tflops: dense bf16.
+        fp8_tflops: dense FP8; that of bf16 where there is none.
+        hbm: of its memory.
+        near: between GPUs of a node.
+        far: between nodes, for each GPU.
+        host: to and from host memory.
+    """
+
+    memory: int
+    tflops: float
+    fp8_tflops: float
+    hbm: float
+    near: float
+    far: float
+    host: float
+
+
+def _gpu(name: str, memory_mib: int, fp8: float, hbm: float, near: float, far: float, host: float) -> Gpu:
+    tflops = PEAK_BF16_TFLOPS[name]
+    return Gpu(memory_mib << 20, tflops, tflops * fp8, hbm, near, far, host)
+
+
+GPUS = {
+    "A100": _gpu("A100", 81920, 1, 2039, 300, 25, 25),
+    "H100": _gpu("H100", 81559, 2, 3350, 450, 50, 50),
+    "H800": _gpu("H800", 81559, 2, 3350, 200, 50, 50),
+    "H200": _gpu("H200", 143771, 2, 4800, 450, 50, 50),
+    "B200": _gpu("B200", 183359, 2, 8000, 900, 50, 50),
+}
+"""SXM forms; memory as nvidia-smi lists it, rates from NVIDIA's data sheets, one 400 Gb/s port a GPU (A100: 200)."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says. None of it was measured on a GPU by this project.
+
+    Attributes:
+        products: share of the peak that matrix products reach in training and prefill; the whole of Megatron-LM's
+            training reaches 0.41-0.48 in bf16 on H100 (its README), recomputation not counted.
+        attention: the same of causal attention.
+        memory: share of the memory's rate that decoding reaches.
+        network: share of the rate that collectives and copies reach.
+        layer_us: microseconds that a layer takes in a decoding step whatever it computes: kernels, two all-reduces.
+        message_us: microseconds that a collective or a ring's step takes before any byte travels.
+        tail: share of the batch that is still decoding while the longest responses are finished.
+        engine_gib: what an engine worker holds besides weights and KV cache: activations, CUDA graphs.
+        fixed_s: seconds of a step for grading, shaping, records and waking up.
+    """
+
+    products: float = 0.6
+    attention: float = 0.4
+    memory: float = 0.6
+    network: float = 0.7
+    layer_us: float = 30.0
+    message_us: float = 20.0
+    tail: float = 0.25
+    engine_gib: float = 4.0
+    fixed_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run.
+
+    Attributes:
+        prompts, group: prompts of a batch, and responses to each.
+        prompt_tokens, response_tokens: their mean lengths; every sequence is taken to be that long.
+        longest: tokens of the longest response.
+        batch: samples of an optimizer update.
+        epochs: passes over the batch.
+        scored_by: models that compute log-probs before training: the policy, a reference, a guide.
+    """
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    response_tokens: int
+    longest: int
+    batch: int
+    epochs: int
+    scored_by: int
+
+    @property
+    def samples(self) -> int:
+        """Responses of a batch."""
+        return self.prompts * self.group
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    def forward(self, shape: ModelShape) -> ForwardFlops:
+        """FLOPs of a forward pass over one sequence."""
+        return forward_flops(shape, [self.length], self.response_tokens)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the policy is trained.
+
+    Attributes:
+        budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
+        forward_budget, forward_sequences: the same for log-probs.
+        near_ranks: ranks of a node.
+        fp8: linear layers multiply in FP8.
+    """
+
+    layout: ParallelLayout
+    recompute: Recompute
+    budget: int | None
+    sequences: int
+    forward_budget: int | None
+    forward_sequences: int
+    near_ranks: int
+    fp8: bool = False
+
+    def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
+        """Sequences of this length in a micro-batch."""
+        budget = self.forward_budget if forward_only else self.budget
+        if budget is None:
+            return self.forward_sequences if forward_only else self.sequences
+        return max(1, budget * self.layout.context_parallel_size // length)
+
+    def micro_batches(self, samples: int, length: int, forward_only: bool = False) -> int:
+        """Of one data-parallel rank; interleaved schedules take whole rounds of the stages."""
+        rows = math.ceil(samples / self.layout.data_parallel_size)
+        count = math.ceil(rows / self.per_micro_batch(length, forward_only))
+        stages = self.layout.pipeline_parallel_size
+        return -(-count // stages) * stages if self.layout.virtual_pipeline_size > 1 else count
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The rollout engines.
+
+    Attributes:
+        count, tensor_parallel_size: engines, and GPUs of each.
+        kv_bytes: of the KV cache on one GPU.
+        most: requests that an engine works on at a time.
+        prefix_caching: a group's prompt is computed once.
+        fp8: weights are in FP8.
+    """
+
+    count: int
+    tensor_parallel_size: int
+    kv_bytes: int
+    most: int
+    prefix_caching: bool
+    fp8: bool
+
+
+def kv_token_bytes(shape: ModelShape, tensor_parallel_size: int) -> int:
+    """Bytes of a token's keys and values on one GPU of an engine, bf16."""
+    heads = max(1, shape.num_kv_heads // tensor_parallel_size)
+    return 2 * shape.num_layers * heads * shape.head_dim * _BF16
+
+
+def engine_weights(shape: ModelShape, parameters: int, tensor_parallel_size: int, fp8: bool) -> int:
+    """Bytes of an engine's weights on one of its GPUs; in FP8 all but embedding and head."""
+    outer = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    return (outer * _BF16 + (parameters - outer) * (1 if fp8 else _BF16)) // tensor_parallel_size
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, by phase; 0 where a phase is hidden behind another."""
+
+    rollout: float
+    logprobs: float
+    train: float
+    sync: float
+    moves: float
+    other: float
+
+    @property
+    def step(self) -> float:
+        """All phases, one after the other."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of phases on one kind of GPU."""
+
+    gpu: Gpu
+    shape: ModelShape
+    parameters: int
+    work: Workload
+    assumed: Assumptions = Assumptions()
+
+    # ---- rollout ------------------------------------------------------------------------------------------------
+
+    def concurrency(self, engines: Engines) -> int:
+        """Requests of an engine at a time; 0 if its cache does not hold one of the longest sequences."""
+        tokens = engines.kv_bytes // kv_token_bytes(self.shape, engines.tensor_parallel_size)
+        if tokens < self.work.prompt_tokens + self.work.longest:
+            return 0
+        waiting = math.ceil(self.work.samples / engines.count)
+        held = self.work.prompt_tokens + self.work.response_tokens // 2
+        return max(1, min(waiting, engines.most, tokens // held))
+
+    def rollout(self, engines: Engines) -> float:
+        """Prefill, decoding in full batches, and the tail of the longest responses."""
+        batch = self.concurrency(engines)
+        if batch == 0:
+            return math.inf
+        mine = math.ceil(self.work.samples / engines.count)
+        prompts = math.ceil(mine / self.work.group) if engines.prefix_caching else mine
+        prefill = prompts * self.work.prompt_tokens * self._products(2 * self.parameters, engines.fp8)
+        full = mine * self.work.response_tokens / batch * self._decode(engines, batch)
+        rest = max(1, int(batch * self.assumed.tail))
+        tail = (self.work.longest - self.work.response_tokens) * self._decode(engines, rest)
+        return prefill / engines.tensor_parallel_size + full + tail
+
+    def _decode(self, engines: Engines, batch: int) -> float:
+        """One decoding step: weights and KV cache are read once, every weight is multiplied for every request."""
+        tp, rate = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory
+        weights = engine_weights(self.shape, self.parameters, tp, engines.fp8) / rate
+        products = batch * self._products(2 * self.parameters, engines.fp8) / tp
+        held = self.work.prompt_tokens + self.work.response_tokens // 2
+        cache = batch * held * kv_token_bytes(self.shape, tp) / rate
+        return max(weights, products) + cache + self.shape.num_layers * self.assumed.layer_us * 1e-6
+
+    def _products(self, flops: float, fp8: bool = False) -> float:
+        return flops / ((self.gpu.fp8_tflops if fp8 else self.gpu.tflops) * 1e12 * self.assumed.products)
+
+    # ---- log-probs and training ---------------------------------------------------------------------------------
+
+    def logprobs(self, training: Training) -> float:
+        """Forward passes of every model that scores."""
+        return self.work.scored_by * self._schedule(training, self.work.samples, forward_only=True)
+
+    def train(self, training: Training, states: States) -> float:
+        """All updates of a step: passes, gradients over the replicas, the optimizer."""
+        updates = math.ceil(self.work.samples / self.work.batch)
+        one = self._schedule(training, min(self.work.batch, self.work.samples), forward_only=False)
+        return self.work.epochs * updates * (one + self._update(training, states))
+
+    def _schedule(self, training: Training, samples: int, *, forward_only: bool) -> float:
+        """A pipeline schedule: every micro-batch on every stage, all about as large, and the bubble."""
+        layout = training.layout
+        bubble = (layout.pipeline_parallel_size - 1) / layout.virtual_pipeline_size
+        count = training.micro_batches(samples, self.work.length, forward_only)
+        sequences = math.ceil(samples / layout.data_parallel_size) / count
+        return (count + bubble) * self._micro_batch(training, sequences, forward_only)
+
+    def _micro_batch(self, training: Training, sequences: float, forward_only: bool) -> float:
+        """One micro-batch on one stage."""
+        layout, flops = training.layout, self.work.forward(self.shape)
+        ranks = layout.model_parallel_size
+        linear = self._products(flops.layers, training.fp8)
+        outer = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention) + self._products(flops.head)
+        again = 0.0 if forward_only else self._recomputed(training, linear, flops)
+        passes = 1 if forward_only else 1 + BACKWARD
+        computing = sequences * (passes * (linear + outer) + again) / ranks
+        return computing + self._communication(training, sequences, passes + (again > 0))
+
+    def _recomputed(self, training: Training, linear: float, flops: ForwardFlops) -> float:
+        recompute = training.recompute
+        attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
+        if recompute.granularity == "full":
+            return linear + attention
+        if recompute.granularity == "none":
+            return 0.0
+        mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size
+        share = mlp / (mlp + 2 * self.shape.hidden_size * self.shape.head_dim * (
+            self.shape.num_heads + self.shape.num_kv_heads))  # fmt: skip
+        modules = recompute.modules
+        return (linear * share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
+
+    def _communication(self, training: Training, sequences: float, passes: float) -> float:
+        """Tensor-, context- and pipeline-parallel messages of one micro-batch on one stage."""
+        layout, shape = training.layout, self.shape
+        tokens = sequences * self.work.length / layout.context_parallel_size
+        layers = shape.num_layers / layout.pipeline_parallel_size
+        tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
+        wide = tokens * shape.hidden_size * _BF16
+        # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass
+        near = layers * passes * 4 * wide * (tp - 1) / tp
+        keys = layers * passes * tokens * 2 * max(1, shape.num_kv_heads // tp) * shape.head_dim * _BF16 * (cp - 1)
+        sent = min(passes, 2) * layout.virtual_pipeline_size * wide / (tp if layout.sequence_parallel else 1)
+        messages = layers * passes * (4 * (tp > 1) + 2 * (cp - 1))
+        seconds = messages * self.assumed.message_us * 1e-6 + near / self._rate(self.gpu.near)
+        seconds += keys / self._rate(self.gpu.near if tp * cp <= training.near_ranks else self.gpu.far)
+        return seconds + (sent / self._rate(self.gpu.far) if layout.pipeline_parallel_size > 1 else 0.0)
+
+    def _update(self, training: Training, states: States) -> float:
+        """Gradients reduced, parameters gathered, the optimizer's states read and written."""
+        layout = training.layout
+        replicas = layout.data_parallel_size * layout.context_parallel_size
+        near = layout.world_size <= training.near_ranks
+        moved = states.parameters * (_FP32 + _BF16) * (replicas - 1) / replicas
+        touched = 2 * states.optimizer + states.gradients
+        return moved / self._rate(self.gpu.near if near else self.gpu.far) + touched / self._rate(self.gpu.hbm)
+
+    def _rate(self, gigabytes: float) -> float:
+        return gigabytes * 1e9 * self.assumed.network
+
+    # ---- weights and states -------------------------------------------------------------------------------------
+
+    def sync(self, near: bool) -> float:
+        """All weights in bf16 through the first rank's port, or within its node, to every engine at a time."""
+        return self.parameters * _BF16 / self._rate(self.gpu.near if near else self.gpu.far)
+
+    def moves(self, states: States) -> float:
+        """States of a policy that sleeps: to host memory and back; gradients are only given up."""
+        return 2 * (states.weights + states.optimizer) / self._rate(self.gpu.host)
+
+    def lines(self) -> list[str]:
+        """The assumptions, one a line."""
+        gpu, work, a = self.gpu, self.work, self.assumed
+        return [
+            f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.fp8_tflops:g} FP8, memory "
+            f"{gpu.hbm:g} GB/s, within a node {gpu.near:g} GB/s, between nodes {gpu.far:g} GB/s, host {gpu.host:g} "
+            "GB/s (data sheets)",
+            f"a step: {work.prompts} prompts x {work.group} responses; prompts of {work.prompt_tokens} tokens, "
+            f"responses of {work.response_tokens} on average, the longest {work.longest}; "
+            f"{math.ceil(work.samples / work.batch) * work.epochs} updates; log-probs of {work.scored_by} "
+            f"model{'s' if work.scored_by > 1 else ''}",
+            f"matrix products reach {a.products:.0%} of the peak, attention {a.attention:.0%}, decoding {a.memory:.0%} "
+            f"of the memory's rate, collectives and copies {a.network:.0%} of theirs",
+            f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
+            f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
+            f"computation; {a.fixed_s:g} s a step for "
+            "grading, shaping and records",
+        ]

@@ -1,0 +1,124 @@
+"""The command that a user types: what it prints, writes and refuses; the layouts and the guide that come with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.plan import PUBLISHED_S, corrections, formula, published
+from openrlhf_ext.cli import plan
+from openrlhf_ext.cli.train_ppo_ray import dry_run
+from openrlhf_ext.config import load_config
+from openrlhf_ext.megatron.model.shape import read_model_shape
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = sorted((ROOT / "configs/layouts").glob("*.yaml"))
+QWEN25_7B = [
+    "--config", str(ROOT / "configs/recipes/gsm8k_grpo.yaml"), "--actor.model_name_or_path",
+    str(ROOT / "configs/models/qwen2.5-7b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen2.5-0.5b", 494_032_768), ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352), ("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264),
+        ("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
+    ],
+)  # fmt: skip
+def test_models_have_their_published_numbers_of_parameters(name, parameters):
+    from openrlhf_ext.megatron.layout import ParallelLayout
+    from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
+
+    shape = read_model_shape(ROOT / "configs/models" / name)
+    assert rank_states(shape, ParallelLayout(1), 0, StateOptions()).parameters == parameters
+
+
+def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):
+    layout, out = tmp_path / "layout.yaml", tmp_path / "plan.json"
+    assert plan.main([*QWEN25_7B, "--gpus", "8", "--write", str(layout), "--json", str(out)]) == 0
+    text, found = capsys.readouterr().out, json.loads(out.read_text())
+    for part in ("7,615,616,512 parameters, on 8 H100", "FLOPs per token", "assumptions", "what binds:", "KV cache"):
+        assert part in text
+    best = found["layouts"][0]
+    steps = [one["seconds"]["step"] for one in found["layouts"]]
+    assert steps[0] <= 1.05 * min(steps)
+    for parts in best["memory"].values():
+        assert sum(parts.values()) <= found["gpu"]["memory"]
+    config = load_config([*QWEN25_7B[:2], "--config", str(layout), *QWEN25_7B[2:]], files=False)
+    chosen = config.layout
+    assert chosen.tensor_parallel_size == best["options"]["megatron.tensor_parallel_size"]
+    assert config.world_size + config.engine_workers == 8
+
+
+def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):
+    long = ["--data.max_len", "4096", "--gpus", "1", "--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep"]
+    assert plan.main([*QWEN25_7B, "--vllm.tensor_parallel_size", "1", "--actor.num_gpus_per_node", "4", *long]) == 2
+    error = capsys.readouterr().err
+    assert "nothing fits on 1 H100" in error and "optimizer is the largest part" in error
+    assert re.search(r"the fewest H100 that would do: \d+", error)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "H1000"], "--gpu must be one of"),
+        (["--actor.model_name_or_path", "org/name"], "configs/models"),
+        (["--actor.no_such_option", "1"], "actor.no_such_option"),
+    ],
+)
+def test_bad_arguments_are_refused(words, message, capsys):
+    assert plan.main([*QWEN25_7B, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda path: path.stem)
+def test_layouts_hold(layout: Path, monkeypatch, capsys):
+    """Loaded on top of the recipe that their first lines name; every distinct rank is built."""
+    monkeypatch.chdir(ROOT)
+    command = next(line for line in layout.read_text().splitlines() if "openrlhf_ext.cli.plan" in line)
+    _, words = plan._parse(shlex.split(command.partition("cli.plan ")[2]))
+    config = load_config([*words, "--config", str(layout)], files=False)
+    assert yaml.safe_load(layout.read_text())["megatron"]["tensor_parallel_size"] == config.layout.tensor_parallel_size
+    assert dry_run(config) == 0
+    assert "every parameter of every rank is filled exactly once" in capsys.readouterr().out
+
+
+def test_the_guides_commands_run(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/scaling.md").read_text()
+    commands = re.findall(r"^python -m openrlhf_ext\.cli\.plan (.*)$", text, re.M)
+    assert [plan.main(shlex.split(command)) for command in commands] == [0, 2]
+    assert "the fewest H100 that would do:" in capsys.readouterr().err
+
+
+def test_megatrons_published_formula_and_what_it_lacks():
+    """Rows of the published estimate of Qwen2.5-32B: (TP, PP, DP) -> billions of parameters, GiB of states."""
+    shape = read_model_shape(ROOT / "configs/models/qwen2.5-32b")
+    stated = {
+        (8, 1, 1): (4.095, 68.7), (8, 1, 2): (4.095, 45.8), (4, 4, 1): (2.145, 36.0), (8, 2, 1): (2.048, 34.3),
+        (4, 4, 2): (2.145, 24.0), (8, 2, 2): (2.048, 22.9), (8, 4, 1): (1.073, 18.0), (4, 2, 8): (4.095, 28.6),
+        (8, 2, 4): (2.048, 17.2), (4, 8, 2): (1.170, 13.1),
+    }  # fmt: skip
+    for (tp, pp, dp), (shard, states) in stated.items():
+        row = formula(shape, tp, pp, dp, 4096)
+        assert (round(row["shard"], 3), round(row["states"], 1)) == (shard, states)
+    for tp, pp, gib in ((8, 1, (6.5, 13.0, 26.0)), (4, 2, (12.4, 24.8, 49.5)), (8, 4, (6.2, 12.4, 24.8))):
+        assert tuple(round(formula(shape, tp, pp, 1, n)["activations"], 1) for n in (4096, 8192, 16384)) == gib
+    lacking = corrections(shape)
+    assert lacking["the formula's"] == 39.6 and lacking["layer, bytes per token and hidden entry"] == pytest.approx(
+        45.2, rel=0.01
+    )
+
+
+def test_the_guide_states_the_ratio_to_the_published_step():
+    result = published()
+    committed = json.loads((ROOT / "benchmarks/results/plan_cpu.json").read_text())["published"]
+    assert result["ratio"] == committed["ratio"] and result["published_s"] == PUBLISHED_S
+    assert f"{result['predicted_s']:g} s, {result['ratio']:.2f} of it" in (ROOT / "docs/scaling.md").read_text()

@@ -1,0 +1,95 @@
+"""What ranks really hold: states as they were allocated, and what autograd saved at the most in a training pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import OptimizerSettings, Overlap, PolicySettings, Recompute
+from tests.patience import PATIENCE_S
+from tests.sequences import masked_batch
+
+
+class SavedStorages:
+    """Bytes of the different storages that are saved for backward passes, now and at the most."""
+
+    def __init__(self, excluded: set[int]) -> None:
+        self.excluded, self.users = excluded, Counter()
+        self.now = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> _Saved | Tensor:
+        return tensor if tensor.untyped_storage()._cdata in self.excluded else _Saved(self, tensor.detach())
+
+    def unpack(self, saved: _Saved | Tensor) -> Tensor:
+        return saved.tensor if isinstance(saved, _Saved) else saved
+
+    def add(self, storage: torch.UntypedStorage, sign: int) -> None:
+        key = storage._cdata
+        before = self.users[key]
+        self.users[key] += sign
+        if before == 0 or self.users[key] == 0:
+            self.now += sign * storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+
+class _Saved:
+    def __init__(self, owner: SavedStorages, tensor: Tensor) -> None:
+        self.owner, self.tensor = owner, tensor
+        owner.add(tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self.owner.add(self.tensor.untyped_storage(), -1)
+
+
+def run_cases(cases: list[dict], lengths: list[int]) -> list[dict]:
+    """For each case bytes of every kind of state, and of what was saved at the most over all micro-batches."""
+    results = []
+    for case in cases:
+        layout = ParallelLayout(**case["layout"])
+        optimizer = OptimizerSettings(
+            lr=1e-3,
+            lr_scheduler="constant",
+            distributed=case["distributed"],
+            overlap=Overlap(**case.get("overlap", {})),
+        )
+        initialize_distributed(layout, PATIENCE_S, 1234)
+        policy = MegatronPolicy(
+            PolicySettings(
+                case["model"], layout, param_dtype=case["dtype"], optimizer=optimizer,
+                recompute=Recompute(**case.get("recompute", {})),
+            )
+        )  # fmt: skip
+        sequences = [torch.randint(2, 60, (length,)) for length in lengths]
+        batch = masked_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
+        saved = saved_by(policy, batch)
+        policy.optimizer_step()  # Adam makes its moments at the first step
+        states = ModelStates(policy.models, policy.optimizer, policy.device)
+        counters = sum(s["step"].nbytes for part in parts_of(policy.optimizer) for s in part.optimizer.state.values())
+        results.append({kind: states.nbytes(kind) for kind in KINDS} | {"counters": counters, "saved": saved})
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+def parts_of(optimizer) -> list:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def saved_by(policy: MegatronPolicy, batch) -> int:
+    weights = {p.data.untyped_storage()._cdata for model in policy.models for p in model.parameters()}
+    saved = SavedStorages(weights)
+    policy.zero_grad()
+    plan = [[row] for row in range(len(batch))]  # every sequence a micro-batch
+
+    def loss(part, hidden_NH):
+        return hidden_NH.float().sum(), torch.ones((), dtype=torch.int), {}
+
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        policy.run(batch, plan, loss, forward_only=False)
+    return saved.peak

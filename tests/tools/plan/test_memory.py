@@ -1,0 +1,110 @@
+"""What plan says of memory is what real ranks allocate and what autograd really saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.tools.plan.layout_proof import prove_layout
+from openrlhf_ext.tools.plan.memory import Pass, StateOptions, activations, rank_states
+from tests.launch import launch
+from tests.models import make_tiny_model
+from tests.tools.plan.test_layout_proof import config_folder
+
+LENGTH, SEQUENCES = 256, 4
+TP, PP, CP, VP = (
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "virtual_pipeline_size",
+)  # fmt: skip
+RECOMPUTED = {
+    "none": {},
+    "core_attn": {"granularity": "selective"},
+    "mlp": {"granularity": "selective", "modules": ("mlp",)},
+    "both": {"granularity": "selective", "modules": ("core_attn", "mlp")},
+    "full": {"granularity": "full"},
+    "two by two": {"granularity": "full", "num_layers": 2},
+    "block": {"granularity": "full", "method": "block"},
+}
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False), ("llama", True)])
+def test_parameters_are_those_of_models_built_in_twenty_layouts(tmp_path, family, tied):
+    folder = config_folder(tmp_path, family, tie_word_embeddings=tied)
+    shape = read_model_shape(folder)
+    for layout in (
+        ParallelLayout(1), ParallelLayout(8, 2, 1, 2, True), ParallelLayout(16, 4, 2), ParallelLayout(8, 2, 4, 1, True),
+        ParallelLayout(4, 1, 2, 1, False, 2),
+    ):  # fmt: skip
+        shares = prove_layout(folder, layout, torch.bfloat16, distributed_optimizer=True).shares
+        for share in shares:
+            assert rank_states(shape, layout, share.pipeline, StateOptions()).parameters == share.parameters
+
+
+def test_fp8_copies_are_those_of_built_models(tmp_path):
+    folder, layout = config_folder(tmp_path, num_hidden_layers=8), ParallelLayout(8, 2, 2, 1, False, 2)
+    shape = read_model_shape(folder)
+    for recipe in (Recipe(), Recipe(bf16_layers=BF16Layers(1, 3)), Recipe(emulate=True)):
+        for share in prove_layout(folder, layout, torch.bfloat16, True, fp8=recipe).shares:
+            assert rank_states(shape, layout, share.pipeline, StateOptions(fp8=recipe)).fp8_copies == share.fp8_bytes
+
+
+def case(folder: Path, layout: dict, recompute: str = "none", dtype: str = "bf16", distributed: bool = True, **more):
+    return {
+        "model": str(folder), "layout": layout, "dtype": dtype, "recompute": RECOMPUTED[recompute],
+        "distributed": distributed, **more,
+    }  # fmt: skip
+
+
+def check(cases: list[dict], ranks: int) -> None:
+    results = launch("tests.tools.plan.measured", "run_cases", ranks, cases=cases, lengths=[LENGTH] * SEQUENCES)
+    for i, one in enumerate(cases):
+        layout = ParallelLayout(**one["layout"])
+        for stage in range(layout.pipeline_parallel_size):
+            compare(one, layout, stage, [results[rank][i] for rank in layout.ranks(stage=stage)])
+
+
+def compare(one: dict, layout: ParallelLayout, stage: int, ranks: list[dict]) -> None:
+    """The stage's ranks: states exact, that of the fullest rank; activations within 5 %, at the most of any rank."""
+    shape: ModelShape = read_model_shape(one["model"])
+    size = 2 if one["dtype"] == "bf16" else 4
+    states = rank_states(
+        shape, layout, stage, StateOptions(size, one["distributed"], one.get("overlap", {}).get("bucket_size"))
+    )
+    for name, planned in (("parameters", states.weights), ("gradients", states.gradients)):
+        assert {rank[name] for rank in ranks} == {planned}, one
+    assert max(rank["optimizer"] - rank["counters"] for rank in ranks) == states.optimizer, one
+    work = Pass(LENGTH // layout.context_parallel_size, LENGTH, "local", size, recompute=Recompute(**one["recompute"]))
+    planned = activations(shape, layout, stage, work, SEQUENCES).peak
+    assert planned == pytest.approx(max(rank["saved"] for rank in ranks), rel=0.05), one
+
+
+def test_one_rank_in_every_recompute_mode(tmp_path):
+    make_tiny_model(tmp_path / "qwen2", "qwen2")
+    make_tiny_model(tmp_path / "qwen3", "qwen3", tied=True)
+    cases = [
+        case(tmp_path / family, {"world_size": 1}, recompute, dtype)
+        for family in ("qwen2", "qwen3")
+        for dtype in ("bf16", "fp32")
+        for recompute in RECOMPUTED
+    ]
+    check(cases, 1)
+
+
+def test_two_ranks_in_every_kind_of_layout(tmp_path):
+    make_tiny_model(tmp_path / "qwen2", "qwen2")
+    make_tiny_model(tmp_path / "qwen3", "qwen3", tied=True)
+    layouts = ({TP: 2, "sequence_parallel": True}, {TP: 2}, {CP: 2}, {PP: 2}, {PP: 2, VP: 2}, {})
+    cases = [
+        case(tmp_path / family, {"world_size": 2, **layout}, recompute)
+        for layout in layouts
+        for family, recompute in (("qwen2", "none"), ("qwen3", "core_attn"), ("qwen3", "mlp"), ("qwen2", "full"))
+    ]
+    cases += [case(tmp_path / "qwen3", {"world_size": 2, **layout}, distributed=False) for layout in ({PP: 2}, {})]
+    overlap = {"grad_reduce": True, "bucket_size": 20000}
+    cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap) for layout in ({PP: 2}, {})]
+    check(cases, 2)
