@@ -42,11 +42,13 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: 
 
 
 def label_answer(label: str) -> str:
-    """The text after the last ``####`` of a GSM8K label; raises ValueError if there is none."""
+    """The text after the last ``####`` of a GSM8K label, or a label that is a number; otherwise raises ValueError."""
     answers = LABEL_ANSWER.findall(label)
-    if not answers:
-        raise ValueError(f"label must hold '#### <answer>' as in GSM8K (--data.label_key answer), got {label!r}")
-    return answers[-1].strip()
+    if not answers and not NUMBER.fullmatch(label.strip()):
+        raise ValueError(
+            f"label must hold '#### <answer>' as in GSM8K, or be the number (--data.label_key answer), got {label!r}"
+        )
+    return answers[-1].strip() if answers else label.strip()
 
 
 def last_number(text: str) -> str | None:

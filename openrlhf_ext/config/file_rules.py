@@ -37,6 +37,7 @@ _OUTPUTS = {
     "logger.metrics_path": False,
     "logger.figure_path": False,
 }
+_BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
 _SOURCES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
 # bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
@@ -229,11 +230,32 @@ def _output_violations(config: RunConfig) -> Iterator[Violation]:
         yield from _writable_violations(output)
     if config.has_critic and config.critic.save_value_network:
         outputs.append(Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True))
+    beside = list(_beside_metrics(config.logger.metrics_path))
+    files = [output for output in outputs if not output.is_folder]
+    yield from _reserved_violations(files, beside)
+    outputs += beside
     models = _local((option, value_of(config, option)) for option in config.model_options)
     yield from _model_overlap_violations(outputs, models, config.ckpt.path)
     sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(value_of(config, option) or "")]
     yield from _source_overlap_violations(outputs, _local(sources))
-    yield from _same_file_violations([output for output in outputs if not output.is_folder])
+    yield from _same_file_violations(files)
+
+
+def _beside_metrics(metrics_path: str | None) -> Iterator[Output]:
+    if metrics_path is not None:
+        for name in _BESIDE_METRICS:
+            yield Output("logger.metrics_path", str(Path(metrics_path).with_name(name)), False)
+
+
+def _reserved_violations(files: Sequence[Output], beside: Sequence[Output]) -> Iterator[Violation]:
+    taken = [Path(output.path).resolve() for output in beside]
+    for output in files:
+        if (path := Path(output.path).resolve()) in taken:
+            yield Violation(
+                (output.option, "logger.metrics_path"),
+                f"{output.option} must not be {path.name} in the folder of logger.metrics_path, which the run writes "
+                f"itself: got {output.path}; choose another name",
+            )
 
 
 def _local(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
@@ -294,7 +316,7 @@ def _same_file_violations(files: Sequence[Output]) -> Iterator[Violation]:
 def _overlap(outputs: Sequence[Output], option: str, path: str, what: str) -> Iterator[Violation]:
     """One violation for everything that would be written into the same input."""
     if outputs:
-        names = [output.option for output in outputs]
+        names = list(dict.fromkeys(output.option for output in outputs))
         yield Violation(
             (*names, option),
             f"{', '.join(names)} would write into {what} read by {option}: {path}; choose another place",

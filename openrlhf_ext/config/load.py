@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.files import resolve_path
-from openrlhf_ext.config.rules import Findings, check_config
+from openrlhf_ext.config.rules import Findings, check_config, check_settings
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections.algo import UPSTREAM_ESTIMATORS
 from openrlhf_ext.config.show import format_help
@@ -21,7 +21,7 @@ from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, 
 Rules = Callable[[RunConfig], Findings]
 
 
-def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunConfig:
+def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True) -> RunConfig:
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
@@ -32,6 +32,7 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunC
             ``--help [section]`` (prints and exits with status 0).
         more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
             may break other rules.
+        files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
 
     Returns:
         The configuration, with ``warnings`` for settings that are allowed but deserve a look.
@@ -53,7 +54,7 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None) -> RunC
         settings += found
         violations += broken
         readable &= all(violation.options for violation in broken)
-    rules = [check_config, *([more_rules] if more_rules is not None else [])]
+    rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
     return _build([*settings, *line.settings], violations, rules if readable else [])
 
 

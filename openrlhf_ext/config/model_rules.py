@@ -21,7 +21,7 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
     policy, problems = local_shape(_ACTOR, config.actor.model_name_or_path)
     yield from problems
     if policy is not None:
-        yield from _model_rules(config, policy, _ACTOR)
+        yield from shape_violations(config, policy, _ACTOR)
         if has_weights(folder):
             yield from tokenizer_violations(_ACTOR, folder, chat=config.data.apply_chat_template)
     if config.has_critic:
@@ -42,7 +42,7 @@ def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[
         return None, [Violation((option,), f"{option}: {error}")]
 
 
-def _model_rules(config: RunConfig, model: ModelShape, option: str) -> Iterator[Violation]:
+def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Iterator[Violation]:
     """What holds for the policy, and for a guide, which is laid out and sampled from as the policy."""
     yield from _divisible(option, model, "megatron", config.megatron)
     yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
@@ -74,7 +74,7 @@ def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viola
     yield from problems
     if model is None:
         return
-    yield from _model_rules(config, model, _GUIDE)
+    yield from shape_violations(config, model, _GUIDE)
     if has_weights(folder):
         yield from tokenizer_violations(_GUIDE, folder, chat=False)
     remedy = "use a guide of the policy's family"

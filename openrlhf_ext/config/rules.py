@@ -39,12 +39,17 @@ class Findings:
 
 def check_config(config: RunConfig) -> Findings:
     """Every rule, on a configuration whose types are right. Reads small parts of the files it names."""
+    found = check_settings(config)
+    return Findings((*found.violations, *file_violations(config)), found.warnings)
+
+
+def check_settings(config: RunConfig) -> Findings:
+    """Every rule but those about data, reward and outputs."""
     sections = list(_sections(config))
     violations = [
         *model_violations(config),
         *(violation for rule in RULES for violation in rule(config)),
         *(violation for section in sections for violation in section.violations()),
-        *file_violations(config),
     ]
     warnings = [
         *(warning for rule in WARNINGS for warning in rule(config)),
@@ -67,6 +72,17 @@ def _sections(section: Section) -> Iterator[Section]:
 def policy_layout(config: RunConfig) -> Iterator[Violation]:
     """The ranks can be divided into copies of the policy."""
     yield from _layout_violations("actor", "megatron", config.layout)
+
+
+def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
+    """The ranks that are to be profiled exist."""
+    if config.profile.steps is not None and max(config.profile.ranks, default=0) >= config.world_size:
+        ranks = " ".join(map(str, config.profile.ranks))
+        yield Violation(
+            ("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
+            f"profile.ranks must be below actor.num_nodes * actor.num_gpus_per_node = {config.world_size}: got "
+            f"{ranks}; ranks are counted from 0",
+        )
 
 
 def critic_layout(config: RunConfig) -> Iterator[Violation]:
@@ -400,9 +416,9 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
-    policy_layout, critic_layout, nodes, recomputation, fp8_parameters, colocation, transport, reference, guide,
-    batches, groups, token_budgets, lengths, evaluations, streaming,
-    reserved_keys, adaptive_kl, two_names,
+    policy_layout, profiled_ranks, critic_layout, nodes, recomputation, fp8_parameters, colocation, transport,
+    reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming, reserved_keys, adaptive_kl,
+    two_names,
 )  # fmt: skip
 
 
@@ -519,7 +535,10 @@ def schedules(config: RunConfig) -> Iterator[str]:
     for side in ("actor", "critic") if config.has_critic else ("actor",):
         schedule = value_of(config, f"{side}.lr_scheduler")
         if schedule == "constant":
-            yield from _idle(config, f"{side}.lr_warmup_ratio", f"{side}.lr_scheduler constant has no warm-up")
+            for leaf in ("lr_warmup_ratio", "lr_warmup_steps") if side == "actor" else ("lr_warmup_ratio",):
+                yield from _idle(config, f"{side}.{leaf}", f"{side}.lr_scheduler constant has no warm-up")
+        elif side == "actor" and config.actor.lr_warmup_steps is not None:
+            yield from _idle(config, "actor.lr_warmup_ratio", "actor.lr_warmup_steps counts the steps")
         if schedule != "cosine_with_min_lr":
             yield from _idle(config, f"{side}.min_lr_ratio", f"{side}.lr_scheduler is {schedule}")
 

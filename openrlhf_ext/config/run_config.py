@@ -21,6 +21,7 @@ from openrlhf_ext.config.sections import (
     Guide,
     Logger,
     Megatron,
+    Profile,
     Ref,
     Reward,
     Rollout,
@@ -80,6 +81,7 @@ class RunConfig(Section):
     eval: Eval = Eval()
     ckpt: Ckpt = Ckpt()
     logger: Logger = Logger()
+    profile: Profile = Profile()
     ref: Ref = Ref()
     guide: Guide = Guide()
     critic: Critic = Critic()

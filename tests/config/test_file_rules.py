@@ -245,6 +245,11 @@ def test_outputs_must_be_writable(run_dir: Path, problems):
         (["--ckpt.path", "model"], "ckpt.path", "actor.model"),
         (["--logger.metrics_path", "model/config.json"], "logger.metrics_path", "actor.model"),
         (["--logger.metrics_path", "train.jsonl"], "logger.metrics_path", "data.prompt_dataset"),
+        (
+            ["--logger.metrics_path", "old/m", "--eval.dataset", "old/samples.jsonl"],
+            "logger.metrics_path",
+            "eval.dataset",
+        ),
         (["--logger.figure_path", "reward.py"], "logger.figure_path", "reward.remote_url"),
         (["--eval.dataset", "data", "--ckpt.path", "data/below"], "ckpt.path", "eval.dataset"),
         (["--eval.dataset", "data", "--logger.metrics_path", "data/m.jsonl"], "logger.metrics_path", "eval.dataset"),
@@ -253,6 +258,8 @@ def test_outputs_must_be_writable(run_dir: Path, problems):
 def test_what_is_read_is_not_written(run_dir: Path, problems, words, writes, reads):
     (run_dir / "link").symlink_to("model")
     (run_dir / "data").mkdir()
+    (run_dir / "old").mkdir()
+    (run_dir / "old/samples.jsonl").write_text((run_dir / "train.jsonl").read_text())
     (message,) = problems(*words)
     assert message.startswith(f"{writes} would write into") and f"read by {reads}" in message
 
@@ -290,6 +297,25 @@ def test_file_outputs_are_two_files(problems):
     assert message.startswith("logger.metrics_path must be a file, ") and message.endswith("model is a folder")
     (message,) = problems("--logger.metrics_path", "m", "--logger.figure_path", "m")
     assert "logger.metrics_path and logger.figure_path must be different files" in message
+    (message,) = problems("--logger.metrics_path", "out/events.jsonl")
+    assert message.startswith("logger.metrics_path must not be events.jsonl in the folder of logger.metrics_path")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--profile.steps", "0-3"], "profile.steps must be a step or a range of steps, such as 5 or 5-7: got 0-3"),
+        (["--profile.steps", "5,7"], "such as 5 or 5-7: got 5,7"),
+        (["--profile.steps", "7-5"], "profile.steps must not end before it begins: got 7-5; swap the two"),
+        (["--profile.steps", "5", "--profile.ranks", "0", "99"], "profile.ranks must be below actor.num_nodes"),
+        (["--profile.steps", "5-7", "--profile.ranks", "-1"], "profile.ranks: expected"),
+        (["--logger.samples_every", "0"], "logger.samples_every: expected"),
+    ],
+)
+def test_profiles_and_samples_that_cannot_be_taken(problems, words, said):
+    (message,) = problems(*words)
+    assert said in message
+    assert problems("--profile.steps", "5") == [] and problems("--profile.steps", "5-5", "--profile.ranks", "0") == []
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

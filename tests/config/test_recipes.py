@@ -1,32 +1,108 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from openrlhf_ext.cli.train_ppo_ray import dry_run
-from openrlhf_ext.config import load_config
+from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.driver import preflight
+from openrlhf_ext.options import value_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
+STATED = yaml.safe_load((Path(__file__).parent / "stated.yaml").read_text())
+PUBLISHED = [recipe for recipe in RECIPES if recipe.stem in STATED]
+VARIANTS = {  # what the recipes name in their comments and docs/papers.md in its table
+    "llama3.1_8b_gtpo_conflict": ["--rollout.n_samples_per_prompt", "12", "--train.batch_size", "12"],
+    "llama3.1_8b_grpo": ["--algo.grpo.kl_coef", "1e-6"],
+    "qwen2.5_3b_grpo": ["--algo.grpo.kl_coef", "0.04"],
+    "qwen2.5_32b_dapo": ["--algo.dynamic_filtering_enable", "false", "--algo.dapo.degenerate", "literal"],
+    "qwen2.5_7b_kl_cov": ["--algo.kl_cov.cov_ratio", "2e-4"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipes_hold_once_model_data_and_reward_are_given(run_dir: Path, recipe: Path):
+@pytest.fixture
+def load_recipe(run_dir: Path):
+    """Loads a recipe with a model, data and a reward given, and more words."""
     config_json = run_dir / "model/config.json"
     config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"max_position_embeddings": 1 << 17}))
     record = json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n"
     (run_dir / "train.jsonl").write_text(record * 1024)
-    config = load_config(
-        ["--config", str(recipe), "--actor.model_name_or_path", "model", "--data.prompt_dataset", "train.jsonl",
-         "--reward.remote_url", "reward.py"]
-    )  # fmt: skip
+    yours = ["--actor.model_name_or_path", "model", "--data.prompt_dataset", "train.jsonl", "--reward.remote_url"]
+
+    def load(recipe: Path, *words: str) -> RunConfig:
+        evaluated = ["--eval.dataset", "train.jsonl"] if "\neval." in recipe.read_text() else []
+        return load_config(["--config", str(recipe), *yours, "reward.py", *evaluated, *words])
+
+    return load
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_hold_once_model_data_and_reward_are_given(load_recipe, recipe: Path):
+    config = load_recipe(recipe)
     assert config.warnings == ()
     found = preflight.findings(config)
     assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []  # no weights here
     assert found.warnings == ()
     assert dry_run(config) == 0, "every rank of the layout can be built"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_recipes_hold(load_recipe, name: str):
+    (recipe,) = (path for path in RECIPES if path.stem == name)
+    config = load_recipe(recipe, *VARIANTS[name])
+    found = preflight.findings(config)
+    assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []
+    assert (*config.warnings, *found.warnings) in ((), config.warnings) and len(config.warnings) <= 1
+    assert all("rollout.max_filter_batches has no effect" in warning for warning in config.warnings)
+
+
+def blocks(recipe: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """(stated values, where each stands, our values) of a recipe."""
+    stated, _, ours = recipe.read_text().partition("# --- stated ")[2].partition("# --- ours ")
+    stated, ours = stated.partition("\n")[2], ours.partition("\n")[2]
+    places = dict(re.findall(r"^([\w.]+): .*?\S +# (.+)$", stated, flags=re.MULTILINE))
+    return yaml.safe_load(stated), places, yaml.safe_load(ours)
+
+
+def same(value: Any) -> Any:
+    """Without the difference between a list and a tuple."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED, ids=lambda path: path.stem)
+def test_what_a_recipe_marks_as_stated_is_what_its_source_states(load_recipe, recipe: Path):
+    stated, places, ours = blocks(recipe)
+    transcript = STATED[recipe.stem]["stated"]
+    assert {name: [value, places.get(name)] for name, value in stated.items()} == transcript
+    assert not set(stated) & set(ours)
+    everything = yaml.safe_load(recipe.read_text())
+    assert everything == stated | ours, "every value is marked"
+    config = load_recipe(recipe)
+    options = config.algorithm_options()[1]
+    method = f"algo.{config.algo.advantage.estimator}."
+    for name, (value, _) in transcript.items():
+        leaf = name.removeprefix(method)
+        if leaf == name:
+            assert same(value_of(config, name)) == value, name
+        else:
+            assert options_value(options, leaf) == value, name
+
+
+def options_value(options: dict[str, Any], leaf: str) -> Any:
+    """An option of the method as it was resolved; below ``length_penalty`` too."""
+    value: Any = options
+    for part in leaf.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return same(value)
+
+
+def test_every_transcript_has_its_recipe():
+    assert {recipe.stem for recipe in PUBLISHED} == set(STATED)
 
 
 def test_the_quickstarts_options_run_without_an_evaluation(run_dir: Path):

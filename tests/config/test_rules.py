@@ -246,6 +246,10 @@ def test_warnings(load):
     [
         (("--actor.lr_scheduler", "constant", "--actor.lr_warmup_ratio", "0.1"), "constant has no warm-up",
          ("--actor.lr_scheduler", "constant_with_warmup")),
+        (("--actor.lr_scheduler", "constant", "--actor.lr_warmup_steps", "5"), "constant has no warm-up",
+         ("--actor.lr_scheduler", "constant_with_warmup", "--actor.min_lr_ratio", "0.1")),
+        (("--actor.lr_warmup_ratio", "0.1", "--actor.lr_warmup_steps", "5"), "actor.lr_warmup_steps counts the steps",
+         ("--actor.lr_warmup_steps", "null")),
         (("--actor.lr_scheduler", "linear", "--actor.min_lr_ratio", "0.5"), "actor.lr_scheduler is linear",
          ("--actor.lr_scheduler", "cosine_with_min_lr")),
         (("--train.micro_batch_size", "2", "--train.dynamic_batch_enable"), "up to a token budget",
@@ -253,6 +257,7 @@ def test_warnings(load):
         (("--rollout.micro_batch_size", "2", "--train.dynamic_batch_enable"), "up to a token budget",
          ("--train.dynamic_batch_enable", "false")),
         (("--eval.temperature", "1"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
+        (("--eval.top_p", "0.7"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
         (("--eval.steps", "5"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
         (("--train.partial_rollout_enable",), "train.async_enable is off", ("--train.async_enable",)),
         (("--rollout.max_filter_batches", "3"), "algo.dynamic_filtering_enable is off",

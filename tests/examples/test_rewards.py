@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import reward_arithmetic
+import reward_dapo
 import reward_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,7 +102,7 @@ def test_credits_come_from_the_environment() -> None:
 def test_a_label_without_an_answer_is_an_error(label: str) -> None:
     with pytest.raises(ValueError, match="label"):
         arithmetic(RIGHT, label)
-    if "many" not in label:
+    if label in ("", "#### "):
         with pytest.raises(ValueError, match="label"):
             gsm8k(RIGHT, label)
 
@@ -159,3 +160,33 @@ def test_every_real_gsm8k_solution_is_graded_right_and_a_changed_one_wrong(share
         assert gsm8k(f"<answer>{final}</answer>", label, question)["score"] == 1.0
         assert gsm8k(f"It is ${final}.", label, question)["score"] == 1.0
         assert gsm8k(f"<answer>{final}1</answer>", label, question)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "label", "reward"),
+    [
+        ("Thus 7.\nAnswer: 7", "7", 1.0),
+        ("Answer: 6\n... no.\nAnswer: $\\boxed{7}$<|im_end|>", "7", 1.0),
+        ("answer :  1,072.", "1072", 1.0),
+        ("Answer: 7 apples", "7", -1.0),
+        ("The result is 7", "7", -1.0),
+        ("Answer:", "7", -1.0),
+        ("Answer: 7" + " and so on" * 30, "7", -1.0),  # not in the last 300 characters
+    ],
+)
+def test_dapos_reward_is_plus_or_minus_one(completion, label, reward):
+    answer = reward_dapo.reward_func(["What?" + completion], ["What?"], [label])
+    parsed = parse_answer(answer, 0.0)
+    assert parsed.reward == reward and parsed.score == (reward + 1) / 2
+
+
+@given(NASTY)
+def test_dapos_reward_grades_everything(completion):
+    parsed = parse_answer(reward_dapo.reward_func(["Q" + completion], ["Q"], ["14"]), 0.0)
+    assert parsed.reward in (-1.0, 1.0)
+
+
+def test_gsm8ks_label_may_be_the_bare_number():
+    assert reward_gsm8k.reward_func(["Q #### 1,072"], ["Q"], ["1072"])["rewards"] == 1.0
+    with pytest.raises(ValueError, match="or be the number"):
+        reward_gsm8k.reward_func(["Q #### 3"], ["Q"], ["So it is three."])

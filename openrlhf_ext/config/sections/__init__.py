@@ -10,9 +10,9 @@ from openrlhf_ext.config.sections.deepspeed import DeepSpeed
 from openrlhf_ext.config.sections.fp8 import FP8
 from openrlhf_ext.config.sections.models import Actor, Critic, Guide, Megatron, Ref
 from openrlhf_ext.config.sections.rollout import Reward, Rollout, Vllm, WeightSync
-from openrlhf_ext.config.sections.run import Ckpt, Data, Eval, Logger, Train
+from openrlhf_ext.config.sections.run import Ckpt, Data, Eval, Logger, Profile, Train
 
 __all__ = [
     "Actor", "Advantage", "Algo", "Ckpt", "Critic", "Data", "DeepSpeed", "Eval", "FP8", "Guide", "Kl", "Logger",
-    "Megatron", "Ref", "Reward", "Rollout", "Train", "Vllm", "WeightSync",
+    "Megatron", "Profile", "Ref", "Reward", "Rollout", "Train", "Vllm", "WeightSync",
 ]  # fmt: skip

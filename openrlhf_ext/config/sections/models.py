@@ -101,6 +101,10 @@ class Actor(Section):
         "learning rate over the optimizer steps; constant has no warm-up, only cosine_with_min_lr stays above 0",
     )
     lr_warmup_ratio: Float = option(0.03, "share of the optimizer steps with a linear warm-up", ge=0, le=1)
+    lr_warmup_steps: Int | None = added(
+        None, "optimizer steps with a linear warm-up, where they are counted instead", ge=0,
+        default_text="actor.lr_warmup_ratio of all",
+    )  # fmt: skip
     min_lr_ratio: Float = option(0.1, "final learning rate of cosine_with_min_lr, as a share of the peak", ge=0, le=1)
     max_norm: Float = option(1.0, "global gradient norm is clipped to this; 0 = no clipping", ge=0)
     model_name_or_path: str | None = option(

@@ -155,6 +155,16 @@ class Reward(Section):
     )
     failure_value: Float = added(0.0, "reward of a response whose grading failed")
     num_workers: Int = added(2, "grader processes per engine, for reward functions", ge=1)
+    memory_mib: Int = added(
+        4096,
+        "memory that a grader process may take for itself, MiB; a call of the reward function that asks for more fails",
+        ge=64,
+    )
+    environment: tuple[str, ...] = added(
+        (),
+        "names of environment variables that grader processes get besides those that every program needs (PATH, HOME, "
+        "LANG, ...) and REWARD_*; other variables, such as keys and tokens, are kept from them",
+    )
 
     def violations(self) -> Iterator[Violation]:
         buffer = self.overlong_buffer_len

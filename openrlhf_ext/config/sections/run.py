@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_default, not_yet, option
 
@@ -137,11 +138,12 @@ class Eval(Section):
     dataset: str | None = option(None, "evaluation prompts; same forms as data.prompt_dataset", path="input")
     split: str = option("train", "split of eval.dataset")
     temperature: Float = option(0.6, "temperature of sampling in evaluation", ge=0)
+    top_p: Float = added(1.0, "nucleus of sampling in evaluation; OpenRLHF's is rollout.top_p", gt=0, le=1)
     n_samples_per_prompt: Int = option(4, "responses per prompt in evaluation (pass@n)", ge=1)
 
     def cautions(self) -> Iterator[str]:
         if self.dataset is None:
-            for leaf in ("steps", "split", "temperature", "n_samples_per_prompt"):
+            for leaf in ("steps", "split", "temperature", "top_p", "n_samples_per_prompt"):
                 yield from not_default(self, "eval", leaf, "eval.dataset is not set", "set eval.dataset to evaluate")
 
 
@@ -244,6 +246,12 @@ class Logger(Section):
         path="output",
         default_text="<ckpt.output_dir>/training.png",
     )
+    samples_every: Interval | None = added(
+        None,
+        "training steps between those whose completions (up to two groups) are kept beside the metrics, in "
+        "samples.jsonl, and the first step's are; -1 = none",
+        default_text="a twentieth of the run",
+    )
     peak_tflops: Float | None = added(
         None,
         "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is known and "
@@ -251,6 +259,39 @@ class Logger(Section):
         gt=0,
     )
     verbose: bool = added(False, "show the logs of Ray and of the libraries")
+
+
+class Profile(Section):
+    """Where the seconds of single steps go."""
+
+    steps: str | None = added(
+        None,
+        "training steps in which policy ranks are profiled, such as 5 or 5-7: traces and a table beside the metrics "
+        "(docs/report.md); null = none",
+    )
+    ranks: tuple[Annotated[Int, Field(ge=0)], ...] = added(
+        (0,), "policy ranks that are profiled in these steps", min_length=1
+    )
+
+    @property
+    def first_and_last(self) -> tuple[int, int] | None:
+        """The steps, both included; None = none."""
+        if self.steps is None:
+            return None
+        first, _, last = self.steps.partition("-")
+        return int(first), int(last or first)
+
+    def violations(self) -> Iterator[Violation]:
+        """The steps are one, or a range."""
+        name = "profile.steps"
+        if self.steps is not None and not re.fullmatch(r"[1-9][0-9]*(-[1-9][0-9]*)?", self.steps):
+            yield Violation((name,), f"{name} must be a step or a range of steps, such as 5 or 5-7: got {self.steps}")
+        elif (steps := self.first_and_last) is not None and steps[0] > steps[1]:
+            yield Violation((name,), f"{name} must not end before it begins: got {self.steps}; swap the two")
+
+    def cautions(self) -> Iterator[str]:
+        if self.steps is None:
+            yield from not_default(self, "profile", "ranks", "profile.steps is not set", "set profile.steps")
 
 
 class Data(Section):

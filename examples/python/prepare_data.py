@@ -1,0 +1,277 @@
+"""Turns published mathematics data sets into prompt files for training and evaluation.
+
+    python examples/python/prepare_data.py dapo17k BytedTsinghua-SIA/DAPO-Math-17k --output data/dapo17k.jsonl \\
+        --against aime24=aime24/test.jsonl aime25=aime25/test.jsonl
+    python examples/python/prepare_data.py gsm8k gsm8k/train.jsonl --output data/gsm8k.jsonl --system_prompt conflict
+    python examples/python/prepare_data.py math math/train.jsonl --output data/math.jsonl --template dapo
+
+The source is a file as it was published (.jsonl, .json, .parquet, .arrow), a folder of such files, or a hub name with
+--subset and --split; several are read one after the other. Every record is read or the command stops, naming file and
+record. Questions that occur again are left out, those that come with two different answers altogether; so are questions
+of the files named by --against, which are for testing.
+
+One JSON object per line comes out: ``question`` (a text, or with a system prompt a list of chat messages, for
+--data.apply_chat_template), ``answer`` (the bare final answer) and ``source``. Beside it FILE.manifest.json has the
+SHA-256 of every file read and written and the counts. Exit status 0, or 2 if something given is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.tools.evaluate.problems import BENCHMARKS, MATH_TEMPLATE, NotThisFormat
+
+SYSTEM_PROMPTS = {
+    # arXiv 2508.03772, appendix 8.2
+    "conflict": "You are a helpful assistant for solving math problems. Given a question, first think step by step "
+    "between <reasoning> and </reasoning>. Then, give the final answer between <answer> and </answer>.",
+}
+TEMPLATES = {
+    # of every prompt of DAPO-Math-17k
+    "dapo": "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer "
+    'on its own line after "Answer:".',
+    "boxed": MATH_TEMPLATE,
+}
+SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+class Refused(ValueError):
+    """Something given is wrong; the message says what and where."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        manifest = prepare(arguments)
+    except (Refused, OSError) as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 2
+    for what, count in manifest["counts"].items():
+        print(f"{count:9,d}  {what}")
+    print(f"{arguments.output}  sha256 {manifest['output']['sha256']}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("name", choices=sorted(READERS), help="data set, whose published format the records have")
+    add("sources", nargs="+", metavar="SOURCE", help="file, folder or hub name")
+    add("--output", required=True, help="JSONL file to write")
+    add("--subset", help="subset of a hub data set, such as gsm8k's main")
+    add("--split", default="train", help="split of a hub data set")
+    add("--system_prompt", help=f"chat's system message: {', '.join(SYSTEM_PROMPTS)}, or a text")
+    add(
+        "--template", help=f"text around the question: {', '.join(TEMPLATES)}, or a text with {{}}; dapo17k has its own"
+    )
+    add("--against", nargs="+", default=[], metavar="NAME=FILE", help="test files whose questions are left out")
+    add("--limit", type=int, help="records written, from the start")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Reads, checks and writes; returns the manifest."""
+    template = _template(arguments.name, arguments.template)
+    system = SYSTEM_PROMPTS.get(arguments.system_prompt, arguments.system_prompt)
+    held_out, test_files = _held_out(arguments.against)
+    problems, contradicting, files = _distinct(arguments)
+    kept = {key: problem for key, problem in problems.items() if key not in held_out}
+    records = [
+        {"question": _question(template.format(text), system), "answer": answer, "source": arguments.name}
+        for text, answer in list(kept.values())[: arguments.limit]
+    ]
+    if not records:
+        raise Refused("no record is left to write")
+    output = Path(arguments.output)
+    _write(output, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    read = sum(file["records"] for file in files)
+    manifest = {
+        "data_set": arguments.name,
+        "system_prompt": system,
+        "template": template,
+        "sources": files,
+        "against": test_files,
+        "output": {"path": str(output), "sha256": _sha256(output)},
+        "counts": {
+            "records read": read,
+            "left out: the question occurs again": read - len(problems) - contradicting,
+            "left out: the same question with different answers": contradicting,
+            "left out: questions of the test files": len(problems) - len(kept),
+            "records written": len(records),
+        },
+    }
+    _write(output.with_name(output.name + ".manifest.json"), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    return manifest
+
+
+def _distinct(arguments: argparse.Namespace) -> tuple[dict[str, tuple[str, str]], int, list[dict[str, Any]]]:
+    """The problems by what makes their questions equal, the records that contradict others, what was read."""
+    problems: dict[str, tuple[str, str]] = {}
+    answers: dict[str, set[str]] = {}
+    times: dict[str, int] = {}
+    files = []
+    for source in arguments.sources:
+        records = 0
+        for place, row in rows(source, arguments.subset, arguments.split):
+            text, answer = _read(READERS[arguments.name], place, row)
+            key = same_question(text)
+            problems.setdefault(key, (text, answer))
+            answers.setdefault(key, set()).add(answer)
+            times[key] = times.get(key, 0) + 1
+            records += 1
+        files.append({"source": source, "records": records, "sha256": _checksums(source)})
+    contradicting = {key for key, given in answers.items() if len(given) > 1}
+    distinct = {key: problem for key, problem in problems.items() if key not in contradicting}
+    return distinct, sum(times[key] for key in contradicting), files
+
+
+def _held_out(against: Sequence[str]) -> tuple[set[str], list[dict[str, Any]]]:
+    """What the questions of the test files are known by."""
+    keys: set[str] = set()
+    files = []
+    for given in against:
+        name, separator, path = given.partition("=")
+        if not separator or name not in READERS:
+            raise Refused(f"--against takes NAME=FILE with a NAME of {', '.join(sorted(READERS))}: got {given}")
+        found = {same_question(_read(READERS[name], place, row)[0]) for place, row in rows(path, None, "test")}
+        keys |= found
+        files.append({"source": path, "questions": len(found), "sha256": _checksums(path)})
+    return keys, files
+
+
+def _read(reader: Callable[[Mapping[str, Any]], tuple[str, str]], place: str, row: Any) -> tuple[str, str]:
+    if not isinstance(row, Mapping):
+        raise Refused(f"{place}: must be a JSON object, got {type(row).__name__}")
+    try:
+        return reader(row)
+    except NotThisFormat as error:
+        raise Refused(f"{place}: {error}") from error
+
+
+def same_question(text: str) -> str:
+    """Equal for questions that differ in spacing, case or the form of their characters only."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _question(text: str, system: str | None) -> str | list[dict[str, str]]:
+    if system is None:
+        return text
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def _template(name: str, given: str | None) -> str:
+    if name == "dapo17k" and given is not None:
+        raise Refused("--template: the prompts of dapo17k have their instructions already, leave it out")
+    template = TEMPLATES.get(given or "{}", given or "{}")
+    try:
+        used = template.format("\0question")
+    except (IndexError, KeyError, ValueError):
+        used = ""
+    if "\0question" not in used:
+        raise Refused(f"--template must hold one {{}} for the question (write other braces twice): got {given!r}")
+    return template
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _dapo17k(row: Mapping[str, Any]) -> tuple[str, str]:
+    """As BytedTsinghua-SIA/DAPO-Math-17k has it: a chat of one message, and the answer under reward_model."""
+    try:
+        (message,) = row["prompt"]
+        text, answer = message["content"], row["reward_model"]["ground_truth"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotThisFormat(
+            "must have one message under 'prompt' and reward_model.ground_truth "
+            f"({type(error).__name__}: {error}), has {sorted(row)}"
+        ) from error
+    if not isinstance(text, str) or not text.strip() or not isinstance(answer, str) or not answer.strip():
+        raise NotThisFormat(f"prompt and answer must be texts, got {text!r:.80} and {answer!r:.80}")
+    return text, answer.strip()
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {"dapo17k": _dapo17k, **BENCHMARKS}
+
+
+def rows(source: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
+    """Every record with the place where it stands.
+
+    Raises:
+        Refused: there is no such file or data set, or a line is not JSON.
+    """
+    path = Path(source)
+    if path.exists():
+        for file in _files(path):
+            if file.suffix == ".jsonl":
+                yield from _lines(file)
+            else:
+                yield from _table(str(file), SUFFIXES[file.suffix], data_files=str(file), split="train")
+    elif path.suffix in SUFFIXES or source.startswith((".", "/")):
+        raise Refused(f"there is no file {source}")
+    else:
+        yield from _table(source, source, name=subset, split=split)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}, line {number}", json.loads(line)
+        except ValueError as error:
+            raise Refused(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def _table(shown: str, *which: str, **options: Any) -> Iterator[tuple[str, Any]]:
+    import datasets  # takes seconds
+
+    datasets.disable_progress_bars()
+    try:
+        table = datasets.load_dataset(*which, **options)
+    except Exception as error:  # a library of many kinds of errors; all mean that the source cannot be read
+        raise Refused(f"{shown} cannot be read: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(table, start=1):
+        yield f"{shown}, record {number}", row
+
+
+def _files(path: Path) -> list[Path]:
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    if not files or files[0].suffix not in SUFFIXES:
+        raise Refused(f"{path} is no file of {', '.join(SUFFIXES)} and no folder with such files")
+    return files
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _checksums(source: str) -> dict[str, str] | None:
+    """SHA-256 of each local file; None of a hub data set."""
+    path = Path(source)
+    return {str(file): _sha256(file) for file in _files(path)} if path.exists() else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

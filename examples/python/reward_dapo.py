@@ -1,0 +1,71 @@
+"""DAPO's reward of mathematical answers (arXiv 2503.14476, eq. 7): +1 if the answer is right, -1 if it is not.
+
+The answer is what follows the last ``Answer:`` in the last 300 characters of the completion, up to the end of that
+line, as the prompts of DAPO-Math-17k ask for it (``examples/python/prepare_data.py``) and as verl's ``math_dapo`` looks
+for it. It is compared with the label as a number, then as text without LaTeX dressing
+(``openrlhf_ext/rewards/answers.py``); DAPO-Math-17k's answers are whole numbers.
+
+* ``rewards``: +1 or -1.
+* ``scores``: 1 or 0. Accuracy and dynamic filtering use it.
+* ``extra_logs``: ``accuracy`` (as the score) and ``answered`` (1 if there is an ``Answer:`` with something behind it).
+
+The overlong penalty is an option: ``--reward.overlong_buffer_len``.
+
+    python -m openrlhf_ext.cli.train_ppo_ray --config configs/recipes/qwen2.5_32b_dapo.yaml \\
+        --reward.remote_url examples/python/reward_dapo.py ...
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer
+
+ANSWER = re.compile(r"answer\s*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
+SEARCHED_CHARACTERS = 300
+END_TOKENS = re.compile(r"(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end_of_text\|>)+\Z")
+PROMPT_END_CHARACTERS = 64
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+    """OpenRLHF's reward convention, called with lists of one element."""
+    (query,), (prompt,), (label,) = queries, prompts, labels
+    stated = stated_answer(END_TOKENS.sub("", completion_of(query, prompt)))
+    correct = float(stated is not None and answers_equal(stated, gold_answer(label)))
+    return {
+        "rewards": 2.0 * correct - 1.0,
+        "scores": correct,
+        "extra_logs": {"accuracy": correct, "answered": float(stated is not None)},
+    }
+
+
+def stated_answer(completion: str) -> str | None:
+    """What follows the last ``Answer:``; of a boxed answer, what is in the box."""
+    found = ANSWER.findall(completion[-SEARCHED_CHARACTERS:])
+    if not found:
+        return None
+    stated = found[-1].strip()
+    return extract_answer(stated) or stated
+
+
+def gold_answer(label: str) -> str:
+    """The bare answer, or what stands after ``####``; raises ValueError if there is none."""
+    gold = label.rpartition("####")[2].strip()
+    if not gold:
+        raise ValueError(f"label must hold the answer (--data.label_key), got {label!r}")
+    return gold
+
+
+# stands in each of these files, so that any of them can be copied alone
+def completion_of(query: str, prompt: str) -> str:
+    """What follows the prompt in the query.
+
+    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    """
+    for written in (prompt, unicodedata.normalize("NFC", prompt)):
+        if query.startswith(written):
+            return query[len(written) :]
+    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
+    return query.partition(ending)[2] if ending in query else query
