@@ -65,8 +65,12 @@ read -r accuracy error <<<"$last_evaluation"
 evaluate "$OUT/policy" "$OUT/after.json" --compare "$OUT/before.json" --min_gain "${QUICKSTART_MIN_GAIN:-0.25}" \
     --expect_accuracy "$accuracy" --expect_stderr "$error"
 
+say "report: every curve, event and some completions on one page"
+"$VENV_PYTHON" -m openrlhf_ext.cli.report "$OUT" --output "$OUT/report.html"
+
 say "done in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s"
 cat <<TEXT
+report       $OUT/report.html   (open it in a browser; docs/report.md)
 checkpoint   $OUT/policy
 figure       $OUT/training.png
 metrics      $OUT/metrics.jsonl   (names: docs/metrics.md)

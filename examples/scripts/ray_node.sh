@@ -4,35 +4,117 @@
 #   bash examples/scripts/ray_node.sh head              on the first node
 #   bash examples/scripts/ray_node.sh join HEAD         on every other node; HEAD = name or address of the first one
 #
-# Ray hands its environment to every process of a run, so what NCCL should know (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ...)
-# and HF_HOME are exported before this is started, the same on all nodes.
+# launch.sh calls it on every node: `--attached FOLDER` before the role takes the environment from standard input, works
+# in FOLDER, and ends when standard input does; the role `run COMMAND...` is any command under the same rules. Ray hands
+# its environment to every process of a run, so what NCCL should know (NCCL_SOCKET_IFNAME, ...) is there before.
 #
 # Variables that you may set:
-#   RAY_PORT   port of the head   (default: 6379)
-#   NODE_GPUS  GPUs of this node  (default: as many as nvidia-smi lists)
+#   RAY_PORT    port of the head                                         (default: 6379)
+#   NODE_GPUS   GPUs of this node                                        (default: as many as nvidia-smi lists)
+#   NODE_NAME   what messages and logs call it; an IPv4 address is also the one that Ray uses  (default: host name)
+#   RUN_FOLDER  folder of a run: logs of all processes go to logs/NODE_NAME in it, every COPY_S seconds and at the end
+#   RAY_TMPDIR  where Ray keeps its files, a short path                  (default: /tmp)
 
 set -euo pipefail
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-ray=${OPENRLHF_EXT_VENV:-$ROOT/.venv}/bin/ray
-[[ -x $ray ]] || ray=ray
-port=${RAY_PORT:-6379}
+# shellcheck source=examples/scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+COPY_S=5
 
+# Everything of the environment goes but what a login has, and what a batch system says about this job's devices; then
+# the records of `environment` in launch.sh come.
+take_environment() {
+    local name record
+    while read -r name; do
+        case $name in
+            PATH | HOME | USER | LOGNAME | SHELL | LANG | LC_* | TMPDIR | LD_LIBRARY_PATH | CUDA_VISIBLE_DEVICES) ;;
+            *) unset "$name" ;;
+        esac
+    done < <(compgen -e)
+    while IFS= read -r -d '' record && [[ -n $record ]]; do
+        if [[ -n ${record#*=} ]]; then export "${record?}"; fi
+    done
+    python=${OPENRLHF_EXT_VENV:-$ROOT/.venv}/bin/python port=${RAY_PORT:-6379}
+    [[ -x $python ]] || python=python
+}
+
+start_ray() {
+    local gpus ray=${python%python}ray options=(--node-name "$name" --disable-usage-stats --block)
+    gpus=${NODE_GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}
+    if ((gpus == 0)); then
+        say "nvidia-smi lists no GPU on $(hostname); set NODE_GPUS to count some all the same"
+        exit 1
+    fi
+    # for `ray job submit`; a cluster of one run needs none
+    if [[ $1 == --head && -n $attached ]]; then options+=(--include-dashboard false); fi
+    if [[ $name =~ ^[0-9]+(\.[0-9]+){3}$ ]]; then options+=(--node-ip-address "$name"); fi
+    session=$(mktemp -d "${RAY_TMPDIR:-/tmp}/ray_XXXXXX")
+    # Megatron's advice for tensor parallelism before Blackwell: communication is launched in the order of the program
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    unset RAY_ADDRESS
+    "$ray" start "$@" --num-gpus "$gpus" --temp-dir "$session" "${options[@]}" &
+    child=$!
+    if [[ -n ${RUN_FOLDER:-} ]]; then
+        started=$(date +%H%M%S)
+        while sleep "$COPY_S"; do copy_logs; done &
+    fi
+}
+
+# A file system that is full must not end a run that goes on without these copies.
+copy_logs() {
+    local own="$RUN_FOLDER/logs/$name" ray="$RUN_FOLDER/logs/$name/ray_$started" files
+    mkdir -p "$ray" || return 0
+    shopt -s nullglob
+    files=("$session"/session_2*/logs/worker-*.{out,err})
+    if ((${#files[@]})); then cp --update "${files[@]}" "$own" || true; fi
+    files=("$session"/session_2*/logs/{raylet,gcs_server,monitor,log_monitor}.{out,err})
+    if ((${#files[@]})); then cp --update "${files[@]}" "$ray" || true; fi
+    shopt -u nullglob
+}
+
+end_node() {
+    trap '' INT TERM HUP
+    end_marked "$mark"
+    if [[ -n $session ]]; then
+        if [[ -n ${RUN_FOLDER:-} ]]; then copy_logs; fi
+        rm -rf "$session"
+    fi
+}
+
+attached='' session='' child=''
+if [[ ${1:-} == --attached && $# -ge 3 ]]; then
+    attached=1
+    cd "$2"
+    shift 2
+    take_environment
+fi
+name=${NODE_NAME:-$(hostname)}
 case "${1:-} $#" in
-    "head 1") role=(--head --port "$port") ;;
-    "join 2") role=(--address "$2:$port") ;;
+    "head 1") role=(start_ray --head --port "$port") ;;
+    "join 2") role=(start_ray --address "$2:$port") ;;
+    "run "[2-9]* | "run "1[0-9]*) role=(run_command "${@:2}") ;;
     *)
         sed -n '4,5s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
 esac
 
-gpus=${NODE_GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}
-if ((gpus == 0)); then
-    echo "ray_node.sh: nvidia-smi lists no GPU on $(hostname); set NODE_GPUS to count some all the same" >&2
-    exit 1
-fi
+run_command() {
+    "$@" </dev/null &
+    child=$!
+}
 
-# Megatron's advice for tensor parallelism before Blackwell: communication is launched in the order of the program
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-exec "$ray" start "${role[@]}" --num-gpus "$gpus" --disable-usage-stats --block
+mark="NODE_MARK=$(hostname).$$.$RANDOM"
+export "${mark?}"
+trap end_node EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+if [[ -n $attached ]]; then
+    self=$$
+    exec 3<&0
+    { cat <&3 >/dev/null; kill -TERM "$self"; } &
+    exec 3<&-
+fi
+"${role[@]}"
+wait "$child"

@@ -62,6 +62,7 @@ _setup_cpu() {
             _pip install --no-deps -r requirements/dev.lock
         _phase triton "$(_fingerprint "$python_version" requirements/triton.lock)" \
             _pip install --no-deps --upgrade --target "$VENV/triton" -r requirements/triton.lock
+        _offer_browser
     fi
     _phase torch "$(_fingerprint "$python_version $(_pin torch) ${OPENRLHF_EXT_TORCH_INDEX:-}")" _install_torch
     _install_project "$python_version"
@@ -164,6 +165,23 @@ _build_transformer_engine() {
 # Its setup.py fails if it finds torch, so it must be built in an environment of its own, which has none.
 _install_deepspeed() {
     DS_BUILD_OPS=0 _pip install --use-pep517 --no-deps "$(_pin deepspeed)"
+}
+
+# The tests of the report drive it and are skipped without it: a machine that cannot have it is set up all the same.
+_offer_browser() {
+    if command -v chromium >/dev/null || ! command -v apt-get >/dev/null || ((EUID != 0)); then return; fi
+    local started=$SECONDS
+    printf 'set-up: %-18s ' browser
+    if _install_browser >>"$SETUP_LOG" 2>&1 </dev/null; then
+        printf '%4d s\n' $((SECONDS - started))
+    else
+        printf 'no Chromium (%s says why): its tests will be skipped\n' "$SETUP_LOG"
+    fi
+}
+
+_install_browser() {
+    timeout 120 apt-get update &&
+        DEBIAN_FRONTEND=noninteractive timeout 480 apt-get install -y --no-install-recommends chromium fonts-dejavu-core
 }
 
 _run_doctor() {

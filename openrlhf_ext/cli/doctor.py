@@ -1,5 +1,7 @@
 """Says whether this machine and environment can run openrlhf_ext: `python -m openrlhf_ext.cli.doctor [--json]`.
 
+With `--cluster [options of the training command]` it looks at every node of the Ray cluster that RAY_ADDRESS names.
+
 The wanted versions are the extras in setup.py: `gpu` where a CUDA device is present, `cpu` elsewhere. Exit status 1 if
 something that is needed is missing or has another version, if a package that breaks the stack is present, or if a patch
 refuses to apply; 0 otherwise. Imports torch and no other package of the stack, so it takes a few seconds.
@@ -11,6 +13,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
@@ -80,10 +83,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args(argv)
+    parser.add_argument(
+        "--cluster", action="store_true",
+        help="look at all nodes of the Ray cluster RAY_ADDRESS; options of the training command (--config FILE ...) "
+        "say what the run needs there",
+    )  # fmt: skip
+    parser.add_argument("--wait_for", nargs="+", default=[], metavar="NODE", help="with --cluster: wait for these")
+    parser.add_argument("--wait_s", type=float, default=60.0, help="longest wait for nodes (default: %(default)s)")
+    arguments, training = parser.parse_known_args(argv)
+    if arguments.cluster:
+        return examine_cluster(arguments, training)
+    if training:
+        parser.error(f"unrecognized arguments: {' '.join(training)}; options of a run need --cluster")
     report = examine()
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else render(report))
     return 1 if report.problems else 0
+
+
+def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
+    """The same of a cluster, for the run that the options of a training command describe.
+
+    Returns:
+        0; 1 if there are errors; 2 if the options are wrong.
+    """
+    from openrlhf_ext.cli import doctor_cluster
+    from openrlhf_ext.config import ConfigError, load_config
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    if not (address := os.environ.get("RAY_ADDRESS")):
+        print("doctor --cluster needs RAY_ADDRESS, such as HEAD:6379", file=sys.stderr)
+        return 2
+    try:
+        config = load_config(training) if training else None
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    packages = [name for name, _ in pinned_packages("gpu" if has_cuda() else "cpu")]
+    report = doctor_cluster.examine_cluster(address, packages, config, arguments.wait_for, arguments.wait_s)
+    if arguments.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        print(_render_cluster(report.findings, doctor_cluster.table(report)))
+    return 1 if report.has_errors else 0
+
+
+def _render_cluster(findings: Sequence[Any], table: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"{found.severity}: {found.node}: {found.text}\n    remedy: {found.remedy}" for found in findings]
+    return "\n".join([_section("Nodes", table), "", *(lines or ["Everything needed is there."])])
 
 
 def examine() -> Report:

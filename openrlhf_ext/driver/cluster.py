@@ -9,7 +9,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,6 +30,10 @@ _GRACE_S = 5.0
 _READ_S = 30.0
 _TRIES = 5
 _T = TypeVar("_T")
+
+
+class MixedCluster(RuntimeError):
+    """Nodes with GPUs and nodes that only count them are in one cluster."""
 
 
 class RaySession:
@@ -54,15 +59,41 @@ class RaySession:
         arguments = self._arguments()
         start_with_retries(lambda: ray.init(**arguments))
         # a local Ray on a machine without GPUs only counts "GPUs": see _arguments
-        self.use_gpu = "num_gpus" not in arguments and ray.cluster_resources().get("GPU", 0) > 0
+        self.use_gpu = not _joins_cluster() and "num_gpus" not in arguments
         self.remember_children()
         return self
+
+    def find_gpus(self, timeout_s: float) -> None:
+        """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs.
+
+        Ask when Ray has placed the run's bundles: before, nodes may be missing.
+
+        Raises:
+            MixedCluster: some nodes have GPUs, others only count them.
+            TimeoutError: a node did not answer within ``timeout_s`` seconds.
+        """
+        if not _joins_cluster():
+            return
+        nodes = [node for node in living_nodes() if node["Resources"].get("GPU", 0) > 0]
+        answers = ask_nodes(count_gpus, nodes, timeout_s)
+        failures = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
+        if failures:
+            described = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
+            raise TimeoutError(f"nodes did not say within {timeout_s:g} s whether they have GPUs: {described}")
+        with_gpus = [name for name, count in answers.items() if count]
+        if 0 < len(with_gpus) < len(answers):
+            without = [name for name, count in answers.items() if not count]
+            raise MixedCluster(
+                f"nodes of a run must all have GPUs, or none: {', '.join(with_gpus)} have some, {', '.join(without)} "
+                "only count them (ray start --num-gpus). Take one kind out of the cluster"
+            )
+        self.use_gpu = bool(with_gpus)
 
     def _arguments(self) -> dict[str, Any]:
         runtime_env = {"env_vars": self.env, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
         common: dict[str, Any] = {"runtime_env": runtime_env, "log_to_driver": self.verbose}
         common["logging_level"] = logging.WARNING
-        if os.environ.get("RAY_ADDRESS"):
+        if _joins_cluster():
             return common
         import torch
 
@@ -131,6 +162,55 @@ class RaySession:
             tails = list(pool.map(_last_output, dead.values()))
         lines += [f"--- last output of {name}\n{tail}" for name, tail in zip(dead, tails, strict=True) if tail]
         return "\n".join(lines)
+
+
+def _joins_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """Ray's table of the nodes that it takes for alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def node_label(node: Mapping[str, Any]) -> str:
+    """What messages call a node of Ray's table: host names need not differ, the beginnings of ids do."""
+    return f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+
+
+def ask_nodes(
+    question: Callable[..., _T], nodes: Sequence[Mapping[str, Any]], timeout_s: float, *arguments: Any
+) -> dict[str, _T | Exception]:
+    """What ``question(*arguments)`` returns on each node, by ``node_label``; or why there is no answer.
+
+    A node that Ray finds dead meanwhile is left out: a raylet that was killed stays in Ray's table for 15 s
+    (health_check_period_ms times health_check_failure_threshold, ray 2.55).
+    """
+    deadline = time.monotonic() + timeout_s
+    task = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(question)
+    asked = {
+        node["NodeID"]: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        for node in nodes
+    }
+    refs = {node: place.remote(*arguments) for node, place in asked.items()}
+    answers: dict[str, _T | Exception] = {}
+    for node in nodes:
+        try:
+            answer = ray.get(refs[node["NodeID"]], timeout=max(0.0, deadline - time.monotonic()))
+        except (RayError, TimeoutError) as error:
+            if node["NodeID"] not in {living["NodeID"] for living in living_nodes()}:
+                continue
+            answer = error
+        answers[node_label(node)] = answer
+    return answers
+
+
+def count_gpus() -> int:
+    """The GPUs of this node that torch can use. For a task, which Ray shows none of them."""
+    import torch
+
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return torch.cuda.device_count()
 
 
 def start_with_retries(start: Callable[[], _T]) -> _T:

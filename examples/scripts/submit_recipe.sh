@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Trains on a Ray cluster that is there already, as a job of its own: `ray job submit` to its dashboard.
+#
+#   bash examples/scripts/submit_recipe.sh URL RECIPE MODEL DATA REWARD [--entity.name value ...]
+#
+# URL is that of the dashboard, http://HEAD:8265. The cluster's nodes see the checkout and the folder that this is
+# started in under the same name. Ctrl-C stops the job. Other words and variables: launch.sh, whose checks and restarts
+# run on the head (train_recipe.sh).
+
+set -euo pipefail
+
+# shellcheck source=examples/scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+[[ ${1:-} == http* ]] || usage
+url=$1
+read_words "${@:2}"
+check_words
+job=openrlhf_ext_$(date +%Y%m%d_%H%M%S)_$$
+trap '"${python%python}ray" job stop --address "$url" --no-wait "$job" || true; exit 130' INT TERM HUP
+# RAY_ADDRESS is Ray's own word to a job; the driver's environment for its workers counts more than the job's, which
+# Ray takes for a conflict otherwise (ray 2.55, RAY_OVERRIDE_JOB_RUNTIME_ENV)
+settings=$(environment "FORWARD=${FORWARD:-}" "DRIVER_RESTARTS=${DRIVER_RESTARTS:-3}" RAY_OVERRIDE_JOB_RUNTIME_ENV=1 |
+    "$python" -c 'import json, sys
+records = [record.partition("=") for record in sys.stdin.read().split("\0") if record]
+env = {name: value for name, _, value in records if value and name != "RAY_ADDRESS"}
+print(json.dumps({"env_vars": env}))')
+# shellcheck disable=SC2016 # the inner bash expands it
+"${python%python}ray" job submit --address "$url" --submission-id "$job" --runtime-env-json "$settings" -- \
+    bash -c 'cd "$1" && exec bash "${@:2}"' _ "$PWD" "$ROOT/examples/scripts/train_recipe.sh" "${training[@]}" &
+wait $!

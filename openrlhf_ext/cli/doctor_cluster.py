@@ -1,0 +1,435 @@
+"""The nodes of a Ray cluster, before a run starts on them: what `python -m openrlhf_ext.cli.doctor --cluster` looks at.
+
+An actor on each node looks at it and answers; everything that a node must have in common with the others is compared
+with this process, which is where the driver will be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import platform
+import resource
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import openrlhf_ext
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.cluster import count_gpus, living_nodes, node_label
+from openrlhf_ext.options import value_of
+from openrlhf_ext.patches import status
+from openrlhf_ext.patches.base import installed_version
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+_POLL_S = 2.0
+_SAY_S = 15.0  # between two lines about nodes that are missing
+_CONNECT_S = 5.0
+_ANSWER_S = 180.0  # a node's first answer: it imports torch, perhaps from shared storage that it has not read before
+_SEND_S = 1.0  # of the measurement between nodes
+_CHUNK = 1 << 20
+_CLOCK_S = 1.0
+_FILES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that keeps a run from working (error) or makes it worse (warning).
+
+    Attributes:
+        node: label of the node; "cluster" where it is about all of them.
+        text: what is so.
+        remedy: what to do about it.
+    """
+
+    severity: Literal["error", "warning"]
+    node: str
+    text: str
+    remedy: str
+
+
+@dataclass
+class ClusterReport:
+    """What was found; `nodes` has the answers of each node by its label."""
+
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def has_errors(self) -> bool:
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    def error(self, node: str, text: str, remedy: str) -> None:
+        self.findings.append(Finding("error", node, text, remedy))
+
+    def warn(self, node: str, text: str, remedy: str) -> None:
+        self.findings.append(Finding("warning", node, text, remedy))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Paths of a run: files that it reads, and folders that all nodes and the driver must share."""
+
+    read: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Places:
+        """Those of a configuration; names that are no paths here (hubs, servers) are left out."""
+        read = [value_of(config, name) for name in (*config.model_options, *_FILES)]
+        shared = (config.ckpt.output_dir, config.ckpt.path)
+        return cls(tuple(path for path in read if path and os.path.exists(path)), tuple(dict.fromkeys(shared)))
+
+
+def examine_cluster(
+    address: str, packages: Sequence[str], config: RunConfig | None, wait_for: Sequence[str], wait_s: float
+) -> ClusterReport:
+    """Looks at every node of a Ray cluster.
+
+    Args:
+        address: host:port of Ray's head; this machine is one of the cluster's nodes.
+        packages: distributions whose versions must be equal everywhere.
+        config: of the run that is to start; None: only what every run needs is looked at.
+        wait_for: names of nodes (``ray start --node-name``) that are waited for.
+        wait_s: longest wait for them, and for the head.
+    """
+    report = ClusterReport()
+    if (missing := _wait_for_nodes(address, wait_for, wait_s)) is not None:
+        remedy = "see what Ray says there: ray_node.sh prints it, launch.sh keeps it in RUN_FOLDER/logs/NODE.log"
+        report.error("cluster", missing, remedy)
+        return report
+    places = Places.of(config) if config is not None else Places()
+    with _tokens(places.shared, report) as tokens:
+        probes = _start_probes()
+        try:
+            report.nodes = _answers(probes, "look", report, list(packages), places.read, tokens)
+            _measure(probes, report)
+        finally:
+            for probe in probes.values():
+                ray.kill(probe)
+        own = look(list(packages), places.read, tokens)
+    compare(report, own)
+    _check_gpus(report, config)
+    return report
+
+
+def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
+    """Adds to the findings what is wrong with a node, or other there than here.
+
+    Args:
+        own: ``look`` of this machine.
+    """
+    for node, seen in report.nodes.items():
+        for check in (_check_software, _check_paths, _check_machine):
+            check(node, seen, own, report)
+
+
+# ---- waiting -------------------------------------------------------------------------------------------------------
+
+
+def _wait_for_nodes(address: str, names: Sequence[str], wait_s: float) -> str | None:
+    """Joins Ray, and returns when the named nodes are there; what is missing when the time is over."""
+    start, said = time.monotonic(), 0.0
+    while True:
+        problem = _problem(address, names)
+        passed = time.monotonic() - start
+        if problem is None:
+            return None
+        text = f"{problem[0]} after {passed:.0f} s{problem[1]}"
+        if passed >= wait_s:
+            return text
+        if passed - said >= _SAY_S:
+            logger.warning("%s (waiting up to %.0f s)", text, wait_s)
+            said = passed
+        time.sleep(min(_POLL_S, wait_s - passed))
+
+
+def _problem(address: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """What is not there yet, the time to be put between both parts; None: nothing."""
+    if not ray.is_initialized():
+        host, _, port = address.rpartition(":")
+        try:  # ray.init of an address where nothing listens takes minutes to say so
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError) as error:
+            return f"Ray's head at {address} does not answer", f": {error}"
+    there = {node["NodeName"] for node in living_nodes()}
+    missing = [name for name in names if name not in there]
+    if missing:
+        return f"{len(names) - len(missing)} of {len(names)} nodes", f"; missing: {', '.join(missing)}"
+    return None
+
+
+# ---- on a node ---------------------------------------------------------------------------------------------------
+
+
+def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
+    """This machine and environment, as plain values."""
+    memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shm = shutil.disk_usage("/dev/shm")
+    return {
+        "gpus": count_gpus(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
+        "shm_gib": round(shm.total / GIB, 1),
+        "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+        "locked_memory": "unlimited" if memory == resource.RLIM_INFINITY else memory,
+        "versions": {
+            "python": platform.python_version(),
+            "code of openrlhf_ext": _code_digest(),
+            **{name: installed_version(name) for name in packages},
+        },
+        "patches": {patch.name: patch.state for patch in status()},
+        "refused": [patch.reason for patch in status() if patch.state == "refused"],
+        "files": {path: _fingerprint(Path(path)) for path in read},
+        "shared": {folder: _see(Path(folder), token) for folder, token in tokens.items()},
+    }
+
+
+def _code_digest() -> str:
+    folder = Path(openrlhf_ext.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _fingerprint(path: Path) -> list | None:
+    """Names and bytes of a file, or of the files in a folder; None: it is not there, or cannot be read."""
+    try:
+        files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+        if not all(os.access(file, os.R_OK) for file in files):
+            return None
+        return [[file.name, file.stat().st_size] for file in files]
+    except OSError:
+        return None
+
+
+def _see(folder: Path, token: str) -> str:
+    """What is wrong with a folder that the driver has put a file into; "" = nothing."""
+    try:
+        if not (folder / token).is_file():
+            return "is not there" if not folder.is_dir() else "is another folder than the driver's"
+        with NamedTemporaryFile(dir=folder, prefix=".doctor-"):
+            return ""
+    except OSError as error:
+        return f"cannot be written: {error}"
+
+
+class Probe:
+    """Looks at the node that it is on; a Ray actor."""
+
+    def look(self, packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
+        """See the function."""
+        return look(packages, read, tokens)
+
+    def clock(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def listen(self) -> int:
+        """The port at which it takes one connection, on a thread, and reads until its end."""
+        server = socket.create_server(("", 0))
+        server.settimeout(_ANSWER_S)
+        threading.Thread(target=_drain, args=(server,), daemon=True).start()
+        return server.getsockname()[1]
+
+    def send(self, host: str, port: int) -> float:
+        """Gbit/s of one TCP connection to another node."""
+        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+            connection.settimeout(_ANSWER_S)
+            start, sent, chunk = time.monotonic(), 0, bytes(_CHUNK)
+            while (passed := time.monotonic() - start) < _SEND_S:
+                connection.sendall(chunk)
+                sent += _CHUNK
+            return round(sent * 8 / passed / 1e9, 2)
+
+
+def _drain(server: socket.socket) -> None:
+    with server, server.accept()[0] as connection:
+        while connection.recv(_CHUNK):
+            pass
+
+
+# ---- asking --------------------------------------------------------------------------------------------------------
+
+
+def _start_probes() -> dict[str, Any]:
+    """A probe on each node, by its label; the node's entry of Ray's table is not kept, nodes may leave."""
+    actor = ray.remote(num_cpus=0, max_restarts=0)(Probe)
+    return {
+        node_label(node): actor.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in living_nodes()
+    }
+
+
+def _answers(probes: Mapping[str, Any], method: str, report: ClusterReport, *arguments: Any) -> dict[str, Any]:
+    """What each probe answers; a node that does not is an error of the report."""
+    return _collect({node: getattr(probe, method).remote(*arguments) for node, probe in probes.items()}, report)
+
+
+def _collect(refs: Mapping[str, Any], report: ClusterReport) -> dict[str, Any]:
+    answers, deadline = {}, time.monotonic() + _ANSWER_S
+    for node, ref in refs.items():
+        try:
+            answers[node] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except (RayError, TimeoutError, OSError) as error:
+            said = str(error).strip().splitlines() or [""]
+            report.error(
+                node,
+                f"does not answer: {type(error).__name__}: {said[-1]}",
+                "the same checkout and environment must be there under the same path, and nodes must reach each other "
+                "on all ports",
+            )
+    return answers
+
+
+def _measure(probes: Mapping[str, Any], report: ClusterReport) -> None:
+    """Clocks against this machine's, and each node's connection to the next one in a circle, all at the same time."""
+    for node in report.nodes:
+        before = time.time()
+        theirs = _collect({node: probes[node].clock.remote()}, report).get(node)
+        if theirs is None:
+            continue
+        offset, blur = theirs - (before + time.time()) / 2, (time.time() - before) / 2
+        report.nodes[node]["clock_offset_s"] = round(offset, 3)
+        if abs(offset) - blur > _CLOCK_S:
+            report.warn(node, f"its clock is {offset:+.1f} s from the driver's", "run chrony or ntpd on every node")
+    circle = list(report.nodes)
+    if len(circle) < 2:
+        return
+    hosts = {node_label(node): node["NodeManagerAddress"] for node in living_nodes()}
+    ports = _answers({node: probes[node] for node in circle}, "listen", report)
+    pairs = {node: after for node, after in zip(circle, circle[1:] + circle[:1], strict=True) if after in ports}
+    sending = {node: probes[node].send.remote(hosts[after], ports[after]) for node, after in pairs.items()}
+    speeds = _collect(sending, report)
+    for node, speed in speeds.items():
+        report.nodes[node]["gbit_per_s"] = speed
+        if speed < max(speeds.values()) / 4 or speed < 1:
+            report.warn(
+                node,
+                f"sends {speed:g} Gbit/s to {pairs[node]}, the fastest node {max(speeds.values()):g}",
+                "look at its network interface; an address in the file of hosts says which one Ray takes, "
+                "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME which one weights and gradients take",
+            )
+
+
+class _tokens:
+    """A file in each shared folder while the nodes look for it: names by folder."""
+
+    def __init__(self, folders: Sequence[str], report: ClusterReport) -> None:
+        self._folders, self._report, self._files = folders, report, list[Any]()
+
+    def __enter__(self) -> dict[str, str]:
+        names = {}
+        for folder in self._folders:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                self._files.append(NamedTemporaryFile(dir=folder, prefix=".doctor-"))
+                names[folder] = Path(self._files[-1].name).name
+            except OSError as error:
+                self._report.error("driver", f"{folder} cannot be written: {error}", "name a folder on shared storage")
+        return names
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------------
+
+
+def _check_software(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
+    for name, version in seen["versions"].items():
+        if version != own["versions"][name]:
+            text = f"{name} is {version or 'missing'}, the driver has {own['versions'][name] or 'none'}"
+            report.error(node, text, "all nodes need one checkout and environment: setup_env.sh, on shared storage")
+    if seen["patches"] != own["patches"]:
+        text = f"patches are {seen['patches']}, the driver's {own['patches']}"
+        report.error(node, text, "all nodes must have GPUs, or none, and the same environment")
+    for reason in seen["refused"]:
+        report.error(node, reason, "bash examples/scripts/setup_env.sh installs the versions that patches know")
+
+
+def _check_paths(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
+    remedy = "put it on storage that all nodes see under the same name"
+    for path, files in seen["files"].items():
+        if files is None:
+            report.error(node, f"{path} is not there, or cannot be read", remedy)
+        elif files != own["files"][path]:
+            report.error(node, f"{path} does not hold the files that the driver sees, or not in their sizes", remedy)
+    for folder, problem in seen["shared"].items():
+        if problem:
+            report.error(node, f"{folder} {problem}", remedy)
+
+
+def _check_machine(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
+    if seen["open_files"] < 4096:
+        report.error(node, f"a process may open {seen['open_files']} files", "ulimit -n 65536 before Ray starts")
+    if 0 <= seen["processes"] < 8192:
+        report.warn(node, f"a user may have {seen['processes']} processes", "ulimit -u 65536 before Ray starts")
+    if seen["gpus"] and seen["locked_memory"] != "unlimited":
+        text = f"a process may lock {seen['locked_memory']} bytes of memory, which RDMA needs"
+        report.warn(node, text, "ulimit -l unlimited before Ray starts (docker: --ulimit memlock=-1)")
+    if seen["shm_gib"] < 1:
+        text = f"/dev/shm has {seen['shm_gib']} GiB: Ray keeps objects in files, and weights go by messages"
+        report.warn(node, text, "docker: --shm-size; else remount /dev/shm with more")
+    if seen["tmp_free_gib"] < 5:
+        text = f"/tmp has {seen['tmp_free_gib']} GiB free, where Ray keeps logs and what its store cannot hold"
+        report.warn(node, text, "free some, or name another folder: RAY_TMPDIR")
+
+
+def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
+    """What Ray counts as GPUs are GPUs on all nodes or on none, and there are as many as the run needs."""
+    counted = {node_label(node): node["Resources"].get("GPU", 0) for node in living_nodes()}
+    kinds = {node: seen["gpus"] > 0 for node, seen in report.nodes.items() if counted.get(node)}
+    for node, seen in report.nodes.items():
+        if seen["gpus"] and seen["gpus"] < counted.get(node, 0):
+            text = f"Ray counts {counted[node]:g} GPUs, torch can use {seen['gpus']}"
+            report.error(node, text, "start Ray there with as many as there are (NODE_GPUS), see nvidia-smi")
+        if len(set(kinds.values())) == 2 and not kinds.get(node, True):
+            text = "has no GPU, Ray only counts some, and other nodes have GPUs"
+            report.error(node, text, "take one kind of nodes out of the cluster")
+    if config is None:
+        return
+    own_gpus = config.engine_workers if any(kinds.values()) and not config.train.colocate_all else 0
+    needed, there = config.training_ranks + own_gpus, sum(counted.values())
+    if needed > there:
+        text = f"the run needs {needed} GPUs, Ray counts {there:g}"
+        report.error("cluster", text, "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)")
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+_COLUMNS = {
+    "gpus": "GPUs", "cores": "cores", "memory_gib": "memory GiB", "shm_gib": "shm GiB", "tmp_free_gib": "/tmp free GiB",
+    "open_files": "open files", "clock_offset_s": "clock s", "gbit_per_s": "Gbit/s to next",
+}  # fmt: skip
+
+
+def table(report: ClusterReport) -> list[tuple[str, ...]]:
+    """A row for each node, under a row of titles."""
+    rows = [(node, *(str(seen.get(key, "-")) for key in _COLUMNS)) for node, seen in report.nodes.items()]
+    return [("node", *_COLUMNS.values()), *rows]
