@@ -1,23 +1,32 @@
-"""``python -m openrlhf_ext.cli.evaluate``: accuracy of a checkpoint with plain transformers.
+"""``python -m openrlhf_ext.cli.evaluate``: accuracy of a checkpoint, with plain transformers or vLLM.
 
+    python -m openrlhf_ext.cli.evaluate --model CHECKPOINT --engine vllm --out RESULTS --n 64 --k 1 8 16 32 64 \\
+        --max_new_tokens 4096 --benchmark aime24=aime24.jsonl amc23=amc23.jsonl
     python -m openrlhf_ext.cli.evaluate --model CHECKPOINT --data heldout.jsonl --reward reward.py --limit 200
+    python -m openrlhf_ext.cli.evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
 
-Exit status: 0; 1 if a requirement (``--expect_accuracy``, ``--min_gain``) is not met; 2 if something given is wrong.
+docs/evaluation.md says more. Exit status: 0; 1 if a requirement (``--expect_accuracy``, ``--min_gain``) is not met; 2
+if something given is wrong, or the evaluation could not go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
+from openrlhf_ext.rollout.errors import RolloutError
+from openrlhf_ext.tools.evaluate.request import Request
+from openrlhf_ext.tools.evaluate.result import EvaluationResult, tables
+from openrlhf_ext.tools.evaluate.store import Store
 
 _ALLOWED_ERRORS = 3.0
 
@@ -25,44 +34,65 @@ _ALLOWED_ERRORS = 3.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = _parser().parse_args(argv)
+    request = Request(arguments)
     try:
+        if faults := list(request.faults()):
+            raise ValueError("\n".join(faults))
         before = json.loads(Path(arguments.compare).read_text()) if arguments.compare else None
-        _require_checkpoint(arguments.model, arguments.apply_chat_template)
-        result = _evaluate(arguments)
-        if arguments.json:
-            _write_json(Path(arguments.json), result.to_json())
-    except (ValueError, OSError, RewardFailureLimit, RewardImportError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
+        results = _results(request)
+        _write_results(arguments, results)
+    except (ValueError, OSError, RewardFailureLimit, RewardImportError, RolloutError) as error:
+        for line in str(error).splitlines():
+            _print(f"evaluate: {line}", sys.stderr)
         return 2
-    print(_summary(result.to_json(), before))
-    unmet = _unmet(result, before, arguments)
+    _print(_summary(results[0].to_json(), before) if arguments.data else _tables(results))
+    unmet = _unmet(results[0], before, arguments)
     for requirement in unmet:
-        print(f"evaluate: {requirement}", file=sys.stderr)
+        _print(f"evaluate: {requirement}", sys.stderr)
     return 1 if unmet else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.evaluate", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--model", required=True, help="folder of a Hugging Face checkpoint with its tokenizer")
-    add("--data", required=True, help="problem file, one JSON object per line")
-    add("--reward", required=True, help="Python file with reward_func, or http(s) addresses of reward servers")
-    add("--input_key", default="question", help="key of the prompt")
-    add("--label_key", default="answer", help="key of the label")
-    add("--input_template", help="format string around the prompt, such as 'Q: {} A: '")
+    add("--model", help="folder of a Hugging Face checkpoint with its tokenizer")
+    add("--benchmark", nargs="+", action="extend", default=[], metavar="NAME=FILE", help="a benchmark's file as it was "
+        "published: gsm8k, math, math500, aime24, aime25, amc23")  # fmt: skip
+    add("--data", help="instead of a benchmark: problem file of your own, one JSON object per line; needs --reward")
+    add("--completions", metavar="FILE", help="grade these completions instead of sampling: lines "
+        '{"problem": 0, "completions": ["text", ...]}, or a file of --out')  # fmt: skip
+    add("--reward", help="Python file with reward_func, or http(s) addresses of reward servers (default for "
+        "benchmarks: mathematical equality)")  # fmt: skip
+    add("--out", metavar="FOLDER", help="keep every problem's graded completions in FOLDER/NAME.jsonl, results.json "
+        "and tables.md there; the same command goes on where it was killed")  # fmt: skip
+    add("--engine", default="transformers", choices=["transformers", "vllm"], help="what samples")
+    add("--input_key", default="question", help="key of the prompt in --data")
+    add("--label_key", default="answer", help="key of the label in --data")
+    add("--input_template", help="format string around the prompt, such as 'Q: {} A: ' (default for benchmarks: asks "
+        "for steps and \\boxed{})")  # fmt: skip
+    add("--system_prompt", help="system message; without a chat template it stands in front of the prompt")
     add("--apply_chat_template", action="store_true", help="apply the tokenizer's chat template to the prompt")
-    add("--limit", type=_positive, help="problems taken from the start of the file (default: all)")
-    add("--n_samples", type=_positive, default=4, help="completions per prompt")
+    add("--limit", type=_positive, help="problems taken from the start of each file (default: all)")
+    add("--n", "--n_samples", dest="n_samples", type=_positive, help="completions per prompt (default: 4)")
+    add(
+        "--k", type=_positive, nargs="+", metavar="K", help="sizes of pass@k and maj@k (default: powers of two up to n)"
+    )
     add("--temperature", type=float, default=1.0, help="sampling temperature; 0 takes the most likely token")
     add("--top_p", type=float, default=1.0, help="nucleus size; 1 = whole vocabulary")
     add("--max_new_tokens", type=_positive, default=64, help="longest completion, tokens")
     add("--batch_size", type=_positive, default=256, help="sequences generated together")
     add("--seed", type=int, default=0, help="of the sampling")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (--engine vllm: cpu or cuda)")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
+    add("--tensor_parallel_size", type=_positive, default=1, help="--engine vllm: workers that share the model")
+    add("--gpu_memory_utilization", type=float, default=0.9, help="--engine vllm: share of each GPU's memory")
+    add("--kv_cache_mib", type=_positive, default=512, help="--engine vllm on CPU: KV cache per worker, MiB")
+    add("--engine_timeout_s", type=float, default=1800.0, help="--engine vllm: deadline for loading the model, and for "
+        "the next completion to finish, seconds")  # fmt: skip
     add("--num_workers", type=_positive, default=2, help="grading processes")
     add("--reward_timeout_s", type=float, default=30.0, help="deadline of one call of the reward function, seconds")
-    add("--max_failures", type=int, default=10, help="gradings that may fail; such completions count as wrong")
+    add("--max_failures", type=int, help="gradings that may fail; such completions count as wrong (default: 10 with "
+        "--reward, any number without)")  # fmt: skip
     add("--json", metavar="OUT", help="write the result to this file")
     add("--compare", metavar="BEFORE.json", help="an earlier result on the same data, shown beside this one")
     add("--min_gain", type=float, help="with --compare: smallest gain of accuracy, as a fraction")
@@ -72,31 +102,126 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _require_checkpoint(folder: str, chat: bool) -> None:
-    """A name that is no folder would be looked for on the hub, for a minute without a network."""
-    if not Path(folder).is_dir():
-        raise ValueError(f"--model must be a folder with a Hugging Face checkpoint: {folder} is none")
-    if (fault := tokenizer_fault(folder, chat=chat)) is not None:
-        raise ValueError(f"--model: {folder} {fault}")
-
-
 def _positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
-def _evaluate(arguments: argparse.Namespace) -> Any:
-    if arguments.min_gain is not None and arguments.compare is None:
-        raise ValueError("--min_gain needs --compare")
+def _results(request: Request) -> list[Any]:
+    from openrlhf_ext.tools.evaluate.checkpoint import GradingSettings, evaluate, grade_saved
+    from openrlhf_ext.tools.evaluate.sampling import SamplingSettings
+
+    given = request.arguments
+    max_failures = 10 if given.max_failures is None and given.reward else given.max_failures
+    grading = GradingSettings(
+        num_workers=given.num_workers, reward_timeout_s=given.reward_timeout_s, max_failures=max_failures
+    )
+    tasks = request.tasks
+    with ExitStack() as opened:
+        paths = [request.store_path(task.name) if given.out else None for task in tasks]
+        settings = request.settings if given.out else [{}] * len(tasks)
+        stores = [opened.enter_context(Store(*pair)) for pair in zip(paths, settings, strict=True)]
+        if given.completions:
+            ks = request.ks(len(request.completions[0]))
+            return [grade_saved(tasks[0], stores[0], request.completions, grading, ks, _chat_tokenizer(given))]
+        sampling = SamplingSettings(
+            n_samples=request.samples, temperature=given.temperature, top_p=given.top_p,
+            max_new_tokens=given.max_new_tokens, batch_size=given.batch_size, seed=given.seed,
+        )  # fmt: skip
+        open_sampler = partial(_open_vllm if given.engine == "vllm" else _open_transformers, given, sampling)
+        return evaluate(tasks, stores, given.model, sampling, grading, request.ks(request.samples), open_sampler)
+
+
+def _chat_tokenizer(arguments: argparse.Namespace) -> Any:
+    if not arguments.apply_chat_template:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(arguments.model)
+
+
+def _tables(results: Sequence[EvaluationResult]) -> str:
+    """The results as tables, with what they leave out."""
+    notes = [
+        f"{result.benchmark}: {count} {what}"
+        for result in results
+        for count, what in (
+            (result.reward_failures, "completions could not be graded and count as wrong"),
+            (result.skipped_overlong, "prompts are too long for the model and left out"),
+        )
+        if count
+    ]
+    return "\n".join([tables(results), *(["", *notes] if notes else [])])
+
+
+@asynccontextmanager
+async def _open_transformers(
+    arguments: argparse.Namespace, sampling: Any, tokenizer: Any, prompts: Sequence[str]
+) -> AsyncIterator[Any]:
     from transformers.utils import logging as transformers_logging
 
-    from openrlhf_ext.tools.evaluate import EvaluationOptions, evaluate_checkpoint
+    from openrlhf_ext.tools.evaluate.checkpoint import open_transformers
 
     transformers_logging.disable_progress_bar()
-    names = {option.name for option in fields(EvaluationOptions)}
-    options = EvaluationOptions(**{name: value for name, value in vars(arguments).items() if name in names})
-    return evaluate_checkpoint(arguments.model, arguments.data, arguments.reward, options)
+    opened = open_transformers(arguments.model, tokenizer, sampling, arguments.device, arguments.dtype)
+    async with opened as sampler:
+        yield sampler
+
+
+@asynccontextmanager
+async def _open_vllm(
+    arguments: argparse.Namespace, sampling: Any, tokenizer: Any, prompts: Sequence[str]
+) -> AsyncIterator[Any]:
+    from openrlhf_ext import patches
+
+    patches.apply()
+    from openrlhf_ext.rollout.launch import engine_env
+
+    use_gpu = arguments.device == "cuda"
+    os.environ.update(engine_env(use_gpu=use_gpu, model_path=arguments.model))
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(arguments.engine_timeout_s) + 1)
+    from openrlhf_ext.rollout.offline import OfflineEngine, OfflineSettings  # imports vLLM
+    from openrlhf_ext.tools.evaluate.sampling import EngineSampler
+
+    longest = max(map(len, tokenizer(list(prompts), add_special_tokens=False)["input_ids"]))
+    settings = OfflineSettings(
+        model_path=arguments.model, dtype=arguments.dtype, max_model_len=longest + sampling.max_new_tokens,
+        tensor_parallel_size=arguments.tensor_parallel_size, gpu_memory_utilization=arguments.gpu_memory_utilization,
+        kv_cache_mib=arguments.kv_cache_mib, use_gpu=use_gpu, start_timeout_s=arguments.engine_timeout_s,
+        stall_timeout_s=arguments.engine_timeout_s,
+    )  # fmt: skip
+    engine = await OfflineEngine.start(settings)
+    try:
+        yield EngineSampler(engine, tokenizer, arguments.model, sampling)
+    finally:
+        engine.close()
+
+
+def _write_results(arguments: argparse.Namespace, results: Sequence[EvaluationResult]) -> None:
+    shown = [result.to_json() for result in results]
+    if arguments.json:
+        options = {"options": vars(arguments) | {"n_samples": shown[0]["samples_per_prompt"]}}
+        _write(Path(arguments.json), json.dumps({**shown[0], **options} if len(shown) == 1 else
+                                                {"results": shown, **options}, indent=2) + "\n")  # fmt: skip
+    if arguments.out:
+        lasting = [{name: value for name, value in each.items() if name != "seconds"} for each in shown]
+        _write(Path(arguments.out) / "results.json", json.dumps(lasting, indent=2) + "\n")
+        _write(Path(arguments.out) / "tables.md", _tables(results) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_name(path.name + ".partial")
+    partial_path.write_text(text)
+    os.replace(partial_path, path)
+
+
+def _print(text: str, file: Any = None) -> None:
+    """Print what the output's encoding can show: completions may hold anything."""
+    stream = file or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 def _summary(result: dict[str, Any], before: dict[str, Any] | None) -> str:
@@ -105,12 +230,13 @@ def _summary(result: dict[str, Any], before: dict[str, Any] | None) -> str:
         lines.append(f"accuracy before  {_accuracy(before)}")
     lines.append(f"accuracy         {_accuracy(result)}")
     passes = "  ".join(f"pass@{k} {100 * value:.1f} %" for k, value in result["pass_at_k"].items())
-    lines += [
-        f"                 {passes}  maj@{result['samples_per_prompt']} {100 * result['majority_at_n']:.1f} %",
-        f"completions      {result['response_length_mean']:.1f} tokens, "
-        f"{100 * result['truncated_rate']:.1f} % truncated",
-        f"time             {result['seconds']:.1f} s",
-    ]
+    n = result["samples_per_prompt"]
+    lines.append(f"                 {passes}  maj@{n} {100 * result['majority_at_k'][n]:.1f} %")
+    lines.append(f"reward           {result['reward_mean']:.3f} mean")
+    if result["response_length_mean"] is not None:
+        lines.append(f"completions      {result['response_length_mean']:.1f} tokens, "
+                     f"{100 * result['truncated_rate']:.1f} % truncated")  # fmt: skip
+    lines.append(f"time             {result['seconds']:.1f} s")
     if result["skipped_overlong"]:
         lines.append(f"left out         {result['skipped_overlong']} prompts that are too long for the model")
     if result["reward_failures"]:
@@ -141,7 +267,7 @@ def _graded(sample: dict[str, Any]) -> str:
 
 
 def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Namespace) -> list[str]:
-    from openrlhf_ext.tools.evaluate import difference_in_errors
+    from openrlhf_ext.tools.evaluate.accuracy import difference_in_errors
 
     unmet = []
     if arguments.min_gain is not None and before is not None:
@@ -161,12 +287,7 @@ def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Names
     return unmet
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)
-
-
 if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("openrlhf_ext.tools.evaluate").setLevel(logging.INFO)  # progress
     sys.exit(main())

@@ -15,6 +15,13 @@ _BOXED = "\\boxed{"
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
+_UNIT = re.compile(
+    r"(?<=[\d})])[\s~]*\b(?:(?:square|sq|cubic)[\s.]+)?(?:dollars?|cents?|euros?|pounds?|ounces?|grams?|kilograms?|kg|"
+    r"tons?|meters?|metres?|centimeters?|centimetres?|millimeters?|kilometers?|kilometres?|cm|mm|km|feet|foot|ft|"
+    r"inch(?:es)?|yards?|miles?|mph|seconds?|minutes?|hours?|days?|weeks?|months?|years?|liters?|litres?|gallons?|"
+    r"degrees?|units?|percent|points?|people|students?|ways?)(?:\^\{?[23]\}?)?(?:[\s]*(?:per|/)[\s]*[a-z]{1,9})?[\s.]*\Z"
+)
+_SCALE = re.compile(r"(?i)\b(?:dozen|hundred|thousand|(?:m|b|tr)illion)s?\b")
 _IGNORED = re.compile(r"\\(?:left|right|[,;!%])|[\s$%]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|\Z))")
 
@@ -26,7 +33,7 @@ def extract_answer(text: str) -> str | None:
     """
     if tagged := _TAG.findall(text):
         return _nonempty(tagged[-1])
-    if (boxed := _last_boxed(text)) is not None:
+    if (boxed := last_boxed(text)) is not None:
         return _nonempty(boxed)
     if hashed := _HASHES.findall(text):
         return _nonempty(hashed[-1])
@@ -42,9 +49,26 @@ def answers_equal(first: str, second: str) -> bool:
     return left_number is not None and left_number == right_number
 
 
+def surely_different(first: str, second: str) -> bool:
+    """Whether both are whole numbers and not the same one, or one has a word for a power of ten and the other has not.
+
+    math-verify drops the text behind a number: to it 5 million is 5.
+    """
+    if sorted(_SCALE.findall(first)) != sorted(_SCALE.findall(second)):
+        return True
+    left, right = (_number(normalized(answer)) for answer in (first, second))
+    return left is not None and right is not None and left != right and left.denominator == right.denominator == 1
+
+
 def normalized(answer: str) -> str:
-    """An answer without spaces, dollar and per cent signs, thousands separators, final full stop, LaTeX dressing."""
-    text = _IGNORED.sub("", _LATEX_TEXT.sub(r"\1", answer))
+    """An answer without spaces, units, dollar and per cent signs, thousands separators, full stop, LaTeX dressing.
+
+    A unit is one of the words for measures, money, time and counted things that stand behind the numbers of textbooks.
+    """
+    text = _LATEX_TEXT.sub(r" \1", answer)
+    if len(text) <= _LONGEST_NUMBER:
+        text = _UNIT.sub("", text)
+    text = _IGNORED.sub("", text)
     text = _LATEX_FRACTION.sub(r"\1/\2", text)
     return _THOUSANDS.sub("", text).rstrip(".")
 
@@ -58,7 +82,8 @@ def _number(text: str) -> Fraction | None:
     return Fraction(numerator) / int(denominator or 1)
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
+    """What stands in the last ``\\boxed{...}`` of a text; ``None`` without one, or if it is not closed."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None

@@ -71,12 +71,12 @@ class FailurePolicy:
     """Reports each failure with its prompt and completion, counts it, and ends the run when there are too many.
 
     Args:
-        max_failures: failures tolerated over the whole run; one more raises. 0 tolerates none.
+        max_failures: failures tolerated over the whole run; one more raises. 0 tolerates none, None any number.
         failure_value: reward of a sample that could not be graded. Its score is 0.
     """
 
-    def __init__(self, max_failures: int, failure_value: float = 0.0) -> None:
-        if max_failures < 0:
+    def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
+        if max_failures is not None and max_failures < 0:
             raise ValueError(f"--reward.max_failures must be at least 0, got {max_failures}")
         self._max_failures = max_failures
         self.failure_value = failure_value
@@ -96,8 +96,9 @@ class FailurePolicy:
         """
         self.count += 1
         self._unreported.append(f"{type(error).__name__}: {error}")
-        logger.error("grading failed (%d of %d tolerated): %s", self.count, self._max_failures, error)
-        if self.count > self._max_failures:
+        tolerated = "any number" if self._max_failures is None else self._max_failures
+        logger.error("grading failed (%d of %s tolerated): %s", self.count, tolerated, error)
+        if self._max_failures is not None and self.count > self._max_failures:
             raise RewardFailureLimit(
                 f"{self.count} samples could not be graded; the run tolerates {self._max_failures} "
                 f"(--reward.max_failures). The last failure: {type(error).__name__}: {error}"

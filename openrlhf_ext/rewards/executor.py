@@ -178,8 +178,9 @@ def open_grader(settings: RewardSettings) -> Grader:
         return HttpReward(addresses, timeout_s=settings.timeout_s)
     if len(addresses) == 1 and addresses[0].endswith(".py"):
         return RewardPool(
-            addresses[0], settings.num_workers, settings.timeout_s, start_timeout_s=settings.start_timeout_s
-        )
+            addresses[0], settings.num_workers, settings.timeout_s, start_timeout_s=settings.start_timeout_s,
+            memory_mib=settings.memory_mib, environment=settings.environment,
+        )  # fmt: skip
     raise ValueError(
         f"--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got {addresses}"
     )

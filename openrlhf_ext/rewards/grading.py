@@ -58,6 +58,8 @@ class RewardSettings:
         remote_url: a Python file with ``reward_func``, or one or more http(s) addresses of reward servers.
         num_workers: grading processes of each rollout engine.
         timeout_s: deadline of one call of the reward function, or of one request to a server.
+        memory_mib: memory that a grading process may take for itself.
+        environment: names of variables that grading processes get besides the usual ones.
         start_timeout_s: deadline for importing the file.
         max_failures: failures each rollout engine tolerates over the run.
         failure_value: reward of a sample that could not be graded.
@@ -66,6 +68,8 @@ class RewardSettings:
     remote_url: str
     num_workers: int = 2
     timeout_s: float = 30.0
+    memory_mib: int = 4096
+    environment: tuple[str, ...] = ()
     start_timeout_s: float = 120.0
     max_failures: int = 10
     failure_value: float = 0.0

@@ -7,13 +7,25 @@ at the deadline. Reward and score are 1 for an equal answer and 0 otherwise.
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 from math_verify import parse, verify
 
-from openrlhf_ext.rewards.answers import answers_equal, extract_answer
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer, surely_different
 
 _LONGEST_SYMBOLIC = 300  # characters; longer ones are no final answers and only keep the parser busy
+_DEEPEST_SYMBOLIC = 8  # brackets within brackets; the parser's time doubles with each. MATH's answers have 3
+_HUGE = re.compile(
+    r"\^\s*\{?\s*-?\d{5}|\d\s*\^\s*\{?\s*\d+\s*\^|\d{6}\s*!|\de\+?\d{4}|"
+    r"\\[dt]?binom\s*\{?\s*\d{5}|\\(?:int|sum|prod|lim)(?![a-z])"
+)
+"""Exponents of five digits, towers of powers, large factorials and binomials, what is to be integrated or summed:
+computing them takes seconds, or all memory. An answer of GSM8K or MATH has none of them."""
+_SECONDS = 3  # of parsing an answer, and of a comparison; whole ones, by SIGALRM
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else every timeout of a completion is a warning
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
@@ -32,6 +44,18 @@ def same_value(gold: str, stated: str) -> bool:
     """Whether two answers are equal as text, as numbers or symbolically. Call it on a main thread."""
     if answers_equal(gold, stated):
         return True
-    if max(len(gold), len(stated)) > _LONGEST_SYMBOLIC:
+    if surely_different(gold, stated) or not (_is_computable(gold) and _is_computable(stated)):
         return False
-    return verify(parse(f"${gold}$"), parse(f"${stated}$"))
+    parsed = (parse(f"${answer}$", parsing_timeout=_SECONDS) for answer in (gold, stated))
+    return verify(*parsed, timeout_seconds=_SECONDS)
+
+
+def _is_computable(answer: str) -> bool:
+    """Whether the parser and the computer algebra can be expected to come to an end with it."""
+    if len(answer) > _LONGEST_SYMBOLIC or _HUGE.search(answer):
+        return False
+    depth = deepest = 0
+    for character in answer:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest <= _DEEPEST_SYMBOLIC

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ class RewardPool:
         timeout_s: deadline of one call, from the moment a worker starts on it.
         start_timeout_s: deadline for importing the file.
         queue_timeout_s: a sample that waited longer than this for a worker fails instead of being graded.
+        memory_mib: memory that a worker may take for itself; a call that asks for more raises MemoryError.
+        environment: names of variables that workers get besides ``process.USUAL_VARIABLES``.
     """
 
     def __init__(
@@ -62,17 +65,22 @@ class RewardPool:
         *,
         start_timeout_s: float = 120.0,
         queue_timeout_s: float = 600.0,
+        memory_mib: int = 4096,
+        environment: Sequence[str] = (),
     ) -> None:
         limits = {
             "num_workers": num_workers, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s,
-            "queue_timeout_s": queue_timeout_s,
+            "queue_timeout_s": queue_timeout_s, "memory_mib": memory_mib,
         }  # fmt: skip
         if wrong := {name: value for name, value in limits.items() if value <= 0}:
             raise ValueError(f"--reward.*: these must be positive: {wrong}")
         self._reward_path = str(Path(reward_path).resolve())
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
-        self._workers = [WorkerProcess(self._reward_path, start_timeout_s) for _ in range(num_workers)]
+        self._workers = [
+            WorkerProcess(self._reward_path, start_timeout_s, memory_mib, tuple(environment))
+            for _ in range(num_workers)
+        ]
         self._started: list[Future[None]] = []
         self._threads: list[threading.Thread] = []
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -214,13 +222,16 @@ class RewardPool:
         return message
 
 
-def check_reward_file(reward_path: str | Path, start_timeout_s: float = 120.0) -> None:
+def check_reward_file(reward_path: str | Path, start_timeout_s: float = 120.0, **limits: Any) -> None:
     """Import a reward file in a process of its own, to find its errors before a run starts.
+
+    Args:
+        limits: ``memory_mib`` and ``environment`` of :class:`RewardPool`.
 
     Raises:
         RewardImportError: with the traceback of the import.
     """
-    with RewardPool(reward_path, num_workers=1, start_timeout_s=start_timeout_s) as pool:
+    with RewardPool(reward_path, num_workers=1, start_timeout_s=start_timeout_s, **limits) as pool:
         pool.check()
 
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -24,8 +25,14 @@ logger = logging.getLogger(__name__)
 # The worker gets this process's import path, so that it finds what a function called in this process would find.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from openrlhf_ext.rewards.worker import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])"
+    "main(*map(int, sys.argv[2:6]), sys.argv[6])"
 )
+# What programs need to run and to find their files; `*` ends a prefix. Nothing with a secret in it.
+USUAL_VARIABLES = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
+    "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_*", "MKL_*", "TOKENIZERS_PARALLELISM", "HF_HOME",
+    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy", "REWARD_*",
+)  # fmt: skip
 _LIVENESS_POLL_S = 0.5  # a worker that died while a child of it keeps the connection open sends no end-of-file
 _STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
 _REAP_S = 10.0
@@ -63,11 +70,15 @@ class WorkerProcess:
     Args:
         reward_path: the user's Python file.
         start_timeout_s: deadline for importing it.
+        memory_mib: memory that the process may take for itself.
+        environment: names of variables that it gets besides ``USUAL_VARIABLES``.
     """
 
-    def __init__(self, reward_path: str, start_timeout_s: float) -> None:
+    def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
         self._reward_path = reward_path
         self._start_timeout_s = start_timeout_s
+        self._memory_mib = memory_mib
+        self._environment = environment
         self._lock = threading.Lock()
         self._kill_lock = threading.Lock()
         self._stopped = False
@@ -148,12 +159,12 @@ class WorkerProcess:
             fds = (theirs.fileno(), stack_file.fileno())
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, fds), str(os.getpid()),
-                     self._reward_path],
+                    [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path),
+                     *map(str, (*fds, os.getpid(), self._memory_mib)), self._reward_path],
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
                     start_new_session=True,  # Ctrl-C reaches the driver only; killpg reaches all of the worker
-                    env={"OMP_NUM_THREADS": "1", **os.environ},
+                    env={"OMP_NUM_THREADS": "1", **_variables(self._environment)},
                 )  # fmt: skip
             self._running = _Running(process, ours, stack_file)
             return self._running
@@ -174,6 +185,12 @@ class WorkerProcess:
         self.kill()
         stack = _read_stack(running)
         return f"the worker process {_how_it_ended(running.process.returncode)}" + (f"\n{stack}" if stack else "")
+
+
+def _variables(names: tuple[str, ...]) -> dict[str, str]:
+    """Those of this process's variables that a worker gets."""
+    patterns = (*USUAL_VARIABLES, *names)
+    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)}
 
 
 def _current_stack(running: _Running) -> str:

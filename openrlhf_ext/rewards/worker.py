@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import importlib.util
 import os
+import resource
 import signal
 import sys
 import threading
@@ -31,16 +32,19 @@ _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
 
 
-def main(connection_fd: int, stack_fd: int, parent_pid: int, reward_path: str) -> None:
+def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, reward_path: str) -> None:
     """Serve one pool until the connection closes.
 
     Args:
         connection_fd: inherited socket to the pool.
         stack_fd: inherited file that receives the Python stack on a crash or on request.
         parent_pid: process to die with.
+        memory_mib: what this process, and each that it starts, may take for itself.
         reward_path: the user's Python file.
     """
     _die_with(parent_pid)
+    # RLIMIT_DATA counts private writable memory; RLIMIT_AS would count what CUDA only reserves
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
     faulthandler.enable(file=stack_fd)
     faulthandler.register(STACK_SIGNAL, file=stack_fd)
     connection = Connection(connection_fd)
@@ -100,7 +104,11 @@ def _user_traceback(reward_path: str) -> str:
     frame = trace
     while frame is not None and frame.tb_frame.f_code.co_filename != reward_path:
         frame = frame.tb_next
-    return "".join(traceback.format_exception(kind, error, frame or trace)).rstrip()
+    text = "".join(traceback.format_exception(kind, error, frame or trace)).rstrip()
+    if not isinstance(error, MemoryError):
+        return text
+    allowed = resource.getrlimit(resource.RLIMIT_DATA)[0] >> 20
+    return f"{text}\nA grading worker may take {allowed} MiB: raise --reward.memory_mib if it needs more"
 
 
 def _die_with(parent_pid: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.errors import EngineStartError
 
+logger = logging.getLogger(__name__)
+_SAY_SO_S = 15.0  # of waiting
 _GPU_BATCH = (1024, 8192)
 """Sequences and tokens of a step that vLLM's server has on an H100 (an engine in an actor would get 128 and 2048)."""
 _CPU_BATCH = (256, 4096)
@@ -128,7 +131,7 @@ def create_rollout_engines(
     if kv_cache_mib is not None:
         engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
     if not use_gpu:
-        engine_args |= _cpu_engine_args(tensor_parallel_size, kv_cache_mib, enable_sleep)
+        engine_args |= cpu_engine_args(tensor_parallel_size, kv_cache_mib, enable_sleep)
         placements = _cpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
     elif bf16_layers is not None and dtype == "float32":
         raise ValueError(
@@ -194,11 +197,15 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "roll
         EngineStartError: one failed, with that process's own error text; or `timeout_s` passed.
     """
     pending = {engine.ping.remote(): index for index, engine in enumerate(engines)}
-    deadline = time.monotonic() + timeout_s
+    started = time.monotonic()
     while pending:
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        left = max(0.0, started + timeout_s - time.monotonic())
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(left, _SAY_SO_S))
+        missing = sorted(pending.values())
+        if not ready and left > _SAY_SO_S:
+            logger.info("waiting for %ss %s: %.0f s so far", name, missing, time.monotonic() - started)
+            continue
         if not ready:
-            missing = sorted(pending.values())
             raise EngineStartError(_timeout_message(name, missing, timeout_s), missing)
         index = pending.pop(ready[0])
         try:
@@ -234,7 +241,8 @@ def batch_limits(use_gpu: bool, sequences: int | None, tokens: int | None, max_m
     return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens or max(usual_tokens, sequences)}
 
 
-def _cpu_engine_args(tensor_parallel_size: int, kv_cache_mib: int | None, enable_sleep: bool) -> dict[str, Any]:
+def cpu_engine_args(tensor_parallel_size: int, kv_cache_mib: int | None, enable_sleep: bool) -> dict[str, Any]:
+    """Arguments of every engine on CPU; ``in_process`` says whether it can run on a thread. Refuses what cannot be."""
     if kv_cache_mib is None:
         raise ValueError("kv_cache_mib must be given on CPU: vLLM would take 92 % of the machine's memory")
     if enable_sleep:

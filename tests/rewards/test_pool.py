@@ -65,6 +65,11 @@ def reward_func(queries, prompts, labels, **kwargs):
             print("noise" * 100)
         sys.stdout.flush()
         os.write(1, b"raw noise")
+    if command == "take a lot":
+        return {"rewards": float(len(bytearray(1 << 30)) > 0)}
+    if command.startswith("environment "):
+        found = os.environ.get(command.removeprefix("environment "))
+        return {"rewards": 0.0, "extra_logs": {"found": float(found == "secret")}}
     if command.startswith("return "):
         return eval(command[len("return "):], {"label": label})
     return {"rewards": SCALE * 0.5, "scores": 1, "extra_logs": {"pid": os.getpid()}}
@@ -117,6 +122,26 @@ def test_grades_a_sample(pool: RewardPool) -> None:
     result = grade(pool, "4")
     assert (result.reward, result.score) == (0.5, 1.0)
     assert 0 <= result.seconds < PATIENCE_S
+
+
+def test_a_worker_takes_no_more_memory_than_it_may(reward_path: Path) -> None:
+    with RewardPool(reward_path, num_workers=1, timeout_s=PATIENCE_S, memory_mib=512) as pool:
+        pid = pid_of(pool)
+        with pytest.raises(RewardRaised, match="(?s)MemoryError.*may take 512 MiB: raise --reward.memory_mib"):
+            grade(pool, "take a lot")
+        assert pid_of(pool) == pid, "the worker goes on"
+
+
+def test_workers_get_the_variables_that_are_named(reward_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "MY_JUDGE", "TEAM_URL", "REWARD_KIND"):
+        monkeypatch.setenv(name, "secret")
+    environment = ("MY_JUDGE", "TEAM_*")
+    with RewardPool(reward_path, num_workers=1, timeout_s=PATIENCE_S, environment=environment) as pool:
+        found = {
+            name: grade(pool, f"environment {name}").extra_logs["found"]
+            for name in ("WANDB_API_KEY", "MY_JUDGE", "TEAM_URL", "REWARD_KIND")
+        }
+    assert found == {"WANDB_API_KEY": 0.0, "MY_JUDGE": 1.0, "TEAM_URL": 1.0, "REWARD_KIND": 1.0}
 
 
 @pytest.mark.parametrize("value", [

@@ -1,14 +1,17 @@
-"""Statistics of graded samples: accuracy with its error, pass@k, maj@k. Pure functions of plain numbers."""
+"""Statistics of graded samples: accuracy with its error, pass@k, maj@k, intervals. Pure functions of plain numbers."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 
+import numpy as np
+
 _MOST_SUBSETS = 2000
+_RESAMPLES = 2000
+
+# Shape suffixes: D = subsets of the samples, S = samples, A = different answers.
 
 
 def mean(values: Iterable[float]) -> float:
@@ -68,35 +71,68 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def majority_at_k(votes: Sequence[tuple[Hashable | None, bool]], k: int, seed: int = 0) -> float:
-    """Estimate of the chance that the most frequent answer among ``k`` samples is correct.
+class Votes:
+    """Votes of ``k`` of a problem's samples: the chance that the most frequent answer is correct.
 
-    The mean over all subsets of ``k`` samples, or over 2000 drawn ones where there are more. A tie counts by the share
-    of the tied answers that are correct; a subset without any answer counts as wrong.
+    Estimated over all subsets of ``k`` samples, or over 2000 drawn ones where there are more. Several answers that lead
+    together are drawn from with equal chances, so that a subset counts by the share of them that is correct (the papers
+    state no rule for ties). A sample without an answer has no vote; a subset without any vote is wrong.
 
     Args:
-        votes: for each sample its answer (``None``: it states none) and whether it is correct.
+        samples: of a problem, the same for all of them.
         k: size of the vote.
         seed: of the drawn subsets.
 
     Raises:
-        ValueError: unless ``1 <= k <= len(votes)``.
+        ValueError: unless ``1 <= k <= samples``.
     """
-    _require_k(k, len(votes))
-    if math.comb(len(votes), k) <= _MOST_SUBSETS:
-        return mean(map(_vote, combinations(votes, k)))
-    draw = random.Random(seed)
-    return mean(_vote(draw.sample(votes, k)) for _ in range(_MOST_SUBSETS))
+
+    def __init__(self, samples: int, k: int, seed: int = 0) -> None:
+        _require_k(k, samples)
+        if math.comb(samples, k) <= _MOST_SUBSETS:
+            chosen = np.array(list(combinations(range(samples), k)))
+        else:
+            draw = np.random.default_rng(seed)
+            chosen = np.array([draw.permutation(samples)[:k] for _ in range(_MOST_SUBSETS)])
+        self._subsets_DS = np.zeros((len(chosen), samples), dtype=np.float32)
+        np.put_along_axis(self._subsets_DS, chosen, 1.0, axis=1)
+
+    def count(self, votes: Sequence[tuple[Hashable | None, bool]]) -> tuple[float, float]:
+        """The chance of a correct majority, and the share of subsets in which several answers lead.
+
+        Args:
+            votes: for each sample its answer (``None``: it states none) and whether it is correct.
+        """
+        answers = list(dict.fromkeys(answer for answer, _ in votes if answer is not None))
+        if not answers:
+            return 0.0, 0.0
+        belongs_SA = np.array([[answer == one for one in answers] for answer, _ in votes], dtype=np.float32)
+        correct_A = belongs_SA.T @ np.array([is_correct for _, is_correct in votes], dtype=np.float32) > 0
+        counts_DA = self._subsets_DS @ belongs_SA
+        most_D = counts_DA.max(axis=1, keepdims=True)
+        leads_DA = (counts_DA == most_D) & (most_D > 0)
+        leaders_D = leads_DA.sum(axis=1)
+        shares_D = (leads_DA & correct_A).sum(axis=1) / np.maximum(leaders_D, 1)
+        return float(shares_D.mean()), float((leaders_D > 1).mean())
 
 
-def _vote(votes: Sequence[tuple[Hashable | None, bool]]) -> float:
-    counts = Counter(answer for answer, _ in votes if answer is not None)
-    if not counts:
-        return 0.0
-    most = max(counts.values())
-    leaders = {answer for answer, count in counts.items() if count == most}
-    correct = {answer for answer, is_correct in votes if is_correct}
-    return len(leaders & correct) / len(leaders)
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean of one number for each problem: percentiles of 2000 means of problems drawn anew.
+
+    Args:
+        values: one for each problem.
+        seed: of the drawing.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("the mean of no values is undefined")
+    draw = np.random.default_rng(seed)
+    numbers = np.asarray(values, dtype=np.float64)
+    means = [draw.choice(numbers, len(numbers)).mean() for _ in range(_RESAMPLES)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _require_counts(successes: float, samples: int) -> None:

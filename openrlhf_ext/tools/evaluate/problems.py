@@ -1,66 +1,229 @@
-"""Problem files for evaluation: one JSON object per line."""
+"""Problem files for evaluation: one JSON object per line, in a user's format or as a benchmark was published."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_ext.rewards.answers import last_boxed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SHOWN_FAULTS = 5
+_HASHES = re.compile(r"####[ \t]*(\S.*)\Z")
+_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\\circ\})\Z")
+MATH_TEMPLATE = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+"""The instruction of Qwen2.5-Math's evaluation; the answer of a completion is looked for in ``\\boxed{}`` first."""
+
+
+class NotThisFormat(ValueError):
+    """A value is not what the benchmark has there."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, ready for the tokenizer, and the label the reward function gets."""
+    """A question as it stands in the file, or as the prompt made of it, and the label the reward function gets.
 
-    prompt: str
+    Attributes:
+        index: its place in the file, from 0.
+    """
+
+    index: int
+    prompt: Any
     label: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptStyle:
+    """How a question becomes a prompt.
+
+    Attributes:
+        template: a format string around the question, for instance ``"User: {}\\nAssistant: "``.
+        system_prompt: the chat's system message; without a chat template it stands in front, an empty line between.
+        chat: apply the tokenizer's chat template.
+    """
+
+    template: str | None = None
+    system_prompt: str | None = None
+    chat: bool = False
+
+    def fault(self) -> str | None:
+        """Why the template cannot be used; None if it can."""
+        try:
+            used = (self.template or "{}").format("\0question")
+        except (IndexError, KeyError, ValueError) as error:
+            return (
+                f"--input_template {self.template!r} is no format string with one {{}} for the question "
+                f"({type(error).__name__}: {error}); write other braces twice"
+            )
+        return None if "\0question" in used else f"--input_template {self.template!r} has no {{}} for the question"
+
+    def prompt(self, question: Any, tokenizer: PreTrainedTokenizerBase | None) -> str:
+        """The prompt of one question, ready for the tokenizer; chats given as lists of messages stay as they are."""
+        text = self.template.format(question) if self.template and isinstance(question, str) else question
+        if not self.chat:
+            return f"{self.system_prompt}\n\n{text}" if self.system_prompt else text
+        assert tokenizer is not None
+        chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        if self.system_prompt:
+            chat.insert(0, {"role": "system", "content": self.system_prompt})
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem file and how it is graded.
+
+    Attributes:
+        name: of the results.
+        path: the file.
+        problems: what stands in it.
+        reward: Python file with ``reward_func``, or addresses of reward servers.
+        style: how its questions become prompts.
+    """
+
+    name: str
+    path: str
+    problems: Sequence[Problem]
+    reward: str
+    style: PromptStyle
+
+
 def load_problems(
-    path: str | Path,
-    input_key: str = "question",
-    label_key: str = "answer",
-    limit: int | None = None,
-    input_template: str | None = None,
-    chat_tokenizer: PreTrainedTokenizerBase | None = None,
+    path: str | Path, input_key: str = "question", label_key: str = "answer", limit: int | None = None
 ) -> list[Problem]:
-    """Read a JSONL file; prompts are made as OpenRLHF's ``PromptDataset`` makes them.
+    """Read a user's JSONL file.
 
     Args:
         path: the file.
-        input_key, label_key: where prompt and label stand.
+        input_key, label_key: where question and label stand.
         limit: number of problems from the start of the file; all if ``None``.
-        input_template: a format string for the prompt, for instance ``"User: {}\\nAssistant: "``.
-        chat_tokenizer: if given, its chat template is applied instead.
 
     Raises:
-        ValueError: a line is not a JSON object or lacks a key, or the file holds no problem.
+        ValueError: lines are not JSON objects or lack a key, or the file holds no problem; names the first of them.
     """
+
+    def read(row: Mapping[str, Any]) -> tuple[Any, Any]:
+        _require_keys(row, (input_key, label_key), "--input_key, --label_key")
+        return row[input_key], row[label_key]
+
+    return _load(path, read, limit)
+
+
+def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
+    """Read a benchmark's file as it was published.
+
+    Args:
+        name: one of ``BENCHMARKS``.
+        path: a JSONL file.
+        limit: number of problems from the start of the file; all if ``None``.
+
+    Returns:
+        Questions, and labels that are the bare final answers.
+
+    Raises:
+        ValueError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
+    """
+    if name not in BENCHMARKS:
+        raise ValueError(f"there is no benchmark {name!r}; known are {', '.join(BENCHMARKS)}. Other files: --data")
+    try:
+        return _load(path, BENCHMARKS[name], limit)
+    except ValueError as error:
+        raise ValueError(f"benchmark {name}: {error}") from error
+
+
+def _gsm8k(row: Mapping[str, Any]) -> tuple[str, str]:
+    _require_keys(row, ("question", "answer"))
+    if (found := _HASHES.search(_text(row, "answer").strip())) is None:
+        raise NotThisFormat("the solution under 'answer' does not end in '#### ' and the final answer")
+    return _text(row, "question"), found.group(1).replace(",", "")
+
+
+def _math(row: Mapping[str, Any]) -> tuple[str, str]:
+    _require_keys(row, ("problem", "solution"))
+    if not (boxed := last_boxed(_text(row, "solution"))):
+        raise NotThisFormat("the solution under 'solution' has no \\boxed{final answer}")
+    return _text(row, "problem"), boxed
+
+
+def _math500(row: Mapping[str, Any]) -> tuple[str, str]:
+    _require_keys(row, ("problem", "answer"))
+    return _text(row, "problem"), _text(row, "answer")
+
+
+def _aime(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Answers are whole numbers from 0 to 999, some with leading zeros, one of 2025 in degrees."""
+    question = _question(row)
+    text = _DEGREES.sub("", str(row["answer"]).strip())
+    if not text.isascii() or not text.isdigit() or int(text) > 999:
+        raise NotThisFormat(f"the answer must be a whole number from 0 to 999, got {row['answer']!r}")
+    return question, str(int(text))
+
+
+def _amc(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Answers are whole numbers, published as floating-point ones."""
+    question = _question(row)
+    try:
+        number = float(row["answer"])
+        whole = number == int(number)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise NotThisFormat(f"the answer must be a whole number, such as 27.0, got {row['answer']!r}")
+    return question, str(int(number))
+
+
+BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    "gsm8k": _gsm8k, "math": _math, "math500": _math500, "aime24": _aime, "aime25": _aime, "amc23": _amc,
+}  # fmt: skip
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    _require_keys(row, ("problem" if "problem" in row else "question", "answer"))
+    return _text(row, "problem" if "problem" in row else "question")
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    if not isinstance(row[key], str) or not row[key].strip():
+        raise NotThisFormat(f"{key!r} must be a text, got {row[key]!r:.80}")
+    return row[key]
+
+
+def _require_keys(row: Mapping[str, Any], keys: tuple[str, ...], options: str = "") -> None:
+    if missing := [key for key in keys if key not in row]:
+        raise NotThisFormat(f"needs the keys {missing}, has {sorted(row)}" + (f" ({options})" if options else ""))
+
+
+def _load(path: str | Path, read: Callable[[Mapping[str, Any]], tuple[Any, Any]], limit: int | None) -> list[Problem]:
     with Path(path).open(encoding="utf-8") as file:
-        lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()][:limit]
+        try:
+            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()][:limit]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8 ({error})") from error
     if not lines:
         raise ValueError(f"{path} holds no problem")
-    rows = [_row(path, number, line, (input_key, label_key)) for number, line in lines]
-    return [Problem(_prompt(row[input_key], input_template, chat_tokenizer), row[label_key]) for row in rows]
+    problems, faults = [], []
+    for index, (number, line) in enumerate(lines):
+        try:
+            problems.append(Problem(index, *read(_row(line))))
+        except NotThisFormat as error:
+            faults.append(f"{path}, line {number}: {error}")
+    if faults:
+        more = f"; and {len(faults) - _SHOWN_FAULTS} lines more" if len(faults) > _SHOWN_FAULTS else ""
+        raise ValueError("; ".join(faults[:_SHOWN_FAULTS]) + more)
+    return problems
 
 
-def _row(path: str | Path, number: int, line: str, keys: tuple[str, ...]) -> dict[str, Any]:
+def _row(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    if not isinstance(row, dict) or (missing := [key for key in keys if key not in row]):
-        present = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{path}, line {number}: needs the keys {missing if isinstance(row, dict) else keys}, "
-                         f"has {present} (--input_key, --label_key)")  # fmt: skip
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise NotThisFormat(f"not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise NotThisFormat(f"needs the keys of a JSON object, has {type(row).__name__}")
     return row
-
-
-def _prompt(text: Any, template: str | None, chat_tokenizer: PreTrainedTokenizerBase | None) -> str:
-    if chat_tokenizer is not None:
-        chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        return str(chat_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    return template.format(text) if template else text

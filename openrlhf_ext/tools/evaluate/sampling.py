@@ -1,17 +1,20 @@
-"""Sampling completions with plain transformers, for checkpoints outside a run."""
+"""Sampling completions for checkpoints outside a run: with plain transformers, or with a vLLM engine given to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from openrlhf_ext.rollout.response import derived_seed
+
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _SMALL_MODEL_PARAMETERS = 20_000_000
 
@@ -25,14 +28,108 @@ class Completion:
     Attributes:
         query: prompt and completion as one text, special tokens kept (what a reward function gets).
         text: the completion alone, special tokens kept.
-        tokens: its length, end-of-sequence token included.
-        truncated: it reached ``max_new_tokens`` without an end-of-sequence token.
+        tokens: its length, end-of-sequence token included; ``None`` if that is not known.
+        truncated: it reached ``max_new_tokens`` without an end-of-sequence token; ``None`` if that is not known.
     """
 
     query: str
     text: str
-    tokens: int
-    truncated: bool
+    tokens: int | None
+    truncated: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How completions are sampled.
+
+    Attributes:
+        n_samples: completions of each prompt.
+        temperature: of the softmax; 0 takes the most likely token.
+        top_p: nucleus size; 1 samples from the whole vocabulary.
+        max_new_tokens: longest completion, tokens.
+        batch_size: sequences generated together.
+        seed: of the sampling.
+    """
+
+    n_samples: int = 4
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 64
+    batch_size: int = 256
+    seed: int = 0
+
+
+class Sampler(Protocol):
+    """Samples completions."""
+
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+        """Completions of some prompts, in the given order: a function of the arguments and of nothing sampled before.
+
+        Args:
+            prompts: texts.
+            places: where their problems stand in the file; seeds are derived from it.
+        """
+
+
+class TransformersSampler:
+    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, device: str
+    ) -> None:
+        self._model, self._tokenizer, self._settings, self._device = model, tokenizer, settings, device
+
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+        """See :class:`Sampler`."""
+        settings = self._settings
+        return sample_completions(
+            self._model, self._tokenizer, prompts, n_samples=settings.n_samples, temperature=settings.temperature,
+            top_p=settings.top_p, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size,
+            seed=derived_seed(settings.seed, places[0]), device=self._device,
+        )  # fmt: skip
+
+
+class CompletionEngine(Protocol):
+    """What an engine offers; ``rollout.offline.OfflineEngine`` does."""
+
+    async def complete(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,
+        stop_token_ids: list[int],
+    ) -> list[list[int]]:  # fmt: skip
+        """Sampled tokens for each prompt's tokens, end of sequence included."""
+
+
+class EngineSampler:
+    """Samples with an engine; every completion has a seed of its own, derived from (seed, problem, sample)."""
+
+    def __init__(
+        self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, folder: str, settings: SamplingSettings
+    ) -> None:
+        """
+        Args:
+            folder: the checkpoint, whose ``generation_config.json`` names more tokens that end a completion.
+        """
+        self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
+        self._eos = _eos_ids(_saved_generation_config(folder), tokenizer)
+
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+        """See :class:`Sampler`."""
+        settings = self._settings
+        samples = settings.n_samples
+        prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        sampled = await self._engine.complete(
+            [ids for ids in prompt_ids for _ in range(samples)],
+            [derived_seed(settings.seed, place, sample) for place in places for sample in range(samples)],
+            temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_new_tokens,
+            stop_token_ids=self._eos,
+        )  # fmt: skip
+        return [
+            [
+                _completion(self._tokenizer, ids, new_ids, self._eos)
+                for new_ids in sampled[i * samples : (i + 1) * samples]
+            ]
+            for i, ids in enumerate(prompt_ids)
+        ]
 
 
 def sample_completions(
@@ -73,7 +170,7 @@ def sample_completions(
         ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
     """
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
-    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model, max_new_tokens))
+    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, max_new_tokens))
     config = _generation_config(model, tokenizer, temperature, top_p, max_new_tokens)
     order = sorted((i for i in range(len(prompts)) for _ in range(n_samples)), key=lambda i: len(prompt_ids[i]))
     completions: list[list[Completion]] = [[] for _ in prompts]
@@ -82,13 +179,13 @@ def sample_completions(
         for rows in _chunks(order, batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
-                completions[i].append(_completion(tokenizer, prompt_ids[i], new_ids, config))
+                completions[i].append(_completion(tokenizer, prompt_ids[i], new_ids, config.eos_token_id))
     return completions
 
 
-def max_prompt_tokens(model: PreTrainedModel, max_new_tokens: int) -> int | None:
+def max_prompt_tokens(config: PreTrainedConfig, max_new_tokens: int) -> int | None:
     """Longest prompt that leaves room for the completion; ``None`` where the model states no limit."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None)
     return None if positions is None else positions - max_new_tokens
 
 
@@ -106,7 +203,7 @@ def _generation_config(
 ) -> GenerationConfig:
     from transformers import GenerationConfig
 
-    eos = _eos_ids(model, tokenizer)
+    eos = _eos_ids(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     return GenerationConfig(
@@ -117,9 +214,15 @@ def _generation_config(
     )
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _saved_generation_config(folder: str) -> GenerationConfig | None:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(folder) if (Path(folder) / "generation_config.json").is_file() else None
+
+
+def _eos_ids(saved: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All end-of-sequence tokens that stop a rollout: the tokenizer's, and those of the generation config."""
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = saved.eos_token_id if saved is not None else None
     several = configured if isinstance(configured, list) else [configured]
     found = dict.fromkeys(token for token in [tokenizer.eos_token_id, *several] if token is not None)
     if not found:
@@ -180,9 +283,8 @@ def _generate(model: PreTrainedModel, prompt_ids: list[list[int]], config: Gener
 
 
 def _completion(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int], config: GenerationConfig
+    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int], stops: Sequence[int]
 ) -> Completion:
-    stops = set(config.eos_token_id)
     end = next((position + 1 for position, token in enumerate(new_ids) if token in stops), None)
     kept = new_ids[:end]
     return Completion(

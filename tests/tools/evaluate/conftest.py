@@ -40,7 +40,7 @@ def model() -> Qwen2ForCausalLM:
     """A random model whose saved sampling defaults would change every distribution, were they used."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=POSITIONS, initializer_range=0.2,
         eos_token_id=1, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip

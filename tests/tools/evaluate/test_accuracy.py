@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.tools.evaluate import (
+from openrlhf_ext.tools.evaluate.accuracy import (
+    Votes,
+    bootstrap_interval,
     clustered_standard_error,
     difference_in_errors,
-    majority_at_k,
     mean,
     pass_at_k,
 )
@@ -83,30 +84,43 @@ def test_impossible_counts_are_refused(samples: int, correct: int, k: int) -> No
 RIGHT, WRONG, OTHER, NONE = ("7", True), ("8", False), ("9", False), (None, False)
 
 
-@pytest.mark.parametrize(("votes", "k", "expected"), [
-    ([RIGHT, RIGHT, WRONG], 3, 1.0),
-    ([RIGHT, WRONG, WRONG], 3, 0.0),
-    ([RIGHT, WRONG], 2, 0.5),
-    ([RIGHT, WRONG, OTHER], 3, 1 / 3),
-    ([RIGHT, NONE, NONE], 3, 1.0),
-    ([NONE, NONE], 2, 0.0),
-    ([RIGHT, RIGHT, WRONG], 2, (1.0 + 0.5 + 0.5) / 3),
-    ([RIGHT, WRONG, WRONG, NONE], 1, 0.25),
+@pytest.mark.parametrize(("votes", "k", "expected", "ties"), [
+    ([RIGHT, RIGHT, WRONG], 3, 1.0, 0),
+    ([RIGHT, WRONG, WRONG], 3, 0.0, 0),
+    ([RIGHT, WRONG], 2, 0.5, 1),
+    ([RIGHT, WRONG, OTHER], 3, 1 / 3, 1),
+    ([RIGHT, NONE, NONE], 3, 1.0, 0),
+    ([NONE, NONE], 2, 0.0, 0),
+    ([RIGHT, NONE, NONE], 2, 2 / 3, 0),
+    ([RIGHT, RIGHT, WRONG], 2, (1.0 + 0.5 + 0.5) / 3, 2 / 3),
+    ([RIGHT, WRONG, WRONG, NONE], 1, 0.25, 0),
 ])  # fmt: skip
-def test_majority_by_hand(votes: list[tuple[str | None, bool]], k: int, expected: float) -> None:
-    assert majority_at_k(votes, k) == pytest.approx(expected)
+def test_majority_by_hand(votes: list[tuple[str | None, bool]], k: int, expected: float, ties: float) -> None:
+    assert Votes(len(votes), k).count(votes) == pytest.approx((expected, ties), abs=1e-6)
 
 
 def test_majority_over_many_subsets_is_drawn_with_a_seed() -> None:
     votes = [RIGHT] * 12 + [WRONG] * 8
-    assert majority_at_k(votes, 10, seed=1) == majority_at_k(votes, 10, seed=1)
-    exact = sum(
-        math.comb(12, right) * math.comb(8, 10 - right) * (1.0 if right > 5 else 0.5 if right == 5 else 0.0)
-        for right in range(2, 11)
-    ) / math.comb(20, 10)  # fmt: skip
-    assert majority_at_k(votes, 10) == pytest.approx(exact, abs=0.03)
+    assert Votes(20, 10, seed=1).count(votes) == Votes(20, 10, seed=1).count(votes)
+    ways = {right: math.comb(12, right) * math.comb(8, 10 - right) / math.comb(20, 10) for right in range(2, 11)}
+    exact = sum(share * (1.0 if right > 5 else 0.5 if right == 5 else 0.0) for right, share in ways.items())
+    assert Votes(20, 10).count(votes) == pytest.approx((exact, ways[5]), abs=0.03)
 
 
 def test_majority_needs_enough_samples() -> None:
     with pytest.raises(ValueError, match="k = 3 of 2"):
-        majority_at_k([RIGHT, WRONG], 3)
+        Votes(2, 3)
+
+
+def test_the_bootstrap_interval_is_that_of_the_normal_approximation() -> None:
+    values = [1.0] * 60 + [0.0] * 40
+    low, high = bootstrap_interval(values)
+    half = 1.96 * math.sqrt(0.6 * 0.4 / 100)
+    assert (low, high) == pytest.approx((0.6 - half, 0.6 + half), abs=0.015)
+    assert bootstrap_interval(values) == (low, high)
+
+
+def test_equal_problems_leave_no_doubt() -> None:
+    assert bootstrap_interval([0.25, 0.25]) == (0.25, 0.25)
+    with pytest.raises(ValueError, match="no values"):
+        bootstrap_interval([])

@@ -6,14 +6,30 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
-from openrlhf_ext.tools.evaluate import EvaluationOptions, evaluate_checkpoint
+from openrlhf_ext.tools.evaluate.checkpoint import GradingSettings, evaluate, open_transformers
+from openrlhf_ext.tools.evaluate.problems import PromptStyle, Task, load_problems
+from openrlhf_ext.tools.evaluate.result import EvaluationResult
+from openrlhf_ext.tools.evaluate.sampling import SamplingSettings
+from openrlhf_ext.tools.evaluate.store import Store
 from tests.tools.evaluate.conftest import POSITIONS
 
-OPTIONS = EvaluationOptions(n_samples=3, max_new_tokens=6, batch_size=8, num_workers=1)
+
+def evaluate_once(
+    checkpoint: Path, data: Path, reward: Path, *, limit: int | None = None, n: int = 3, tokens: int = 6,
+    max_failures: int = 0,
+) -> EvaluationResult:  # fmt: skip
+    task = Task("data", str(data), load_problems(data, limit=limit), str(reward), PromptStyle())
+    sampling = SamplingSettings(n_samples=n, max_new_tokens=tokens, batch_size=8)
+    with Store(None, {}) as store:
+        (result,) = evaluate(
+            [task], [store], str(checkpoint), sampling, GradingSettings(num_workers=1, max_failures=max_failures),
+            [1, 2][:n], lambda tokenizer, _: open_transformers(str(checkpoint), tokenizer, sampling, "cpu", "float32"),
+        )  # fmt: skip
+    return result
 
 
 def test_numbers_agree_with_each_other(checkpoint: Path, data: Path, reward: Path) -> None:
-    result = evaluate_checkpoint(checkpoint, data, str(reward), OPTIONS)
+    result = evaluate_once(checkpoint, data, reward)
     assert (result.prompts, result.samples_per_prompt) == (8, 3)
     assert result.reward_mean == pytest.approx(result.accuracy + 0.5)
     assert result.pass_at_k[1] == pytest.approx(result.accuracy)
@@ -22,18 +38,16 @@ def test_numbers_agree_with_each_other(checkpoint: Path, data: Path, reward: Pat
     assert 1 <= result.response_length_mean <= 6 and 0 <= result.truncated_rate <= 1
     assert [sample.prompt for sample in result.sample_answers] == ["1+1=?", "2+2=?", "3+3=?"]
     assert (result.reward_failures, result.skipped_overlong) == (0, 0)
-    assert json.loads(json.dumps(result.to_json()))["options"]["n_samples"] == 3
+    assert json.loads(json.dumps(result.to_json()))["samples_per_prompt"] == 3
 
 
 def test_the_same_seed_gives_the_same_result(checkpoint: Path, data: Path, reward: Path) -> None:
-    first, again = (evaluate_checkpoint(checkpoint, data, str(reward), OPTIONS) for _ in range(2))
+    first, again = (evaluate_once(checkpoint, data, reward) for _ in range(2))
     assert (first.accuracy, first.sample_answers) == (again.accuracy, again.sample_answers)
 
 
 def test_the_error_of_one_prompt_is_unknown(checkpoint: Path, data: Path, reward: Path) -> None:
-    options = EvaluationOptions(limit=1, n_samples=1, max_new_tokens=6, num_workers=1)
-    result = evaluate_checkpoint(checkpoint, data, str(reward), options)
-    assert result.standard_error is None
+    assert evaluate_once(checkpoint, data, reward, limit=1, n=1).standard_error is None
 
 
 def add_row(data: Path, question: str, answer: str) -> None:
@@ -43,7 +57,7 @@ def add_row(data: Path, question: str, answer: str) -> None:
 
 def test_overlong_prompts_are_counted_and_left_out(checkpoint: Path, data: Path, reward: Path) -> None:
     add_row(data, "1" * POSITIONS, "#### 1")
-    result = evaluate_checkpoint(checkpoint, data, str(reward), OPTIONS)
+    result = evaluate_once(checkpoint, data, reward)
     assert (result.prompts, result.skipped_overlong) == (8, 1)
 
 
@@ -51,7 +65,7 @@ def test_a_file_of_overlong_prompts_is_refused(checkpoint: Path, tmp_path: Path,
     data = tmp_path / "long.jsonl"
     add_row(data, "1" * POSITIONS, "#### 1")
     with pytest.raises(ValueError, match="--max_new_tokens"):
-        evaluate_checkpoint(checkpoint, data, str(reward), OPTIONS)
+        evaluate_once(checkpoint, data, reward)
 
 
 def failing_reward(tmp_path: Path) -> Path:
@@ -61,17 +75,15 @@ def failing_reward(tmp_path: Path) -> Path:
 
 
 def test_failed_gradings_count_as_wrong_up_to_the_limit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    options = EvaluationOptions(n_samples=1, max_new_tokens=4, num_workers=1, max_failures=8)
-    result = evaluate_checkpoint(checkpoint, data, str(failing_reward(tmp_path)), options)
+    result = evaluate_once(checkpoint, data, failing_reward(tmp_path), n=1, tokens=4, max_failures=8)
     assert (result.accuracy, result.reward_failures) == (0.0, 8)
 
 
 def test_too_many_failed_gradings_stop_the_evaluation(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    options = EvaluationOptions(n_samples=1, max_new_tokens=4, num_workers=1, max_failures=7)
     with pytest.raises(RewardFailureLimit, match="--reward.max_failures"):
-        evaluate_checkpoint(checkpoint, data, str(failing_reward(tmp_path)), options)
+        evaluate_once(checkpoint, data, failing_reward(tmp_path), n=1, tokens=4, max_failures=7)
 
 
 def test_a_missing_reward_file_is_found_before_sampling(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(RewardImportError, match="there is no file"):
-        evaluate_checkpoint(checkpoint, data, str(tmp_path / "none.py"), OPTIONS)
+        evaluate_once(checkpoint, data, tmp_path / "none.py")

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from openrlhf_ext.tools.evaluate import Problem, load_problems
+from openrlhf_ext.tools.evaluate.problems import (
+    MATH_TEMPLATE,
+    Problem,
+    PromptStyle,
+    load_benchmark,
+    load_problems,
+)
 
 
 @pytest.fixture
@@ -15,22 +23,76 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_prompts_and_labels_in_file_order(path: Path) -> None:
-    assert load_problems(path) == [Problem("1+1", "#### 2"), Problem("2+2", {"value": 4})]
-    assert load_problems(path, limit=1) == [Problem("1+1", "#### 2")]
+def test_questions_and_labels_in_file_order(path: Path) -> None:
+    assert load_problems(path) == [Problem(0, "1+1", "#### 2"), Problem(1, "2+2", {"value": 4})]
+    assert load_problems(path, limit=1) == [Problem(0, "1+1", "#### 2")]
 
 
-def test_a_template_surrounds_the_prompt(path: Path) -> None:
-    assert load_problems(path, input_template="Q: {} A: ", limit=1)[0].prompt == "Q: 1+1 A: "
+def chat(messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+    assert not tokenize and add_generation_prompt
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
-def test_a_chat_template_is_applied(path: Path) -> None:
-    def apply_chat_template(chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
-        assert not tokenize and add_generation_prompt
-        return f"<{chat[0]['role']}>{chat[0]['content']}"
+TOKENIZER = SimpleNamespace(apply_chat_template=chat)
 
-    tokenizer = SimpleNamespace(apply_chat_template=apply_chat_template)
-    assert load_problems(path, chat_tokenizer=tokenizer)[0].prompt == "<user>1+1"
+
+@pytest.mark.parametrize(("style", "prompt"), [
+    (PromptStyle(), "1+1"),
+    (PromptStyle(template="Q: {} A: "), "Q: 1+1 A: "),
+    (PromptStyle(system_prompt="Think.", template="Q: {}"), "Think.\n\nQ: 1+1"),
+    (PromptStyle(chat=True), "<user>1+1"),
+    (PromptStyle(chat=True, system_prompt="Think.", template="Q: {}"), "<system>Think.<user>Q: 1+1"),
+    (PromptStyle(template=MATH_TEMPLATE),
+     "1+1\nPlease reason step by step, and put your final answer within \\boxed{}."),
+])  # fmt: skip
+def test_a_question_becomes_a_prompt(style: PromptStyle, prompt: str) -> None:
+    assert style.fault() is None and style.prompt("1+1", TOKENIZER) == prompt
+
+
+@pytest.mark.parametrize(("template", "fault"), [
+    ("Answer in \\boxed{}: {}", "write other braces twice"), ("{question}", "KeyError"), ("{", "ValueError"),
+    ("no place", "has no {}"),
+])  # fmt: skip
+def test_a_template_that_cannot_be_filled_in_is_a_fault(template: str, fault: str) -> None:
+    assert fault in PromptStyle(template=template).fault()
+
+
+@pytest.mark.parametrize(("name", "row", "label"), [
+    ("gsm8k", {"question": "Q", "answer": "1,000+2=<<1000+2=1002>>1,002\n#### 1,002"}, "1002"),
+    ("gsm8k", {"question": "Q", "answer": "so -3\n#### -3 "}, "-3"),
+    ("math", {"problem": "Q", "solution": r"not \boxed{1} but $\boxed{\frac{1}{\sqrt{2}}}$.", "level": "Level 1"},
+     r"\frac{1}{\sqrt{2}}"),
+    ("math500", {"problem": "Q", "solution": r"\boxed{9}", "answer": r"\text{yes}"}, r"\text{yes}"),
+    ("aime24", {"problem": "Q", "question": "Q", "answer": "073"}, "73"),
+    ("aime24", {"problem": "Q", "answer": "000"}, "0"),
+    ("aime25", {"question": "Q", "answer": r"336^\circ"}, "336"),
+    ("aime25", {"question": "Q", "answer": 70}, "70"),
+    ("amc23", {"problem": "Q", "question": "Q", "answer": 27.0}, "27"),
+    ("amc23", {"question": "Q", "answer": "-1.0"}, "-1"),
+])  # fmt: skip
+def test_benchmarks_as_published(tmp_path: Path, name: str, row: dict[str, Any], label: str) -> None:
+    file = tmp_path / "file.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert load_benchmark(name, file) == [Problem(0, "Q", label)]
+
+
+@pytest.mark.parametrize(("name", "row", "complaint"), [
+    ("gsm8k", {"problem": "Q", "solution": r"\boxed{2}"}, r"needs the keys \['question', 'answer'\], has \['problem'"),
+    ("gsm8k", {"question": "Q", "answer": "2"}, "does not end in '#### '"),
+    ("math", {"problem": "Q", "solution": "2"}, r"no \\boxed"),
+    ("math", {"problem": "Q", "solution": ["2"]}, "'solution' must be a text"),
+    ("math500", {"problem": "Q", "solution": r"\boxed{2}"}, r"needs the keys \['answer'\]"),
+    ("aime24", {"problem": "Q", "answer": "1000"}, "from 0 to 999, got '1000'"),
+    ("aime25", {"question": "Q", "answer": "3.5"}, "from 0 to 999"),
+    ("amc23", {"question": "Q", "answer": 2.5}, "whole number, such as 27.0, got 2.5"),
+    ("amc23", {"question": "Q", "answer": float("nan")}, "got nan"),
+    ("hellaswag", {"question": "Q"}, "no benchmark 'hellaswag'; known are gsm8k, math"),
+])  # fmt: skip
+def test_a_file_of_another_format_is_refused(tmp_path: Path, name: str, row: dict[str, Any], complaint: str) -> None:
+    file = tmp_path / "file.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=complaint):
+        load_benchmark(name, file)
 
 
 @pytest.mark.parametrize(("line", "complaint"), [

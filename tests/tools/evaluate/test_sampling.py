@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from openrlhf_ext.tools.evaluate import sample_completions
-from openrlhf_ext.tools.evaluate.sampling import max_prompt_tokens
+from openrlhf_ext.tools.evaluate.sampling import max_prompt_tokens, sample_completions
 from tests.tools.evaluate.conftest import POSITIONS
 
 PROMPTS = ["1+2=?", "3=?", "12+34+56=?", "9"]
@@ -87,7 +86,7 @@ def test_the_seed_decides_and_nothing_global_changes(
 def test_a_prompt_that_does_not_fit_is_named(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str
 ) -> None:
-    assert max_prompt_tokens(model, 8) == POSITIONS - 8
+    assert max_prompt_tokens(model.config, 8) == POSITIONS - 8
     with pytest.raises(ValueError, match=f"between 1 and {POSITIONS - 8} tokens.* has {len(prompt)}"):
         sample_completions(model, tokenizer, ["1", prompt], max_new_tokens=8)
 

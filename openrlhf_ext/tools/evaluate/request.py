@@ -1,0 +1,174 @@
+"""What a command asks to be evaluated, and everything that is wrong with it, before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.config.files import tokenizer_fault
+from openrlhf_ext.tools.evaluate.grading import MATHS
+from openrlhf_ext.tools.evaluate.problems import MATH_TEMPLATE, PromptStyle, Task, load_benchmark, load_problems
+from openrlhf_ext.tools.evaluate.store import load_completions, store_fault, task_settings
+
+_SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device")
+_ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
+
+
+class Request:
+    """What the options of the command ask for; files are read once, when they are first needed.
+
+    Args:
+        arguments: the options, by name.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+
+    def faults(self) -> Iterator[str]:
+        """Everything that is wrong with them, without loading a model."""
+        given = self.arguments
+        found = [*self._usage_faults(), *self._number_faults(), *self._model_faults()]
+        tasks, wrong_files = self._tasks
+        found += wrong_files
+        if given.completions:
+            if not wrong_files and Path(given.completions).is_file():
+                found += self._attempt(lambda: self.completions)
+        else:
+            found += self._sample_faults(self.samples)
+        if given.out and not found:
+            settings = zip(tasks, self.settings, strict=True)
+            found += filter(None, (store_fault(self.store_path(task.name), each) for task, each in settings))
+        yield from found
+
+    def _usage_faults(self) -> Iterator[str]:
+        given = self.arguments
+        if bool(given.benchmark) == bool(given.data):
+            yield "give either --benchmark NAME=FILE (one or several), or --data FILE with --reward"
+        if given.data and not given.reward:
+            yield "--data needs --reward, which says what a right answer is"
+        if given.data and not Path(given.data).is_file():
+            yield f"--data: there is no file {given.data}"
+        if given.completions and len(given.benchmark) > 1:
+            yield f"--completions belong to one benchmark: got {len(given.benchmark)}; grade them one after the other"
+        if given.completions and not Path(given.completions).is_file():
+            yield f"--completions: there is no file {given.completions}"
+        if given.min_gain is not None and given.compare is None:
+            yield "--min_gain needs --compare"
+        if given.compare and not Path(given.compare).is_file():
+            yield f"--compare: there is no file {given.compare}"
+        comparing = [name for name in ("compare", "expect_accuracy") if getattr(given, name) is not None]
+        if comparing and len(given.benchmark) > 1:
+            yield f"--{comparing[0]} is for one problem file: got {len(given.benchmark)} benchmarks"
+
+    def _number_faults(self) -> Iterator[str]:
+        given = self.arguments
+        if not given.temperature >= 0:
+            yield f"--temperature must be at least 0: got {given.temperature:g}"
+        if given.max_failures is not None and given.max_failures < 0:
+            yield f"--max_failures must be at least 0: got {given.max_failures}"
+        for name in ("top_p", "gpu_memory_utilization"):
+            if not 0 < (value := getattr(given, name)) <= 1:
+                yield f"--{name} must be above 0 and at most 1: got {value:g}"
+        for name in ("reward_timeout_s", "engine_timeout_s"):
+            if not 0 < (value := getattr(given, name)) < float("inf"):
+                yield f"--{name} must be a positive number of seconds: got {value:g}"
+        if given.engine == "vllm" and given.device not in ("cpu", "cuda"):
+            yield (
+                f"--device must be cpu or cuda with --engine vllm: got {given.device}; "
+                "CUDA_VISIBLE_DEVICES chooses the GPUs"
+            )
+
+    def _model_faults(self) -> Iterator[str]:
+        given = self.arguments
+        if given.model is None:
+            if not given.completions:
+                yield "give --model (a checkpoint to sample from), or --completions (saved ones)"
+            elif given.apply_chat_template:
+                yield "--apply_chat_template with --completions needs --model, whose tokenizer has the template"
+        elif not Path(given.model).is_dir():  # a name would be looked for on the hub, for a minute without a network
+            yield f"--model must be a folder with a Hugging Face checkpoint: {given.model} is none"
+        elif (fault := tokenizer_fault(given.model, chat=given.apply_chat_template)) is not None:
+            yield f"--model: {given.model} {fault}"
+
+    def _sample_faults(self, samples: int) -> Iterator[str]:
+        if above := [k for k in self.ks(samples) if k > samples]:
+            yield f"--k must be at most the completions of a prompt (--n): got {above} of {samples}"
+
+    @staticmethod
+    def _attempt(read: Callable[[], Any]) -> list[str]:
+        try:
+            read()
+        except (ValueError, OSError) as error:
+            return str(error).splitlines()
+        return []
+
+    @property
+    def samples(self) -> int:
+        """Completions of each prompt that are sampled."""
+        return self.arguments.n_samples or 4
+
+    def ks(self, samples: int) -> list[int]:
+        """Sizes of pass@k and maj@k."""
+        return sorted(set(self.arguments.k or (2**exponent for exponent in range(samples.bit_length()))))
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The problem files."""
+        return self._tasks[0]
+
+    @cached_property
+    def _tasks(self) -> tuple[list[Task], list[str]]:
+        """The tasks whose files can be used, and what is wrong with the others."""
+        given = self.arguments
+        # a chat template replaces the template of a user's own data, as in OpenRLHF; in a benchmark's it goes around it
+        template = (given.input_template or MATH_TEMPLATE) if given.benchmark else given.input_template
+        if given.data and given.apply_chat_template:
+            template = None
+        style = PromptStyle(template=template, system_prompt=given.system_prompt, chat=given.apply_chat_template)
+        faults = [fault] if (fault := style.fault()) is not None else []
+        tasks: dict[str, Task] = {}
+
+        def load() -> None:
+            if data:
+                problems = load_problems(path, given.input_key, given.label_key, given.limit)
+            else:
+                problems = load_benchmark(name, path, given.limit)
+            if name in tasks:
+                raise ValueError(f"--benchmark: {name} is given twice")
+            tasks[name] = Task(name, path, problems, given.reward or MATHS, style)
+
+        for spec in given.benchmark:
+            name, equals, path = spec.partition("=")
+            data = False
+            faults += self._attempt(load) if equals else [f"--benchmark must be NAME=FILE: got {spec!r}"]
+        if given.data and Path(given.data).is_file():
+            name, path, data = Path(given.data).stem, given.data, True
+            faults += self._attempt(load)
+        return list(tasks.values()), faults
+
+    @cached_property
+    def completions(self) -> list[list[str]]:
+        """The saved completions."""
+        found = load_completions(self.arguments.completions, len(self.tasks[0].problems))
+        samples = len(found[0])
+        faults = list(self._sample_faults(samples))
+        if self.arguments.n_samples not in (None, samples):
+            faults.append(f"--n {self.arguments.n_samples} is not what --completions has of each problem: {samples}")
+        if faults:
+            raise ValueError("\n".join(faults))
+        return found
+
+    @cached_property
+    def settings(self) -> list[dict[str, Any]]:
+        """For each task what its results depend on."""
+        given = self.arguments
+        names = [*_SAMPLING, *(_ENGINE if given.engine == "vllm" else ())]
+        sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}}
+        return [task_settings(task, sampling, given.model, given.completions) for task in self.tasks]
+
+    def store_path(self, name: str) -> Path:
+        """Where a task's graded problems are kept, with --out."""
+        return Path(self.arguments.out) / f"{name}.jsonl"

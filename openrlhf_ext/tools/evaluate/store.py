@@ -1,0 +1,207 @@
+"""Graded problems on the disk: one line for the settings, then one for each problem, in order."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from openrlhf_ext.tools.evaluate.problems import Task
+
+_SETTINGS = "settings"
+_HASHED_BYTES = 1 << 20
+_HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
+
+
+class Store:
+    """The results of one problem file: those of an earlier, killed command, and what is appended now.
+
+    Lines go to the file whole, in one write; the rest of one that a kill cut off is removed. The file is locked, so
+    that a second command cannot append to it. A context manager.
+
+    Args:
+        path: the JSONL file; ``None`` keeps results in memory only.
+        settings: what the results depend on; plain data.
+
+    Raises:
+        ValueError: the file holds results of other settings (which, it says), something else than results, or another
+            process is writing it.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self.results: list[dict[str, Any]] = []
+        self._file: int | None = None
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._open(path, dict(settings))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Keep more graded problems, each a JSON object."""
+        for result in results:
+            self.results.append(dict(result))
+            self._write(result)
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self, path: Path, settings: dict[str, Any]) -> None:
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{path} is being written by another process: wait for it, or give another --out"
+            ) from error
+        text = path.read_bytes()
+        _require_same(path, text, settings)
+        whole = text[: text.rfind(b"\n") + 1]
+        self.results = [json.loads(line) for line in whole.splitlines()[1:]]
+        os.ftruncate(self._file, len(whole))
+        if not whole:
+            self._write({_SETTINGS: settings})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        rest = memoryview((json.dumps(line) + "\n").encode())
+        while rest:  # one call writes 2 GiB at most
+            rest = rest[os.write(self._file, rest) :]
+
+
+def task_settings(
+    task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None
+) -> dict[str, Any]:
+    """What the results of a task depend on, in plain data.
+
+    Args:
+        sampling: how completions are sampled: every option that changes them, the engine's included.
+        model: folder of the checkpoint.
+        completions: file of saved completions that are graded instead; then the others do not matter.
+    """
+    settings = {
+        "benchmark": task.name,
+        "data": _file_digest(task.path),
+        "problems": len(task.problems),
+        "questions_and_labels": _digest_of([[problem.prompt, problem.label] for problem in task.problems]),
+        "reward": _file_digest(task.reward) if Path(task.reward).is_file() else task.reward,
+        **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
+    }
+    if completions is not None:
+        return settings | {"completions": _file_digest(completions)}
+    assert model is not None
+    return settings | {"model": _model_digest(model), **sampling}
+
+
+def _digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _model_digest(folder: str | Path) -> str:
+    """What tells two checkpoints apart: names, sizes, first and last MiB of the files of weights, tokenizer, settings.
+
+    A training step changes every tensor, so that whole files need not be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in _HASHED_FILES and p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASHED_BYTES))
+            file.seek(max(0, size - _HASHED_BYTES))
+            digest.update(file.read(_HASHED_BYTES))
+    return digest.hexdigest()
+
+
+def store_fault(path: Path, settings: Mapping[str, Any]) -> str | None:
+    """Why a file cannot go on with these settings; ``None`` if it can, or is not there. Changes nothing."""
+    try:
+        _require_same(path, path.read_bytes() if path.exists() else b"", settings)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _require_same(path: Path, text: bytes, settings: Mapping[str, Any]) -> None:
+    ours = json.dumps({_SETTINGS: dict(settings)}) + "\n"
+    first, newline, _ = text.partition(b"\n")
+    if not newline and ours.encode().startswith(first):  # nothing yet, or killed within the first write
+        return
+    try:
+        before = json.loads(first)[_SETTINGS]
+        pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold results of an evaluation: give another --out") from error
+    if different := [f"{name} was {was!r}, is {now!r}" for name, was, now in pairs if was != now]:
+        raise ValueError(
+            f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
+        )
+
+
+def load_completions(path: str | Path, problems: int) -> list[list[str]]:
+    """Read saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order.
+
+    A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
+
+    Args:
+        path: the file.
+        problems: how many there are; lines of later ones are left out.
+
+    Raises:
+        ValueError: the file has another format, lacks problems, or has different numbers of completions.
+    """
+    found: dict[int, list[str]] = {}
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                if _SETTINGS in row:
+                    continue
+                texts = [each if isinstance(each, str) else each["text"] for each in row["completions"]]
+                place = row["problem"]
+                if not texts or not isinstance(place, int) or not all(isinstance(text, str) for text in texts):
+                    raise ValueError("not a number and a list of texts")
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ValueError(
+                    f'{path}, line {number}: needs {{"problem": 0, "completions": ["text", ...]}} '
+                    f"({type(error).__name__}: {error})"
+                ) from error
+            if place in found:
+                raise ValueError(f"{path}, line {number}: problem {place} is there twice")
+            found[place] = texts
+    if missing := [place for place in range(problems) if place not in found]:
+        raise ValueError(
+            f"{path} lacks {len(missing)} of {problems} problems, the first is {missing[0]} (counted from 0)"
+        )
+    counts = sorted({len(found[place]) for place in range(problems)})
+    if len(counts) > 1:
+        raise ValueError(f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give equally many")
+    return [found[place] for place in range(problems)]

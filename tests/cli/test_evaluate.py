@@ -1,0 +1,189 @@
+"""The command ``python -m openrlhf_ext.cli.evaluate`` on benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_ext.cli.evaluate import main
+from tests.models import make_tiny_policy
+from tests.patience import PATIENCE_S, until
+
+QUICK = ["--num_workers", "1"]
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_policy(path)
+    return path
+
+
+@pytest.fixture
+def aime(tmp_path: Path) -> Path:
+    return write(
+        tmp_path / "aime.jsonl", [{"problem": f"What is {i}+{i}?", "answer": f"{2 * i:03d}"} for i in range(6)]
+    )
+
+
+def boxed(*answers: str) -> list[str]:
+    return [f"It is \\boxed{{{answer}}}." if answer else "I do not know." for answer in answers]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Four completions of two problems with the answers 73 and 5."""
+    rows = [
+        {"problem": 1, "completions": boxed("6", "", "5", "7")},
+        {"problem": 0, "completions": boxed("73", "\\frac{146}{2}", "074", "74.0")},
+    ]
+    return write(tmp_path / "saved.jsonl", rows)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    return write(tmp_path / "two.jsonl", [{"problem": "P", "answer": "073"}, {"problem": "Q", "answer": "005"}])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_saved_completions_are_counted_as_by_hand(
+    tmp_path: Path, two: Path, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = ["--completions", str(saved), "--benchmark", f"aime24={two}", "--out", str(out), "--k", "1", "2", "4"]
+    assert main([*options, *QUICK]) == 0
+    (result,) = json.loads((out / "results.json").read_text())
+    # correct are 2 of 4 and 1 of 4
+    assert result["accuracy"] == pytest.approx((0.5 + 0.25) / 2)
+    assert result["pass_at_k"] == pytest.approx({"1": 0.375, "2": (5 / 6 + 1 / 2) / 2, "4": 1.0})
+    # votes of 4: 73, 73 against 74, 74 tie, half right; 5, 6, 7 and no answer tie, a third right
+    assert result["majority_at_k"]["4"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert result["ties_at_k"]["4"] == 1.0
+    # votes of 2: {73,73} right, {74,74} wrong, four ties; {5,none} right, two ties with 5, three without a right answer
+    assert result["majority_at_k"]["2"] == pytest.approx((3 / 6 + 2 / 6) / 2)
+    assert result["ties_at_k"]["2"] == pytest.approx((4 / 6 + 3 / 6) / 2)
+    for name in ("pass_at_k", "majority_at_k"):
+        for k, (low, high) in result[f"{name}_intervals"].items():
+            assert low <= result[name][k] <= high
+    shown = capsys.readouterr().out
+    assert "| benchmark | problems | mean@4 | pass@1/2/4 | maj@2/4 |" in shown
+    assert "| aime24 | 2 | 37.5 | 37.5/66.7/100.0 | 41.7/41.7 |" in shown and (out / "tables.md").read_text() == shown
+    first, second = lines_of(out / "aime24.jsonl")[1:]
+    assert [each["vote"] for each in first["completions"]] == [0, 0, 1, 1]
+    assert [each["vote"] for each in second["completions"]] == [0, None, 1, 2]
+
+    again = ["--completions", str(out / "aime24.jsonl"), *options[2:5], str(tmp_path / "again"), *options[6:], *QUICK]
+    assert main(again) == 0, "what --out wrote can be graded again"
+    assert (tmp_path / "again/results.json").read_text() == (out / "results.json").read_text()
+
+
+@pytest.mark.parametrize(("more", "complaints"), [
+    (["--k", "1", "8"], ["--k must be at most the completions of a prompt (--n): got [8] of 4"]),
+    (["--benchmark", "hellaswag={aime}"], ["there is no benchmark 'hellaswag'; known are gsm8k, math, math500"]),
+    (["--benchmark", "gsm8k={aime}"], ["benchmark gsm8k: {aime}, line 1: needs the keys ['question'"]),
+    (["--benchmark", "amc23={aime}.gone"], ["{aime}.gone"]),
+    (["--benchmark", "{aime}"], ["--benchmark must be NAME=FILE"]),
+    (["--temperature", "-1", "--top_p", "0", "--k", "9", "--benchmark", "math={aime}", "--model", "gone"],
+     ["--temperature must be at least 0", "--top_p must be above 0", "got [9] of 4", "needs the keys ['solution']",
+      "--model must be a folder"]),
+    (["--engine", "vllm", "--device", "cuda:1"], ["--device must be cpu or cuda with --engine vllm: got cuda:1"]),
+    (["--data", "{aime}"], ["give either --benchmark", "--data needs --reward", "(--input_key, --label_key)"]),
+    (["--completions", "{aime}.gone"], ["--completions: there is no file"]),
+    (["--completions", "{aime}"], ["{aime}, line 1: needs {{\"problem\": 0"]),
+])  # fmt: skip
+def test_what_is_wrong_is_told_at_once_before_a_model_is_loaded(
+    model: Path, aime: Path, tmp_path: Path, more: list[str], complaints: list[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: pytest.fail("goes on"))
+    given = [word.format(aime=aime) for word in more]
+    base = ["--benchmark", f"aime24={aime}", "--model", str(model), "--out", str(tmp_path / "out"), "--n", "4"]
+    assert main([*base, *given]) == 2
+    shown = capsys.readouterr().err
+    for complaint in complaints:
+        assert complaint.format(aime=aime) in shown
+    assert len(shown.splitlines()) == len(complaints) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("row", "complaint"), [
+    ({"problem": 1, "completions": boxed("5")}, "between 1 and 4 completions"),
+    ({"problem": 0, "completions": boxed("5")}, "problem 0 is there twice"),
+    ({"problem": 7, "completions": boxed("5")}, "lacks 1 of 2 problems, the first is 1"),
+])  # fmt: skip
+def test_completions_that_do_not_belong_are_refused(
+    two: Path, tmp_path: Path, row: dict[str, Any], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "wrong.jsonl", [{"problem": 0, "completions": boxed("1", "2", "3", "4")}, row])
+    assert main(["--completions", str(file), "--benchmark", f"aime24={two}"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def sampling(model: Path, aime: Path, out: Path) -> list[str]:
+    return [
+        "--model", str(model), "--benchmark", f"aime24={aime}", "--out", str(out), "--n", "2", "--batch_size", "4",
+        "--max_new_tokens", "40", "--input_template", "{}", *QUICK,
+    ]  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_killed_command_goes_on_to_the_same_bytes(
+    model: Path, aime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main(sampling(model, aime, whole)) == 0
+    command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *sampling(model, aime, killed)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file = killed / "aime24.jsonl"
+    try:
+        until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 2, "no problem is graded")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE_S)
+    text = (whole / "aime24.jsonl").read_bytes()
+    assert text.startswith(file.read_bytes())
+    assert main(sampling(model, aime, killed)) == 0
+    assert contents(killed) == contents(whole)
+    # a kill within the second line of the second group, of which the first is kept and sampled again
+    file.write_bytes(text[: sum(map(len, text.splitlines(keepends=True)[:4])) + 25])
+    assert main(sampling(model, aime, killed)) == 0
+    assert contents(killed) == contents(whole)
+    capsys.readouterr()
+
+    other = [*sampling(model, aime, killed), "--temperature", "0.5", "--seed", "3"]
+    assert main(other) == 2
+    complaint = capsys.readouterr().err
+    assert "temperature was 1.0, is 0.5; seed was 0, is 3" in complaint and "or another --out" in complaint
+    assert contents(killed) == contents(whole)
+
+
+def test_the_greedy_answers_of_vllm_are_those_of_transformers(model: Path, aime: Path, tmp_path: Path) -> None:
+    written = {}
+    greedy = ["--temperature", "0", "--kv_cache_mib", "64"]
+    assert main([*sampling(model, aime, tmp_path / "transformers"), *greedy]) == 0
+    # a process of its own: the engine changes the environment
+    command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *sampling(model, aime, tmp_path / "vllm"), *greedy]
+    done = subprocess.run([*command, "--engine", "vllm"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    for engine in ("transformers", "vllm"):
+        written[engine] = lines_of(tmp_path / engine / "aime24.jsonl")[1:]
+    assert written["vllm"] == written["transformers"]
+    assert any(completion["text"] for problem in written["vllm"] for completion in problem["completions"])

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.tools.evaluate.store import Store, store_fault
+
+SETTINGS = {"n": 2, "model": "abc"}
+RESULTS = [{"problem": place, "text": "ä\n" * place} for place in range(3)]
+
+
+def test_a_file_cut_anywhere_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    with Store(path, SETTINGS) as store:
+        store.append(RESULTS)
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        assert store_fault(path, SETTINGS) is None
+        with Store(path, SETTINGS) as store:
+            assert store.results == RESULTS[: max(0, whole[:size].count(b"\n") - 1)]
+            store.append(RESULTS[len(store.results) :])
+        assert path.read_bytes() == whole
+
+
+def test_other_settings_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with Store(path, SETTINGS) as store:
+        store.append(RESULTS)
+    before = path.read_bytes()
+    complaint = r"holds results of other settings \(n was 2, is 3\): give these settings, or another --out"
+    with pytest.raises(ValueError, match=complaint):
+        Store(path, SETTINGS | {"n": 3})
+    assert "n was 2, is 3" in (store_fault(path, SETTINGS | {"n": 3}) or "")
+    path.with_name("notes.jsonl").write_text("my notes\n")
+    with pytest.raises(ValueError, match="does not hold results of an evaluation"):
+        Store(path.with_name("notes.jsonl"), SETTINGS)
+    assert path.read_bytes() == before and path.with_name("notes.jsonl").read_text() == "my notes\n"
+
+
+def test_two_commands_do_not_write_one_file(tmp_path: Path) -> None:
+    with Store(tmp_path / "results.jsonl", SETTINGS), pytest.raises(ValueError, match="written by another process"):
+        Store(tmp_path / "results.jsonl", SETTINGS)
