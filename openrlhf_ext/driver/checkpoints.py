@@ -28,6 +28,7 @@ from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.response import Response
 
 if TYPE_CHECKING:
@@ -90,12 +91,16 @@ class Checkpointer:
     Args:
         groups: of ranks that are trained, by name; the first one is the policy's.
         prompts: fingerprint of the run's prompts.
+        events: told of every checkpoint.
 
     Attributes:
         best_value: of ``ckpt.best_metric_key`` so far.
     """
 
-    def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], prompts: str) -> None:
+    def __init__(
+        self, config: RunConfig, groups: Mapping[str, RankGroup], prompts: str, events: EventLog | None = None
+    ) -> None:
+        self._events = events or EventLog()
         self.config, self.groups, self.timeout_s = config, dict(groups), config.train.step_timeout_s
         label = {"label": config.fp8.training_label} if config.fp8.enable else {}
         self.constants = {"options": plain_options(config), "prompts": prompts, **label}
@@ -207,6 +212,8 @@ class Checkpointer:
         self.store.rotate()
         seconds, size = time.monotonic() - pending.started, manifest.size / 2**20
         logger.info("wrote the checkpoint %s (%.1f MiB, %.1f s)", path, size, seconds)
+        is_best = {"best": dict([pending.best])} if pending.best is not None else {}
+        self._events.note("checkpoint", of_step=pending.step, path=str(path), mib=size, seconds=seconds, **is_best)
 
     def _about(self) -> dict[str, Any]:
         """What the manifest says for people."""

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from openrlhf_ext.driver.scoring import (
 )
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
 from openrlhf_ext.ranks.messages import TrainingShard
+from openrlhf_ext.reporting import chosen_groups
 from openrlhf_ext.rollout.response import Response
 
 if TYPE_CHECKING:
@@ -56,12 +57,14 @@ class Experience:
         shards: one for each data-parallel rank of the policy.
         batch, old: the sequences, and what the policy said of them before the step.
         metrics: what the batch is like, under the names of docs/metrics.md.
+        samples: completions of a few whole groups as ``SampleWriter`` takes them, if that was asked for.
     """
 
     shards: list[TrainingShard]
     batch: SequenceBatch
     old: LogprobEntropy
     metrics: dict[str, float]
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ExperienceMaker:
@@ -88,11 +91,12 @@ class ExperienceMaker:
         self.batches = 0
 
     @torch.no_grad()
-    def make(self, groups: Sequence[Group], version: int, get: Get) -> Experience:
+    def make(self, groups: Sequence[Group], version: int, get: Get, keep_samples: bool = False) -> Experience:
         """Scores the groups, shapes them, and cuts every data-parallel rank's shard.
 
         Args:
             version: of the policy's weights, with which old log-probs are taken.
+            keep_samples: show completions of a few groups.
         """
         samples = in_group_order(groups, self.group_size)
         batch = sequences_of(samples)
@@ -109,7 +113,8 @@ class ExperienceMaker:
         self.batches += 1
         shards = training_shards(shaped, self._chunks(batch), self._deals(batch), seed=self.batches)
         metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
-        return Experience(shards, batch, old, metrics)
+        shown = shown_samples(_by_prompt(groups), rollout, shaped) if keep_samples else []
+        return Experience(shards, batch, old, metrics, shown)
 
     def _shape(self, rollout: RolloutBatch) -> tuple[LossBatch, dict[str, float]]:
         """The batch as the algorithm shapes it, and what both are like."""
@@ -172,7 +177,11 @@ def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
                 f"a group of {len(group.responses)} completions, rollout.n_samples_per_prompt is {group_size}: "
                 f"{group.prompt.text!r}"
             )
-    return [sample for group in sorted(groups, key=lambda g: g.prompt.text) for sample in group.responses]
+    return [sample for group in _by_prompt(groups) for sample in group.responses]
+
+
+def _by_prompt(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group.prompt.text)
 
 
 def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
@@ -202,6 +211,38 @@ def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:
     """(N,) log-probs that the engines reported; None if one did not."""
     reported = [sample.logprobs_T for sample in samples if sample.logprobs_T is not None]
     return torch.from_numpy(np.concatenate(reported)) if len(reported) == len(samples) else None
+
+
+_SHOWN = {
+    "old_logprobs": "logprobs", "entropies": "entropies", "ref_logprobs": "ref_logprobs",
+    "guide_logprobs": "guide_logprobs", "values": "values",
+}  # fmt: skip
+
+
+def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch) -> list[dict[str, Any]]:
+    """The completions of a few groups, those whose prompts were drawn first, in the form of ``SampleWriter``.
+
+    Args:
+        groups: in the order of the batch.
+        shaped: the batch as the algorithm shaped it.
+    """
+    order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
+    chosen = chosen_groups([sum(r.sampled for r in groups[position].responses) for position in order])
+    starts = np.cumsum([0] + [len(group.responses) for group in groups])
+    floats = {key: getattr(rollout, name) for name, key in _SHOWN.items()} | {"advantages": shaped.advantages}
+    shown = []
+    for position in (order[place] for place in chosen):
+        prompt = groups[position].prompt
+        for row, response in enumerate(groups[position].responses, start=int(starts[position])):
+            span = rollout.segments.span(slice(row, row + 1))
+            facts = {
+                "group": prompt.number, "prompt": prompt.text, "token_ids": rollout.tokens[span].tolist(),
+                "reward": response.reward, "score": response.score, "truncated": response.truncated,
+                "from_guide": response.from_guide,
+            }  # fmt: skip
+            numbers = {key: values_N[span].tolist() for key, values_N in floats.items() if values_N is not None}
+            shown.append(facts | numbers)
+    return shown
 
 
 def training_shards(

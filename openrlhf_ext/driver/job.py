@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import preflight
+from openrlhf_ext.driver.about import about_run
 from openrlhf_ext.driver.checkpoints import Checkpointer, write_hf
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.drift import DriftCheck
@@ -33,6 +35,7 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
+from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepGauges, StepRecorder
 from openrlhf_ext.driver.resume import (
     Resumed,
@@ -55,6 +58,7 @@ from openrlhf_ext.driver.settings import (
 from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.reporting import EventLog, SampleWriter
 
 if TYPE_CHECKING:
     from openrlhf_ext.compat import DriverStrategy
@@ -72,10 +76,13 @@ def run(config: RunConfig) -> int:
     """
     config = with_local_model(config)
     preflight.check_reward(config)
-    return run_with_restarts(config, run_once)
+    events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
+    with EventLog(events, goes_on=config.ckpt.load_enable) as log:
+        log.note("start", **about_run(config))
+        return run_with_restarts(config, functools.partial(run_once, events=log), log)
 
 
-def run_once(config: RunConfig) -> int:
+def run_once(config: RunConfig, events: EventLog) -> int:
     """One attempt at the run; exit codes as those of ``run``."""
     session = RaySession(
         policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
@@ -84,17 +91,28 @@ def run_once(config: RunConfig) -> int:
     try:
         with session:
             try:
-                train(config, session)
+                train(config, session, events)
             except Exception as error:
                 logger.debug("the run failed", exc_info=True)
-                logger.error("the run failed:\n%s", session.describe_failure(error))
+                failure = session.describe_failure(error)
+                logger.error("the run failed:\n%s", failure)
+                note_end(events, "failure", error=failure)
                 return 1
     except KeyboardInterrupt:
         logger.error("interrupted; every process of the run has ended")
+        note_end(events, "interrupted")
         return 130
     finally:
         clean_up(config)
     return 0
+
+
+def note_end(events: EventLog, event: str, **facts: Any) -> None:
+    """Writes how the run ended; the disk that is full may be why it did."""
+    try:
+        events.note(event, **facts)
+    except OSError as error:
+        logger.error("events.jsonl does not say that the run ended: %s", error)
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,7 @@ class Parts:
     steps: int
     deadline: Deadline
     use_gpu: bool
+    events: EventLog
     resumed: Resumed | None = None
 
     @property
@@ -120,13 +139,15 @@ class Parts:
         return trained_groups(self.policy, self.auxiliary)
 
 
-def train(config: RunConfig, session: RaySession) -> None:
+def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
     prepare_folder(config)
-    parts = build_parts(config, session)
+    parts = build_parts(config, session, events)
     check_shared_folders(config, parts.policy)
     loop = build_loop(config, parts)
     session.remember_children()
+    processes = {name: {key: about[key] for key in ("host", "pid")} for name, about in session.processes.items()}
+    events.note("ready", steps=parts.steps, processes=processes)
     if config.initial_entropy_prompts:
         set_initial_entropy(config, loop, parts)
     loop.run()
@@ -135,9 +156,10 @@ def train(config: RunConfig, session: RaySession) -> None:
     logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
     write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", config.train.step_timeout_s)
     parts.auxiliary.save(config)
+    events.note("end", path=config.ckpt.output_dir)
 
 
-def build_parts(config: RunConfig, session: RaySession) -> Parts:
+def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Parts:
     """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the data."""
     start = Deadline()
     doing = "starting the rollout engines and the policy ranks"
@@ -151,6 +173,7 @@ def build_parts(config: RunConfig, session: RaySession) -> Parts:
             if not config.logger.verbose:
                 compat.quiet_upstream_logs()
             places = reserve_policy_places(config)
+            session.find_gpus(config.vllm.start_timeout_s)
             engines = start_engines(config, session.use_gpu, places)
             guide_engines = start_guide_engines(config, session.use_gpu)
             policy = start_policy(config, places)
@@ -181,13 +204,16 @@ def build_parts(config: RunConfig, session: RaySession) -> Parts:
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
         resumed = restore(config, trained_groups(policy, auxiliary))
         check_prompts(resumed, prompts.fingerprint)
-    supervisor = EngineSupervisor(engines, policy, config, session.remember, start)
+    events.repeat_from(resumed.step if resumed is not None else 0)
+    if resumed is not None:
+        events.note("resumed", resume_step=resumed.step, path=str(resumed.folder))
+    supervisor = EngineSupervisor(engines, policy, config, session.remember, start, events=events)
     guide_supervisor = None
     if guide_engines is not None:
-        guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE)
+        guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events)
     return Parts(
         strategy, tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
-        session.use_gpu, resumed,
+        session.use_gpu, events, resumed,
     )  # fmt: skip
 
 
@@ -224,25 +250,40 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
         guide_supervisor=parts.guide_supervisor,
         sharing=sharing,
         deadline=deadline,
-        recorder=StepRecorder(
-            Path(required(config.logger.metrics_path, "logger.metrics_path")),
-            Path(required(config.logger.figure_path, "logger.figure_path")),
-            parts.steps,
-            parts.prompts.skipped_overlong,
-            title=f"{config.algorithm_name()}, {Path(policy_path(config)).name}",
-            resume_step=parts.resumed.step if parts.resumed is not None else 0,
-            label=config.fp8.training_label,
-        ),
-        gauges=step_gauges(config, parts.policy, shape),
+        recorder=build_recorder(config, parts),
+        gauges=step_gauges(config, parts, shape),
         held_out=dataloader(parts.strategy, parts.held_out) if parts.held_out else None,
         sinks=build_sinks(parts.strategy.args),
         tokenizer=parts.tokenizer,
         drift=drift_check(config, parts.policy),
-        checkpointer=Checkpointer(config, parts.trained, parts.prompts.fingerprint),
+        profiler=step_profiler(config, parts),
+        checkpointer=Checkpointer(config, parts.trained, parts.prompts.fingerprint, parts.events),
     )  # fmt: skip
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
     return loop
+
+
+def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
+    """What writes the run folder: metrics, events, completions, the figure."""
+    metrics = Path(required(config.logger.metrics_path, "logger.metrics_path"))
+    resume_step = parts.resumed.step if parts.resumed is not None else 0
+
+    def texts(token_ids: list[int]) -> list[str]:
+        return parts.tokenizer.batch_decode([[token] for token in token_ids], clean_up_tokenization_spaces=False)
+
+    every = config.logger.samples_every
+    return StepRecorder(
+        metrics,
+        Path(required(config.logger.figure_path, "logger.figure_path")),
+        parts.steps,
+        parts.prompts.skipped_overlong,
+        title=f"{config.algorithm_name()}, {Path(policy_path(config)).name}",
+        resume_step=resume_step,
+        label=config.fp8.training_label,
+        events=parts.events,
+        samples=SampleWriter(metrics.with_name("samples.jsonl"), every, parts.steps, texts, resume_step),
+    )
 
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:
@@ -262,11 +303,11 @@ def build_sinks(args: Any) -> list:
     return [logger(args) for logger, is_wanted in wanted if is_wanted]
 
 
-def step_gauges(config: RunConfig, policy: RankGroup, shape: ModelShape) -> StepGauges:
+def step_gauges(config: RunConfig, parts: Parts, shape: ModelShape) -> StepGauges:
     """Speed, memory and the slowest rank of every step."""
     bf16 = config.megatron.param_dtype == "bf16"
     epochs, timeout_s = config.train.max_epochs, config.train.step_timeout_s
-    return StepGauges(policy, shape, epochs, config.logger.peak_tflops, bf16, timeout_s)
+    return StepGauges(parts.policy, shape, epochs, config.logger.peak_tflops, bf16, timeout_s, parts.events)
 
 
 def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:
@@ -274,6 +315,19 @@ def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:
     if not config.train.drift_check:
         return None
     return DriftCheck(policy, config.repeat_tolerance, config.probe_tolerance, config.train.step_timeout_s)
+
+
+def step_profiler(config: RunConfig, parts: Parts) -> StepProfiler | None:
+    """What has the ranks profile themselves, None without profile.steps."""
+    if config.profile.first_and_last is None:
+        return None
+    if config.profile.first_and_last[0] > parts.steps:
+        logger.warning("profile.steps %s: the run has %d steps, none is profiled", config.profile.steps, parts.steps)
+    folder = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("profile")
+    return StepProfiler(
+        parts.policy, config.profile.first_and_last, config.profile.ranks, folder, config.train.step_timeout_s,
+        parts.events,
+    )  # fmt: skip
 
 
 def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> None:

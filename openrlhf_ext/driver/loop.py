@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, groups_from_plain, plain_groups
 from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
+from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepGauges, StepRecorder
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
 from openrlhf_ext.driver.settings import frozen_steps
@@ -63,6 +64,7 @@ class TrainingLoop:
     drift: DriftCheck | None = None
     checkpointer: Checkpointer | None = None
     guide_supervisor: EngineSupervisor | None = None
+    profiler: StepProfiler | None = None
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
@@ -73,12 +75,17 @@ class TrainingLoop:
         """Trains until the prompts are used up, with an evaluation before the first and after the last step."""
         self.begin()
         while groups := self.take():
-            made = self.score_and_shape(groups)
-            trained = self.train(made.shards)
-            synced = self.publish()
+            with self.profiled():
+                made = self.score_and_shape(groups)
+                trained = self.train(made.shards)
+                synced = self.publish()
             self.record(groups, made, trained | synced)
             self.evaluate_and_save()
         self.end()
+
+    def profiled(self) -> AbstractContextManager:
+        """In which the ranks profile themselves, if the step is one of ``profile.steps``."""
+        return nullcontext() if self.profiler is None else self.profiler.step(self.step + 1)
 
     def begin(self) -> None:
         """The engines get what a checkpoint holds, or the untrained policy is evaluated."""
@@ -92,6 +99,7 @@ class TrainingLoop:
     def take(self) -> list[Group]:
         """The groups of the next step, oldest first; none when the prompts are used up."""
         started = time.perf_counter()
+        self.recorder.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
         self._waited_s = time.perf_counter() - started
         return groups
@@ -99,7 +107,9 @@ class TrainingLoop:
     def score_and_shape(self, groups: Sequence[Group]) -> Experience:
         """Old log-probs, values and reference log-probs; then advantages of whole groups, and every rank's shard."""
         with self._limit(f"training step {self.step + 1}"):
-            return self.experience.make(groups, self.version, self._get)
+            samples = self.recorder.samples
+            keep = samples is not None and samples.is_due(self.step + 1)
+            return self.experience.make(groups, self.version, self._get, keep_samples=keep)
 
     def train(self, shards: list[TrainingShard]) -> dict[str, float]:
         """Optimizer steps of policy and critic; all ranks of each return the same reduced metrics."""
@@ -144,6 +154,8 @@ class TrainingLoop:
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
         record = self.recorder.step(self.step, metrics, self._engine_stats())
+        if self.recorder.samples is not None and made.samples:
+            self.recorder.samples.write(self.step, made.samples)
         if self.sinks and self.step % self.config.logger.logging_steps == 0:
             sample = groups[0].responses[0]
             shown = {"generated_samples": [self.tokenizer.decode(sample.tokens_S.tolist()), sample.reward]}
@@ -176,6 +188,7 @@ class TrainingLoop:
 
     def end(self) -> None:
         """Completes what is being written; evaluates the last weights if that was not due."""
+        self.recorder.events.step = self.step
         if self.checkpointer is not None:
             with self._limit("completing the last checkpoint"):
                 self.checkpointer.finish()
@@ -183,6 +196,8 @@ class TrainingLoop:
             self.evaluate()
         for sink in self.sinks:
             sink.close()
+        if self.profiler is not None and (table := self.profiler.table()):
+            logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -192,7 +207,7 @@ class TrainingLoop:
             return None
         started, options = time.perf_counter(), self.config.eval
         prompts = all_prompts(self.held_out)
-        sampling = sampling_of(self.config, options.temperature)
+        sampling = sampling_of(self.config, options.temperature, options.top_p)
         groups = self.rollouts.sample(prompts, options.n_samples_per_prompt, sampling, "evaluating")
         self._engine_stats()  # these do not count as a step's rollouts
         logs = evaluation_metrics(groups) | {"time/eval": time.perf_counter() - started}

@@ -24,7 +24,6 @@ def findings(config: RunConfig) -> Findings:
         *options.violations,
         *correction_violations(config),
         *kl_violations(config),
-        *update_violations(config),
         *checkpoint_violations(config),
         *guide_violations(config),
     ]
@@ -53,7 +52,7 @@ def check_reward(config: RunConfig) -> None:
     if path is None or not path.endswith(".py"):
         return
     try:
-        check_reward_file(path)
+        check_reward_file(path, memory_mib=config.reward.memory_mib, environment=config.reward.environment)
     except RewardImportError as error:
         _require([Violation(("reward.remote_url",), f"reward.remote_url: {error}")])
 
@@ -157,22 +156,6 @@ def kl_violations(config: RunConfig) -> Iterator[Violation]:
         f"algo.advantage.estimator {estimator} takes a KL penalty {'only in the ' + legal[0] if legal else 'nowhere'}: "
         f"got algo.kl.init_coef {kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
     )
-
-
-def update_violations(config: RunConfig) -> Iterator[Violation]:
-    """An estimator that looks at the policy about to be updated gets one update per batch of rollouts."""
-    from openrlhf_ext.algorithms.registry import algorithm_class
-
-    estimator, train = config.algo.advantage.estimator, config.train
-    one_update = config.samples_per_rollout == train.batch_size and train.max_epochs == 1
-    if algorithm_class(config.algorithm_name()).needs_prepare and not one_update:
-        yield Violation(
-            ("algo.advantage.estimator", "train.batch_size", "train.max_epochs"),
-            f"algo.advantage.estimator {estimator} chooses tokens by statistics of the policy that is about to be "
-            "updated, which the controller has for one update per batch of rollouts only: train.batch_size must be "
-            f"rollout.batch_size * rollout.n_samples_per_prompt = {config.samples_per_rollout} and train.max_epochs 1, "
-            f"got {train.batch_size} and {train.max_epochs}",
-        )
 
 
 def unread_warnings(config: RunConfig) -> Iterator[str]:

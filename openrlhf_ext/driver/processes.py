@@ -169,6 +169,8 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
         RewardSettings(
             remote_url=required(reward.remote_url, "reward.remote_url"),
             num_workers=reward.num_workers,
+            memory_mib=reward.memory_mib,
+            environment=reward.environment,
             timeout_s=reward.timeout_s,
             max_failures=reward.max_failures,
             failure_value=reward.failure_value,

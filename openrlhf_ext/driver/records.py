@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,14 @@ from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import MetricsWriter, ProgressLine, is_documented, write_figure
+from openrlhf_ext.reporting import (
+    EventLog,
+    MetricsWriter,
+    ProgressLine,
+    SampleWriter,
+    is_documented,
+    write_figure,
+)
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.response import Response
 
@@ -37,6 +44,7 @@ _FIGURE_EVERY_S = 10.0
 DEFAULT_BAND = (0.5, 5.0)  # of the importance ratio: OpenRLHF's default for its correction
 _NAMED_ABOVE = 1.5  # slowest rank / mean from which it is named on the terminal
 _NAMED_FROM_S = 1.0
+_DROPPED = ("filtered", "late")
 
 # ---- the batch ----------------------------------------------------------------------------------------------------
 
@@ -249,6 +257,7 @@ class StepGauges:
         epochs: training passes over each batch.
         peak: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
         timeout_s: longest wait for the ranks' reports.
+        events: told of the slowest rank.
     """
 
     policy: RankGroup
@@ -257,6 +266,7 @@ class StepGauges:
     peak: float | None
     bf16: bool
     timeout_s: float
+    events: EventLog = field(default_factory=EventLog)
     _named: int | None = None
 
     def collect(self, batch: SequenceBatch, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -278,6 +288,9 @@ class StepGauges:
         if ratio < _NAMED_ABOVE or slowest.busy_seconds < _NAMED_FROM_S or slowest.rank == self._named:
             return
         self._named = slowest.rank
+        self.events.note(
+            "slow_rank", rank=slowest.rank, host=slowest.host, seconds=slowest.busy_seconds, over_mean=ratio
+        )
         logger.warning(
             "policy rank %d on %s is the slowest: %.1f s of its own in this step, %.1f times the mean of all ranks",
             slowest.rank, slowest.host, slowest.busy_seconds, ratio,
@@ -296,11 +309,13 @@ class StepRecorder:
         skipped_overlong: prompts that were left out before the run.
         resume_step: records of later steps are of a run that is being repeated, and are moved aside; 0 = all are.
         label: in every line, record and figure.
+        events: told of evaluations, and of groups that were dropped or late.
+        samples: gets completions of some steps; None = they are not kept.
     """
 
     def __init__(
         self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = "",
-        resume_step: int = 0, label: str = "",
+        resume_step: int = 0, label: str = "", events: EventLog | None = None, samples: SampleWriter | None = None,
     ) -> None:  # fmt: skip
         self.metrics_path, self.figure_path = metrics_path, figure_path
         self.title = ", ".join(part for part in (title, label) if part)
@@ -309,6 +324,9 @@ class StepRecorder:
         self.progress = ProgressLine(total_steps, label=label)
         self.skipped_overlong = skipped_overlong
         self.last_evaluation = -1
+        self.events, self.samples = events or EventLog(), samples
+        # counts of an earlier part of a resumed run are not known: its first step says nothing
+        self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
         self._drawing: threading.Thread | None = None
         self._drawn_at = 0.0
 
@@ -316,15 +334,27 @@ class StepRecorder:
         """Writes the record of one step and returns it."""
         record = step_record(logs, engines) | {"prompts/skipped_overlong": self.skipped_overlong}
         self.writer.write(step, record)
+        self._note_groups(record)
         self.progress.show(step, record)
         self.draw()
         return record
+
+    def _note_groups(self, record: Mapping[str, float]) -> None:
+        """Events of the groups that were dropped since the last step, and of those that were trained late."""
+        now = {name: record[f"groups/dropped_{name}"] for name in _DROPPED if f"groups/dropped_{name}" in record}
+        more = {name: int(count - self._dropped.get(name, count)) for name, count in now.items()}
+        self._dropped = now
+        if any(more.values()):
+            self.events.note("groups_dropped", **more)
+        if late := int(record.get("groups/trained_late", 0)):
+            self.events.note("groups_late", count=late)
 
     def evaluation(self, step: int, logs: dict[str, float]) -> None:
         """Writes the record of an evaluation made after ``step`` steps."""
         self.last_evaluation = step
         self.writer.write(step, logs)
         accuracy, error = logs["eval/accuracy"], logs["eval/accuracy_stderr"]
+        self.events.note("evaluation", accuracy=accuracy, stderr=error, samples=logs["eval/samples"])
         label = f", {self.label}" if self.label else ""
         logger.info(
             "step %d: held-out accuracy %.3f +- %.3f (%d samples)%s", step, accuracy, error, logs["eval/samples"], label
@@ -346,9 +376,11 @@ class StepRecorder:
         self._drawing.start()
 
     def close(self) -> None:
-        """Draws the last figure and closes the file."""
+        """Draws the last figure and closes the files."""
         self.draw(wait=True)
         self.writer.close()
+        if self.samples is not None:
+            self.samples.close()
 
 
 # names that the algorithms' losses use -> documented names

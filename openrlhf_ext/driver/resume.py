@@ -25,6 +25,7 @@ from openrlhf_ext.driver.checkpoints import (
 )
 from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted
+from openrlhf_ext.reporting import EventLog
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # options whose change between two parts of a run says nothing about the training
-_IMMATERIAL = ("ckpt.", "logger.", "dry_run", "train.max_restarts", "train.step_timeout_s")
+_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "train.max_restarts", "train.step_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -199,15 +200,18 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
 # ---- restarts -------------------------------------------------------------------------------------------------------
 
 
-def run_with_restarts(config: RunConfig, run_once: Callable[[RunConfig], int]) -> int:
+def run_with_restarts(config: RunConfig, run_once: Callable[[RunConfig], int], events: EventLog | None = None) -> int:
     """Runs, and after a failure (exit code 1) again from the last checkpoint, ``train.max_restarts`` times at most.
 
     Args:
         run_once: trains with a configuration and returns the exit code.
+        events: told of every restart; None = nobody is.
     """
+    events = events or EventLog()
     for restart in range(config.train.max_restarts + 1):
         if restart:
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
+            events.note("restart", number=restart, most=config.train.max_restarts)
             config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
         code = run_once(config)
         if code != 1:

@@ -249,7 +249,7 @@ class Rollouts:
         deadline: Deadline,
         with_engines: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature)
+        self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
         self.dropped = Counter(filtered=0, late=0)
@@ -412,7 +412,6 @@ class Rollouts:
         self._finished, self._again = list(finished), list(in_flight)
 
 
-def sampling_of(config: RunConfig, temperature: float) -> Sampling:
-    """How completions are sampled at this temperature."""
-    rollout = config.rollout
-    return Sampling(temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)
+def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling:
+    """How completions are sampled from this distribution."""
+    return Sampling(temperature, top_p, config.rollout.max_new_tokens, config.data.max_len)

@@ -95,7 +95,7 @@ def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
             lr=0.0 if config.train.drift_check else actor.adam.lr,
             betas=actor.adam.betas, eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
             max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
-            min_lr_ratio=actor.min_lr_ratio,
+            lr_warmup_steps=actor.lr_warmup_steps, min_lr_ratio=actor.min_lr_ratio,
             max_steps=optimizer_updates(config, steps - frozen_steps(config)),
             distributed=megatron.distributed_optimizer_enable,
             overlap=overlap(config),

@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.process import machine_id
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
@@ -197,6 +198,7 @@ class EngineSupervisor:
         remember: Callable[[str, dict[str, Any]], None] = lambda *_: None,
         deadline: Deadline | None = None,
         name: str = "rollout engine",
+        events: EventLog | None = None,
     ) -> None:
         """
         Args:
@@ -206,10 +208,11 @@ class EngineSupervisor:
             remember: told the name and ``process_info`` of every new engine.
             deadline: of the driver's phases; it stands still while engines are replaced, which has its own.
             name: what messages call an engine.
+            events: told of every replacement.
         """
         self.engines, self.config, self.restarts, self.changes = engines, config, 0, 0
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
-        self._name = name
+        self._name, self._events = name, events or EventLog()
         self._processes: dict[int, list[psutil.Process]] = {}
         self._note_processes(dict(enumerate(engines)))
 
@@ -306,6 +309,9 @@ class EngineSupervisor:
             "replacing %ss %s (restart %d of at most %d): %s",
             self._name, list(indexes), self.restarts, self.config.vllm.max_restarts, _one_line(fault),
         )  # fmt: skip
+        self._events.note(
+            "engine_replaced", engines=list(indexes), of=self._name, restarts=self.restarts, why=str(fault)
+        )
 
     def _end(self, index: int) -> None:
         """Kill the actor and, on this host, its processes: one that hangs does not listen to Ray."""

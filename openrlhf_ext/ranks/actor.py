@@ -8,10 +8,13 @@ Megatron imports it inside of its methods, after ``load_libraries`` has done so 
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from importlib import import_module
 from typing import Any
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -40,6 +43,9 @@ class RankActor:
             "RANK": str(rank),
             "LOCAL_RANK": _local_rank(),
         }
+        if interface := _interface(_own_address()):
+            # else gloo listens where the host's name leads, which Debian lets be 127.0.1.1: no other node gets there
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def get_master_addr_port(self) -> tuple[str, int]:
         """Where the ranks meet. Not a collective."""
@@ -78,6 +84,21 @@ class RankActor:
 
 def _own_address() -> str:
     return ray.util.get_node_ip_address().strip("[]")  # IPv6 addresses come in brackets
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address, or its network (127.0.0.2 is lo's); None: there is none."""
+    own = ipaddress.ip_address(address)
+    found = None
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family != socket.AF_INET or not entry.netmask:
+                continue
+            if entry.address == address:
+                return name
+            if own in ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False):
+                found = name
+    return found
 
 
 def _open_store() -> dist.TCPStore:

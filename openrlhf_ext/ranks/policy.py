@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +85,20 @@ class PolicyActor(TrainedActor):
         states += self.policy.fp8_copy_bytes
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
+
+    def start_profile(self, ranks: tuple[int, ...]) -> None:
+        """Profiles this rank, if it is one of these, until ``finish_profile``. Not a collective."""
+        if dist.get_rank() in ranks:
+            from openrlhf_ext.ranks.profile import StepProfile
+
+            self.profile = StepProfile()
+
+    def finish_profile(self, folder: str, step: int) -> dict[str, Any] | None:
+        """What ``StepProfile.finish`` says, and the rank; None if this rank is not profiled. Not a collective."""
+        if (profile := self.__dict__.pop("profile", None)) is None:
+            return None
+        rank = dist.get_rank()
+        return {"rank": rank, **profile.finish(Path(folder) / f"step{step}_rank{rank}.json.gz")}
 
     def rank_report(self) -> RankReport:
         """This rank's time by phase and its padding since the last report, and its memory. Not a collective."""

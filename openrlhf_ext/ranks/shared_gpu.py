@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 _GIB = 1 << 30
-_RESERVE = 3 * _GIB
+RESERVE_BYTES = 3 * _GIB
 """CUDA contexts of both processes, NCCL's buffers, fragments: never given up. An estimate, not measured on a GPU."""
-_ASLEEP = 2 * _GIB
+ASLEEP_BYTES = 2 * _GIB
 """What an engine keeps while it sleeps: its context, NCCL's buffers, CUDA graphs. An estimate too."""
 
 
@@ -42,7 +42,7 @@ class SharedGpu:
     def check(self) -> None:
         """Raises SharedGpuTooSmall when sampling or training cannot fit, activations apart."""
         awake = int(self.engine * self.device)
-        both = {"buffers of the weight sync": self.staging, "CUDA contexts and NCCL (estimate)": _RESERVE}
+        both = {"buffers of the weight sync": self.staging, "CUDA contexts and NCCL (estimate)": RESERVE_BYTES}
         sampling = {f"the engine ({self.engine:g} of the device)": awake, **both}
         training = {"parameters, gradients and optimizer states": self.states, **both}
         if not (self.policy_sleeps and self.engine_sleeps):
@@ -50,7 +50,7 @@ class SharedGpu:
         if not self.engine_sleeps:
             training[f"the engine ({self.engine:g} of the device)"] = awake
         else:
-            training["the engine asleep (estimate)"] = _ASLEEP
+            training["the engine asleep (estimate)"] = ASLEEP_BYTES
         for doing, parts in (("sampling", sampling), ("training, without activations", training)):
             if sum(parts.values()) > self.device:
                 raise SharedGpuTooSmall(self._message(doing, parts))

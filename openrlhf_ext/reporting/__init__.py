@@ -1,10 +1,15 @@
-"""What a run shows and leaves behind: metrics.jsonl, one line of progress per step, figures."""
+"""What a run shows and leaves behind: files of metrics, events and completions, a progress line, figures."""
 
 from __future__ import annotations
 
+from openrlhf_ext.reporting.events import EventLog
 from openrlhf_ext.reporting.figure import write_figure
 from openrlhf_ext.reporting.metrics import MetricsWriter, read_metrics
 from openrlhf_ext.reporting.names import METRICS, Metric, is_documented
 from openrlhf_ext.reporting.progress import ProgressLine
+from openrlhf_ext.reporting.samples import SampleWriter, chosen_groups
 
-__all__ = ["METRICS", "Metric", "MetricsWriter", "ProgressLine", "is_documented", "read_metrics", "write_figure"]
+__all__ = [
+    "METRICS", "EventLog", "Metric", "MetricsWriter", "ProgressLine", "SampleWriter", "chosen_groups", "is_documented",
+    "read_metrics", "write_figure",
+]  # fmt: skip

@@ -9,7 +9,8 @@ import sys
 import pytest
 from ray.exceptions import RayTaskError
 
-from openrlhf_ext.driver.cluster import RaySession, start_with_retries
+from openrlhf_ext.driver import cluster
+from openrlhf_ext.driver.cluster import MixedCluster, RaySession, start_with_retries
 from openrlhf_ext.driver.supervision import DeadlineExceeded
 from openrlhf_ext.rewards.errors import RewardFailureLimit
 from openrlhf_ext.rollout.process import own_identity
@@ -78,3 +79,34 @@ def test_other_errors_are_not_repeated_and_tries_end():
     with pytest.raises(Exception, match="timed out during startup"):
         start_with_retries(start)
     assert start.calls == 5
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A session on a cluster whose nodes give these answers."""
+    monkeypatch.setenv("RAY_ADDRESS", "n1:6379")
+    monkeypatch.setattr(cluster, "living_nodes", lambda: [{"Resources": {"GPU": 1.0}}, {"Resources": {"CPU": 8.0}}])
+
+    def session(answers: dict) -> RaySession:
+        def ask(question, nodes, timeout_s):
+            assert question is cluster.count_gpus and len(nodes) == 1, "nodes that Ray places ranks on are asked"
+            return answers
+
+        monkeypatch.setattr(cluster, "ask_nodes", ask)
+        made = RaySession(policy_ranks=2, engines=1, env={}, verbose=False)
+        made.find_gpus(3.0)
+        return made
+
+    return session
+
+
+def test_what_a_cluster_counts_as_gpus_are_gpus_if_its_nodes_say_so(joined):
+    assert joined({"n1": 8, "n2": 8}).use_gpu is True
+    assert joined({"n1": 0, "n2": 0}).use_gpu is False
+
+
+def test_a_cluster_of_both_kinds_is_refused_and_a_silent_node_is_named(joined):
+    with pytest.raises(MixedCluster, match="n1 have some, n2 only count them"):
+        joined({"n1": 8, "n2": 0})
+    with pytest.raises(TimeoutError, match="did not say within 3 s .* n2: TimeoutError: late"):
+        joined({"n1": 8, "n2": TimeoutError("late")})

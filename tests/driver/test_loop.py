@@ -19,6 +19,7 @@ from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
+from openrlhf_ext.reporting import EventLog
 from tests.driver.simulated import Loader, Requests, options, response
 
 
@@ -55,7 +56,7 @@ class World:
             sharing=SimpleNamespace(wake_weights=lambda: None, make_room_for_policy=lambda: self.told.append("room")),
             deadline=deadline,
             recorder=SimpleNamespace(
-                last_evaluation=-1, step=self.record, evaluation=self.evaluated,
+                last_evaluation=-1, step=self.record, evaluation=self.evaluated, events=EventLog(), samples=None,
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
@@ -63,7 +64,7 @@ class World:
             checkpointer=SimpleNamespace(after_step=self.save, finish=lambda: self.told.append("finish"), best_value=0),
         )  # fmt: skip
 
-    def make(self, groups: list[Group], version: int, get: Any) -> Experience:
+    def make(self, groups: list[Group], version: int, get: Any, keep_samples: bool) -> Experience:
         self.told.append(f"score {[group.prompt.number for group in groups]} at {version}")
         return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0})
 
@@ -136,6 +137,15 @@ def test_a_sync_waits_for_groups_in_flight_unless_rollouts_are_partial(partial: 
     world.loop.rollouts.drain = lambda: drained.append(True)
     world.loop.publish()
     assert bool(drained) != partial
+
+
+def test_evaluation_samples_as_its_own_options_say() -> None:
+    world = World(eval={"n_samples_per_prompt": 3, "temperature": 0.2, "top_p": 0.7}, rollout={"top_p": 0.9})
+    asked = []
+    ask = world.requests.ask
+    world.requests.ask = lambda key, request: (asked.append(request), ask(key, request))
+    world.loop.evaluate()
+    assert {(request.sampling.temperature, request.sampling.top_p) for request in asked} == {(0.2, 0.7)}
 
 
 def test_held_out_accuracy_is_over_prompts() -> None:

@@ -28,7 +28,8 @@ from openrlhf_ext.driver.records import (
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import is_documented, read_metrics
+from openrlhf_ext.reporting import EventLog, is_documented, read_metrics
+from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from tests.driver.simulated import response
 from tests.sequences import masked_batch
@@ -227,3 +228,26 @@ def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     assert len(lines) == 2 and all(line.endswith(label) for line in lines)
     assert caplog.messages[0].endswith(f"(1 samples), {label}")
     assert recorder.title == f"grpo, toy, {label}"
+
+
+def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
+    engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
+    gone = [(2.0, 0.0, 0.0), (2.0, 0.0, 0.0), (5.0, 1.0, 0.0), (5.0, 1.0, 3.0)]
+    told = {}
+    for resume_step in (0, 10):
+        path = tmp_path / f"events{resume_step}.jsonl"
+        with EventLog(path) as events:
+            recorder = StepRecorder(
+                tmp_path / "metrics.jsonl", tmp_path / "figure.png", 4, 0, resume_step=resume_step, events=events
+            )
+            for events.step, (filtered, late, trained_late) in enumerate(gone, start=resume_step + 1):
+                counts = {"groups/dropped_filtered": filtered, "groups/dropped_late": late}
+                logs = {"time/step": 2.0, "tokens/generated": 10.0, "groups/trained_late": trained_late, **counts}
+                recorder.step(events.step, logs, engines)
+            recorder.close()
+        told[resume_step] = [{k: v for k, v in record.items() if k != "time"} for _, record in read_lines(path)]
+    first, third, last = told[0]
+    assert first == {"event": "groups_dropped", "step": 1, "filtered": 2, "late": 0}
+    assert third == {"event": "groups_dropped", "step": 3, "filtered": 3, "late": 1}
+    assert last == {"event": "groups_late", "step": 4, "count": 3}
+    assert [record["step"] for record in told[10]] == [13, 14], "counts of the part before are not known"

@@ -16,6 +16,8 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import job, resume
 from openrlhf_ext.driver.checkpoints import plain_options
 from openrlhf_ext.driver.data import PromptData
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.reporting.lines import read_lines
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -147,11 +149,11 @@ def test_a_run_asks_before_it_trains(monkeypatch):
         raise CheckpointError(f"{policy} do not see it")
 
     monkeypatch.setattr(job, "prepare_folder", lambda config: None)
-    monkeypatch.setattr(job, "build_parts", lambda config, session: SimpleNamespace(policy="the ranks"))
+    monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy="the ranks"))
     monkeypatch.setattr(job, "check_shared_folders", refuse)
     monkeypatch.setattr(job, "build_loop", lambda *_: pytest.fail("the run went on"))
     with pytest.raises(CheckpointError, match="the ranks do not see it"):
-        job.train(None, None)
+        job.train(None, None, None)
 
 
 # ---- restarts
@@ -160,7 +162,7 @@ def test_a_run_asks_before_it_trains(monkeypatch):
 @pytest.mark.parametrize(
     ("codes", "limit", "expected"), [([1, 1, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([1], 0, 1)]
 )
-def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected):
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected, tmp_path):
     config = RunConfig()
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_restarts": limit})})
     loads, left = [], list(codes)
@@ -169,7 +171,10 @@ def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limi
         loads.append(config.ckpt.load_enable)
         return left.pop(0)
 
-    assert resume.run_with_restarts(config, run_once) == expected
+    with EventLog(tmp_path / "events.jsonl") as events:
+        assert resume.run_with_restarts(config, run_once, events) == expected
+    told = [(record["number"], record["most"]) for _, record in read_lines(tmp_path / "events.jsonl")]
+    assert told == [(number, limit) for number in range(1, len(codes))]
     assert not left and loads == [False] + [True] * (len(codes) - 1)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,8 @@ from openrlhf_ext.driver.supervision import (
     engines_at_fault,
     is_engine_fault,
 )
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
 from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
@@ -68,7 +71,7 @@ class FakePolicy:
 
 def supervisor(
     policy: Any = None, engines: int = 2, max_restarts: int = 3, hang_timeout_s: float = PATIENCE_S,
-    deadline: Deadline | None = None,
+    deadline: Deadline | None = None, events: EventLog | None = None,
 ) -> EngineSupervisor:  # fmt: skip
     lives = [0] * engines
 
@@ -78,7 +81,7 @@ def supervisor(
 
     fleet = EngineFleet(start, engines)
     ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
-    return EngineSupervisor(fleet, policy, limits(max_restarts, hang_timeout_s), deadline=deadline)
+    return EngineSupervisor(fleet, policy, limits(max_restarts, hang_timeout_s), deadline=deadline, events=events)
 
 
 def answers(requests: GroupRequests, prompts: list[str]) -> list[tuple[str, str]]:
@@ -100,13 +103,16 @@ def sequential(of: EngineSupervisor) -> GroupRequests:
 
 
 @pytest.mark.parametrize("trouble", ["die", "lose the engine"])
-def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str) -> None:
-    policy = FakePolicy()
-    recovering = supervisor(policy)
+def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp_path: Path) -> None:
+    policy, events = FakePolicy(), EventLog(tmp_path / "events.jsonl")
+    events.step = 7
+    recovering = supervisor(policy, events=events)
     prompts = ["a", "b", trouble, "c", "d", "e"]  # engine 0 has a and the trouble
     got = dict(answers(sequential(recovering), prompts))
     assert sorted(got) == sorted(prompts)
     assert got["b"] == "engine 1.0" and recovering.restarts == 1 and policy.told == [(2, [0])]
+    ((_, told),) = read_lines(tmp_path / "events.jsonl")
+    assert (told["event"], told["step"], told["engines"], told["restarts"]) == ("engine_replaced", 7, [0], 1)
     recovering._end(0), recovering._end(1)
 
 

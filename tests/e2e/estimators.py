@@ -8,6 +8,7 @@ from pathlib import Path
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.reporting import EventLog
 from tests.e2e.jobs import Task
 
 OPTIONS = {
@@ -65,7 +66,7 @@ def main(folder: Path) -> None:
     base = config_of(task, "grpo")
     session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
-        parts = job.build_parts(base, session)
+        parts = job.build_parts(base, session, EventLog())
         for estimator in OPTIONS:
             config = config_of(task, estimator)
             loop = job.build_loop(config, parts)

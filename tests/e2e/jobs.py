@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +67,12 @@ class Job:
 
     started: ClassVar[list[Job]] = []
 
-    def __init__(self, options: list[str], log: Path, module: str = "openrlhf_ext.cli.train_ppo_ray") -> None:
+    def __init__(
+        self, options: list[str], log: Path, module: str = "openrlhf_ext.cli.train_ppo_ray",
+        program: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.log = log
-        command = [sys.executable, "-m", module, *options]
+        command = [*(program or (sys.executable, "-m", module)), *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=out, start_new_session=True, env=dict(os.environ)

@@ -19,6 +19,7 @@ from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.resume import restore
+from openrlhf_ext.reporting import EventLog
 from tests.e2e.jobs import Task
 from tests.patience import until
 
@@ -95,7 +96,7 @@ def main(folder: Path) -> None:
     task = Task(folder)
     base = config_of(task, "async")
     with RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False) as session:
-        parts = job.build_parts(base, session)
+        parts = job.build_parts(base, session, EventLog())
         for name in RUNS:
             config = config_of(task, name)
             resumed = restore(config, parts.trained)

@@ -8,6 +8,7 @@ from pathlib import Path
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.reporting import EventLog
 from tests.e2e.jobs import Task
 
 # the policy has tensor parallelism 2, the critic two copies on ranks of its own
@@ -64,7 +65,7 @@ def main(folder: Path) -> None:
     base = load_config(task.options("ppo", **CRITIC, **ADAPTIVE_KL, **agent))
     session = RaySession(policy_ranks=base.training_ranks, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
-        parts = job.build_parts(base, session)
+        parts = job.build_parts(base, session, EventLog())
         for config in (base, load_config(task.options("grpo", **IN_LOSS, **agent))):
             loop = job.build_loop(config, parts)
             loop.run()

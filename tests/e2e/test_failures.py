@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from openrlhf_ext.reporting.lines import read_lines
 from tests.e2e.jobs import REWARD, Job, Task
 from tests.patience import SOONER_S
 
@@ -38,6 +39,8 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
     assert job.finish() == 1
     for part in ("ZeroDivisionError: no grade", "--reward.max_failures", "3 samples could not be graded", " + "):
         assert part in job.text, job.text
+    *_, last = [record for _, record in read_lines(tmp_path / "out/events.jsonl")]
+    assert last["event"] == "failure" and "ZeroDivisionError: no grade" in last["error"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
     for path in (tmp_path / "policy").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} of the earlier run"
     assert task.metrics("out"), "the records written so far are complete"
+    assert [record["event"] for _, record in read_lines(out / "events.jsonl")][-1] == "interrupted"
 
 
 def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_training(task, tmp_path, monkeypatch):

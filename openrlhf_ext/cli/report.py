@@ -1,0 +1,72 @@
+"""``python -m openrlhf_ext.cli.report RUN_DIR ...``: one HTML page about one or more runs (docs/report.md).
+
+    python -m openrlhf_ext.cli.report runs/quickstart
+    python -m openrlhf_ext.cli.report runs/grpo runs/dapo --output compared.html --smooth 50
+
+A run's folder is that of ``logger.metrics_path``. It may still be running. Exit status: 0; 2 if a folder is not that of
+a run, or the page cannot be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from openrlhf_ext.tools.report.page import write_page
+from openrlhf_ext.tools.report.read import read_runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    folders = [Path(folder) for folder in arguments.folders]
+    output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
+    try:
+        runs = read_runs(folders)
+        _replace(output, write_page(runs, arguments.smooth))
+    except (ValueError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    for run in runs:
+        for sentence in run.missing:
+            print(f"report: {run.name}: {sentence}", file=sys.stderr)
+    print(f"report: {output} ({output.stat().st_size / 2**20:.1f} MiB)")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.report", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
+    add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
+    add(
+        "--smooth",
+        type=_window,
+        metavar="N",
+        help="steps of the moving mean (default: a twentieth of the run); 1 = none",
+    )
+    return parser
+
+
+def _window(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _replace(output: Path, text: str) -> None:
+    """Writes the page at once: a browser may have the old one open."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

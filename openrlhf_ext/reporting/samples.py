@@ -1,0 +1,85 @@
+"""samples.jsonl: whole groups of completions of some steps, in the form that ``explain`` reads (docs/explain.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.reporting.lines import JsonLines
+
+_PARTS_OF_A_RUN = 20
+_GROUPS = 2
+_TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no more take 50 MB
+_DECIMALS = 4  # of numbers per token
+
+
+class SampleWriter:
+    """Writes completions of the steps that are due: the first, and every ``every``-th.
+
+    Args:
+        path: the file; folders are made. Completions of steps after ``resume_step`` are moved aside.
+        every: steps; None = a twentieth of the run, -1 = never.
+        total_steps: of the run.
+        texts: the texts of token ids.
+    """
+
+    def __init__(
+        self, path: str | Path, every: int | None, total_steps: int, texts: Callable[[list[int]], list[str]],
+        resume_step: int = 0,
+    ) -> None:  # fmt: skip
+        self._every = max(1, math.ceil(total_steps / _PARTS_OF_A_RUN)) if every is None else every
+        self._lines = JsonLines(path, keep=lambda record: record.get("step", math.inf) <= resume_step)
+        self._texts = texts
+
+    def is_due(self, step: int) -> bool:
+        """Whether completions of the step are written."""
+        return self._every != -1 and (step == 1 or step % self._every == 0)
+
+    def write(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Writes completions: keys of the format but ``tokens``, and ``advantages``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        for completion in completions:
+            numbers = {
+                key: [_rounded(key, value) for value in values]
+                for key, values in completion.items()
+                if isinstance(values, list) and key != "token_ids"
+            }
+            tokens = self._texts(completion["token_ids"])
+            self._lines.append({"step": step, **completion, "tokens": tokens, **numbers})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def chosen_groups(lengths: Sequence[int]) -> list[int]:
+    """Which groups of a step are kept: the first that fit into the bound, or the shortest one if none does.
+
+    Args:
+        lengths: tokens of each group.
+
+    Returns:
+        Their positions, at most two.
+    """
+    fitting: list[int] = []
+    left = _TOKENS
+    for position, tokens in enumerate(lengths):
+        if tokens <= left and len(fitting) < _GROUPS:
+            fitting.append(position)
+            left -= tokens
+    return fitting or [min(range(len(lengths)), key=lengths.__getitem__)]
+
+
+def _rounded(key: str, value: float) -> float | None:
+    """None stands for what is not finite, which JSON cannot hold."""
+    if not math.isfinite(value):
+        return None
+    value = round(value, _DECIMALS)
+    # rounding leaves the entropy of a certain token a little below 0, and its log-prob a little above
+    limits = {"entropies": max(0.0, value), "logprobs": min(0.0, value)}
+    return limits.get(key, value)

@@ -1,0 +1,373 @@
+"""From runs to the numbers that the page draws, and the page: one HTML file that asks for nothing else.
+
+The page is ``page.html`` with one block of JSON; what is in it is made here, drawn there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from openrlhf_ext.reporting import METRICS
+from openrlhf_ext.tools.explain.explanation import Quantity
+from openrlhf_ext.tools.explain.palette import Color, Palette, ink_on
+from openrlhf_ext.tools.report.read import Record, Run
+
+BUCKETS = 150
+"""Of a curve: the smallest and the largest value of each are drawn."""
+_SMOOTHED_FROM = 20  # steps; a shorter curve is readable as it is
+_WINDOW_PARTS = 20
+_SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
+_COMPLETION_TOKENS = 600
+_LISTED_EVENTS = 300
+_KEY_CURVES = (
+    "reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "kl/rollout",
+    "loss/policy", "grad_norm", "throughput/tokens_per_second",
+)  # fmt: skip
+_PHASES = ("generate", "grade", "logprob", "shape", "train", "sync")
+_STREAMED_PHASES = ("wait_rollouts", "logprob", "shape", "train", "sync")
+_COUNTED = {"groups_dropped", "groups_late"}
+_MEANINGS = {metric.name: metric for metric in METRICS}
+Points = list[list[float | None]]
+Numbers = Sequence[float]
+
+
+def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[], float] = time.time) -> str:
+    """The page as text.
+
+    Args:
+        smooth: steps of the moving mean; None = a twentieth of the longest run; 1 = no smoothing.
+    """
+    data = json.dumps(page_data(runs, smooth, now), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    # a completion may hold </script>, and line separators that are line ends to older parsers
+    for character in "<>&\u2028\u2029":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    template = (files("openrlhf_ext.tools.report") / "page.html").read_text(encoding="utf-8")
+    return template.replace("{{DATA}}", data.encode("utf-8", "replace").decode())
+
+
+def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> dict[str, Any]:
+    """All that the page draws, as JSON can hold it."""
+    longest = max((len(run.steps) for run in runs), default=0)
+    window = smooth if smooth is not None else max(3, longest // _WINDOW_PARTS) if longest >= _SMOOTHED_FROM else 1
+    budget = _SAMPLED_TOKENS // len(runs)
+    return {
+        "made": now(),
+        "window": window,
+        "buckets": BUCKETS,
+        "runs": [_run(run, now()) for run in runs],
+        "charts": [_chart(name, runs, window) for name in curve_names(runs)],
+        "key": [name for name in _KEY_CURVES if any(name in r for run in runs for r in run.records)],
+        "phases": [_phases(run) for run in runs],
+        "ranks": [_ranks(run) for run in runs],
+        "events": [_events(run) for run in runs],
+        "options": _options(runs),
+        "facts": _facts(runs),
+        "samples": [_samples(run, budget) for run in runs],
+        "profile": [_profile(run) for run in runs],
+    }
+
+
+def _run(run: Run, now: float) -> dict[str, Any]:
+    times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
+    steps, options = run.steps, run.start.get("options", {})
+    due = next((event["steps"] for event in reversed(run.events) if event["event"] == "ready"), None)
+    about = [options.get("algo.advantage.estimator"), options.get("actor.model_name_or_path")]
+    return {
+        "name": run.name,
+        "state": run.state,
+        "about": ", ".join(str(part).rstrip("/").rsplit("/", 1)[-1] for part in about if part),
+        "step": steps[-1]["step"] if steps else 0,
+        "of": due,
+        "seconds": max(times) - min(times) if times else 0,
+        "silent": now - max(times) if times else None,
+        "label": next((record["label"] for record in reversed(run.records) if record.get("label")), ""),
+        "missing": run.missing,
+        "numbers": [_first_and_last(run, name) for name in ("reward/mean", "accuracy/mean", "eval/accuracy",
+                    "entropy/mean", "response/length_mean", "time/step")],
+        "failure": next((e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None)
+        if run.state == "failed" else None,
+    }  # fmt: skip
+
+
+def _first_and_last(run: Run, name: str) -> list[Any]:
+    values = [record[name] for record in run.records if name in record]
+    return [name, _number(values[0]), _number(values[-1])] if values else [name, None, None]
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def curve_names(runs: Sequence[Run]) -> list[str]:
+    """Metrics of any run in the order of docs/metrics.md; those of single ranks have a place of their own."""
+    present = {name for run in runs for record in run.records for name in record}
+    present -= {"step", "time", "label"}
+    order = {metric.name: place for place, metric in enumerate(METRICS)}
+    plain = (name for name in present if not (name.startswith("rank/") and name.count("/") > 1))
+    return sorted(plain, key=lambda name: (order.get(name, order.get(_family(name), len(order))), name))
+
+
+def _family(name: str) -> str:
+    return f"{name.partition('/')[0]}/*"
+
+
+def _chart(name: str, runs: Sequence[Run], window: int) -> dict[str, Any]:
+    metric = _MEANINGS.get(name) or _MEANINGS.get(_family(name))
+    return {
+        "name": name,
+        "unit": metric.unit if metric else "",
+        "meaning": metric.meaning.replace("`", "") if metric else "",
+        "lines": [_line(run, name, window) for run in runs],
+    }
+
+
+def _line(run: Run, name: str, window: int) -> dict[str, Any]:
+    present = [record for record in run.records if name in record]
+    steps, values = [record["step"] for record in present], [record[name] for record in present]
+    smoothed = moving_mean(values, window) if 1 < window < len(values) and len(values) >= _SMOOTHED_FROM else []
+    return {"raw": thinned(steps, values), "smooth": thinned(steps, smoothed, BUCKETS // 2) if smoothed else []}
+
+
+def moving_mean(values: Numbers, window: int) -> list[float]:
+    """Mean of the finite values among the last ``window``, NaN where there is none."""
+    padded = np.concatenate([np.full(window - 1, np.nan), np.asarray(values, dtype=np.float64)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
+    finite = np.isfinite(windows)
+    counts = finite.sum(axis=1)
+    sums = np.where(finite, windows, 0.0).sum(axis=1)
+    return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0).tolist()
+
+
+def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Points:
+    """[step, value] of the smallest and the largest value in each of ``buckets`` equal parts, in the order of steps.
+
+    A curve with no more points than that stays as it is. What is not finite is null, a gap.
+    """
+    places: Iterable[int] = range(len(values))
+    if len(values) > 2 * buckets:
+        size = len(values) / buckets
+        parts = (range(int(part * size), int((part + 1) * size)) for part in range(buckets))
+        places = (place for part in parts for place in _ends(part, values))
+    return [[steps[place], _number(values[place])] for place in places]
+
+
+def _ends(part: range, values: Numbers) -> list[int]:
+    finite = [place for place in part if math.isfinite(values[place])]
+    if not finite:
+        return [part.start]
+    return sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+
+
+def _number(value: float) -> float | None:
+    """Five digits are more than a screen shows."""
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+# ---- phases, ranks --------------------------------------------------------------------------------------------------
+
+
+def _phases(run: Run) -> dict[str, Any]:
+    """Mean seconds of each phase in up to ``BUCKETS`` parts of the run, and over all of it."""
+    steps = run.steps
+    busy = [sum(step.get(f"time/{phase}", 0.0) for phase in _PHASES) for step in steps]
+    streams = sum(busy) > 1.05 * sum(step["time/step"] for step in steps)
+    names = _STREAMED_PHASES if streams else _PHASES
+    rows = [[step.get(f"time/{phase}", 0.0) for phase in names] for step in steps]
+    # in a streaming run the wait for the sync is a part of time/sync, and nothing else overlaps
+    rows = [[*row, max(0.0, step["time/step"] - sum(row))] for row, step in zip(rows, steps, strict=True)]
+    size = max(1, math.ceil(len(rows) / BUCKETS))
+    parts = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    return {
+        "names": [*names, "other"],
+        "streams": streams,
+        "steps": [steps[part.start]["step"] for part in parts],
+        "rows": [[_number(sum(rows[i][c] for i in part) / len(part)) for c in range(len(names) + 1)] for part in parts],
+        "mean": [_number(sum(column) / len(rows)) for column in zip(*rows, strict=True)],
+    }
+
+
+def _ranks(run: Run) -> list[dict[str, Any]]:
+    """Peak memory and own time by rank, from the last record that has them."""
+    last = next((r for r in reversed(run.records) if any(n.startswith("rank/0/") for n in r)), {})
+    numbers = {name.split("/")[1] for name in last if name.startswith("rank/") and name.count("/") == 2}
+    return [
+        {
+            "rank": int(rank),
+            "memory": _number(last.get(f"rank/{rank}/memory_gib", math.nan)),
+            "seconds": _number(sum(last.get(f"rank/{rank}/time_{phase}", 0.0) for phase in ("logprob", "train"))),
+        }
+        for rank in sorted(numbers, key=int)
+    ]
+
+
+def _profile(run: Run) -> list[dict[str, Any]]:
+    shown = ("step", "rank", "seconds", "wall", "trace", "host")
+    return [{k: e[k] for k in shown if k in e} for e in run.events if e["event"] == "profile"]
+
+
+# ---- events, options ------------------------------------------------------------------------------------------------
+
+
+def _events(run: Run) -> dict[str, Any]:
+    """Events to be listed, newest last; groups that were dropped or late are many, and are added up."""
+    listed = [event for event in run.events if event["event"] not in _COUNTED]
+    counts: dict[str, int] = {}
+    for event in run.events:
+        if event["event"] in _COUNTED:
+            for name in ("filtered", "late", "count"):
+                kind = "trained late" if name == "count" else f"dropped, {name}"
+                counts[kind] = counts.get(kind, 0) + event.get(name, 0)
+    return {
+        "left_out": max(0, len(listed) - _LISTED_EVENTS),
+        "counts": {kind: count for kind, count in counts.items() if count},
+        "list": [
+            {"kind": e["event"], "step": e["step"], "time": e["time"], "text": _facts_text(e)}
+            for e in listed[-_LISTED_EVENTS:]
+        ],
+    }
+
+
+def _facts_text(event: Record) -> str:
+    """An event's facts in one line; those of a start have tables of their own."""
+    if sentence := _SENTENCES.get(event["event"]):
+        return sentence(event)
+    facts = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
+    return ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
+
+
+_SENTENCES: dict[str, Callable[[Record], str]] = {
+    "start": lambda e: f"to resume from step {e['resume_step']}" if e.get("resume_step") else "",
+    "ready": lambda e: f"{len(e.get('processes', ()))} processes, {e.get('steps')} steps",
+    "resumed": lambda e: f"from step {e.get('resume_step')}, {e.get('path')}",
+    "evaluation": lambda e: f"accuracy {e.get('accuracy', math.nan):.3f} ± {e.get('stderr', math.nan):.3f}",
+    "failure": lambda e: _short(e.get("error")),
+    "restart": lambda e: f"{e.get('number')} of at most {e.get('most')}",
+    "profile": lambda e: f"rank {e.get('rank')}, {e.get('trace')} on {e.get('host')}",
+    "slow_rank": lambda e: (
+        f"policy rank {e.get('rank')} on {e.get('host')}, {e.get('over_mean', math.nan):.1f} times the mean"
+    ),
+}
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(inner)}" for key, inner in value.items())
+    text = str(value)
+    return text if len(text) <= 2000 else text[:2000] + " ..."
+
+
+def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every option with its value in each run; null where the run does not tell."""
+    options = [run.start.get("options", {}) for run in runs]
+    given = [set(run.start.get("set", ())) for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for one in options for name in one):
+        values = [json.dumps(one[name], ensure_ascii=False).strip('"') if name in one else None for one in options]
+        known = {value for value, one in zip(values, options, strict=True) if one}
+        is_set = any(key == name or key.startswith(f"{name}.") for keys in given for key in keys)
+        rows.append({"name": name, "values": values, "differs": len(known) > 1, "set": is_set})
+    return rows
+
+
+def _facts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Layout, hardware and versions as rows."""
+    rows = []
+    for part in ("layout", "hardware", "versions"):
+        facts = [run.start.get(part, {}) for run in runs]
+        for name in dict.fromkeys(name for one in facts for name in one):
+            values = [_fact(one[name]) if name in one else None for one in facts]
+            differs = len(set(values) - {None}) > 1
+            rows.append({"part": part, "name": name, "values": values, "differs": differs})
+    return rows
+
+
+def _fact(value: Any) -> str:
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+# ---- completions ----------------------------------------------------------------------------------------------------
+
+
+def _samples(run: Run, budget: int) -> dict[str, Any]:
+    """Groups of completions of as many steps as the budget of tokens holds: the last one, the first, some between."""
+    by_step: dict[int, list[Record]] = {}
+    for sample in run.samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step)
+    sizes = {step: sum(min(len(s["tokens"]), _COMPLETION_TOKENS) for s in by_step[step]) for step in steps}
+    chosen = steps
+    for stride in range(1, len(steps) + 1):
+        chosen = sorted({steps[0], *steps[::-1][::stride]})
+        if sum(sizes[step] for step in chosen) <= budget:
+            break
+    if sum(sizes[step] for step in chosen) > budget:
+        chosen = steps[-1:]
+    return {
+        "left_out": len(steps) - len(chosen),
+        "cut": _COMPLETION_TOKENS,
+        "steps": [{"step": step, "groups": _groups(by_step[step])} for step in chosen],
+    }
+
+
+def _groups(samples: Sequence[Record]) -> list[dict[str, Any]]:
+    by_group: dict[str, list[Record]] = {}
+    for sample in samples:
+        by_group.setdefault(str(sample["group"]), []).append(sample)
+    return [_group(name, group) for name, group in by_group.items()]
+
+
+def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
+    quantities = {}
+    for key, scale in (("entropies", "amount"), ("advantages", "signed")):
+        rows = [(sample.get(key) or [])[:_COMPLETION_TOKENS] for sample in samples]
+        if any(rows):
+            quantities[key] = _colored(key, scale, rows)
+    return {
+        "name": name,
+        "prompt": samples[0].get("prompt", ""),
+        "quantities": quantities,
+        "completions": [
+            {
+                "reward": _number(sample.get("reward", math.nan)),
+                "score": sample.get("score"),
+                "truncated": bool(sample.get("truncated")),
+                "guide": bool(sample.get("from_guide")),
+                "length": len(sample["tokens"]),
+                "tokens": sample["tokens"][:_COMPLETION_TOKENS],
+            }
+            for sample in samples
+        ],
+    }
+
+
+def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and inks."""
+    values = tuple(tuple(value for value in row if value is not None) for row in rows)
+    palette = Palette(Quantity(key, "", scale, values))
+    colors: dict[tuple[str, str], int] = {}
+
+    def place(value: float | None) -> int:
+        if value is None:
+            return -1
+        color = palette.color(value)
+        return colors.setdefault((_hex(color), _hex(ink_on(color))), len(colors))
+
+    places = [[place(value) for value in row] for row in rows]
+    legend = [{"label": swatch.label, "ramp": [_hex(color) for color in swatch.ramp]} for swatch in palette.legend()]
+    return {"values": rows, "places": places, "colors": list(colors), "legend": legend}
+
+
+def _hex(color: Color) -> str:
+    """Thirty-two steps of each part: neighbors look the same, and a page names few colors."""
+    return "#" + "".join(f"{round(31 * part) * 255 // 31:02x}" for part in color)

@@ -1,0 +1,111 @@
+"""What a run's folder holds, also while the run goes on, and of runs that kept less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.reporting import read_metrics
+from openrlhf_ext.reporting.lines import read_lines
+
+Record = dict[str, Any]
+_ENDS = {"end": "finished", "failure": "failed", "interrupted": "interrupted"}
+_BEGINS = {"start", "restart", "resumed"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: its folder's name, made unique among the runs of a page.
+        records: of metrics.jsonl, in order.
+        events: of events.jsonl; empty if there is none.
+        samples: completions of samples.jsonl; empty if there is none.
+        missing: what the folder does not hold or what of it cannot be read, as sentences.
+    """
+
+    name: str
+    folder: Path
+    records: list[Record]
+    events: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[Record]:
+        """The records of training steps."""
+        return [record for record in self.records if "time/step" in record]
+
+    @property
+    def start(self) -> Record:
+        """The last event of a start: options, versions, hardware, layout; empty if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    @property
+    def state(self) -> str:
+        """``finished``, ``failed``, ``interrupted``, ``no end`` (it goes on, or was killed), or ``unknown``."""
+        if not self.events:
+            return "unknown"
+        last = next((e["event"] for e in reversed(self.events) if e["event"] in _BEGINS | _ENDS.keys()), "start")
+        return _ENDS.get(last, "no end")
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """The runs of these folders, in order.
+
+    Raises:
+        ValueError: a folder holds no metrics.jsonl, or one that cannot be read; all of them are named.
+    """
+    runs, faults = [], []
+    for folder, name in zip(folders, _names(folders), strict=True):
+        try:
+            runs.append(_read_run(folder, name))
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    return runs
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        there = "there is no such folder" if not folder.is_dir() else "it holds no metrics.jsonl"
+        raise ValueError(f"{folder} is not the folder of a run: {there}. Give the folder of logger.metrics_path")
+    missing: list[str] = []
+    records = read_metrics(metrics)
+    if not records:
+        missing.append("metrics.jsonl is still empty: there are no curves yet.")
+    without = "no events, configuration, versions and hardware, and whether it ended is not known"
+    events = _optional(folder / "events.jsonl", ("event", "step", "time"), missing, without)
+    samples = _optional(folder / "samples.jsonl", ("step", "group", "tokens"), missing, "no completions")
+    return Run(name, folder, records, events, samples, missing)
+
+
+def _optional(path: Path, keys: tuple[str, ...], missing: list[str], without: str) -> list[Record]:
+    """Objects of a file that older runs do not have; what is wrong with it goes into ``missing``."""
+    if not path.is_file():
+        missing.append(f"The folder holds no {path.name}: {without}.")
+        return []
+    try:
+        found = [record for _, record in read_lines(path)]
+    except ValueError as error:
+        missing.append(f"{error}: {without}.")
+        return []
+    if any(key not in record for record in found for key in keys):
+        missing.append(f"{path.name} has lines without {' or '.join(keys)}, which are left out.")
+    if not found:
+        missing.append(f"{path.name} is empty: {without}.")
+    return [record for record in found if all(key in record for key in keys)]

@@ -1,0 +1,88 @@
+"""What one real job leaves in its run folder and on the terminal: events, completions, profiles, the page about it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+
+import pytest
+
+from openrlhf_ext.cli.report import main as report
+from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.tools.explain.rollouts import read_rollouts
+from tests.e2e.jobs import Job, Task
+
+pytestmark = pytest.mark.e2e
+# a log record of ours, a line of progress or its heading, a line of the table of profiles, nothing
+OURS = r"\d\d:\d\d:\d\d (INFO|WARNING) .*|( *\d+/\d+| *step) .*|( +\d+){2}( +\d+\.\d{3})+|"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Two ranks, three steps, of which the second is profiled on rank 1; a checkpoint and an evaluation on the way."""
+    task = Task.make(tmp_path_factory.mktemp("task"))
+    options = task.options(
+        "run", eval__dataset=task.folder / "prompts.jsonl", eval__steps=2, ckpt__save_steps=2,
+        ckpt__path=task.folder / "checkpoints", logger__samples_every=2, profile__steps=2, profile__ranks=1,
+    )  # fmt: skip
+    job = Job([*options, "--logger.wandb.project", "secret-free"], task.folder / "log")
+    assert job.finish() == 0, job.text
+    return task.folder / "run", job
+
+
+def test_events_tell_what_happened_in_order(job):
+    folder, _ = job
+    events = [record for _, record in read_lines(folder / "events.jsonl")]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("start", 0), ("ready", 0), ("evaluation", 0), ("profile", 2), ("evaluation", 2), ("checkpoint", 2),
+        ("evaluation", 3), ("end", 3),
+    ]  # fmt: skip
+    start, ready = events[0], events[1]
+    assert start["options"]["megatron.tensor_parallel_size"] == 2 and start["layout"]["tensor"] == 2
+    assert "profile.steps" in start["set"] and start["versions"]["torch"] and start["hardware"]["cpus"] >= 1
+    assert set(ready["processes"]) == {"policy rank 0", "policy rank 1", "rollout engine 0"} and ready["steps"] == 3
+
+
+def test_completions_of_the_steps_that_are_due_are_those_that_were_trained(job):
+    folder, _ = job
+    assert {record["step"] for _, record in read_lines(folder / "samples.jsonl")} == {1, 2}
+    for step in (1, 2):
+        rollouts = read_rollouts(folder / "samples.jsonl", step)
+        groups = [rollout.group for rollout in rollouts]
+        assert groups == sorted(groups[::4] * 4, key=groups.index) and len(groups) == 8, "two whole groups"
+        for rollout in rollouts:
+            record = rollout.record
+            assert len(record["advantages"]) == len(record["tokens"]) == len(record["entropies"]) <= 12
+            assert max(record["entropies"]) > 0 and max(record["logprobs"]) <= 0
+        group = [rollout.record for rollout in rollouts[:4]]
+        mean = sum(record["reward"] for record in group) / 4
+        assert all((r["advantages"][0] > 0) == (r["reward"] > mean) for r in group if r["reward"] != mean)
+
+
+def test_the_profiled_step_has_a_trace_of_the_chosen_rank_and_a_line_in_the_table(job):
+    folder, job = job
+    (trace,) = (folder / "profile").iterdir()
+    assert trace.name == "step2_rank1.json.gz"
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    for part in ("_LinearTokenLoss", "Optimizer.step", "aten::mm", "c10d::"):
+        assert any(part in name for name in names), part
+    (event,) = (r for _, r in read_lines(folder / "events.jsonl") if r["event"] == "profile")
+    assert event["rank"] == 1 and sum(event["seconds"].values()) == pytest.approx(event["wall"], rel=0.05)
+    assert all(event["seconds"][kind] > 0 for kind in ("GEMM", "attention", "head", "optimizer", "communication"))
+    assert re.search(r"step +rank +wall_s +communication .*\n +2 +1 +\d", job.text), job.text
+
+
+def test_nothing_that_a_third_party_prints_stands_on_the_terminal(job):
+    lines = job[1].text.splitlines()
+    assert [line for line in lines if not re.fullmatch(OURS, line)] == []
+    assert any("1/3" in line for line in lines)
+
+
+def test_the_page_about_the_run(job, tmp_path, capsys):
+    folder, _ = job
+    assert report([str(folder), "--output", str(tmp_path / "report.html")]) == 0
+    assert capsys.readouterr().err == "", "nothing is missing"
+    page = (tmp_path / "report.html").read_text()
+    for part in ("reward/mean", "megatron.tensor_parallel_size", "step2_rank1.json.gz", '"state":"finished"'):
+        assert part in page, part

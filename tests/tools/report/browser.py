@@ -1,0 +1,115 @@
+"""A headless Chromium that is told what to do through its DevTools protocol, and says what a page did."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+from tests.patience import PATIENCE_S
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Browser:
+    """One browser with one page. A context manager.
+
+    Attributes:
+        requests: addresses that the page asked for, itself included.
+        messages: what it wrote to the console, errors and what the browser complained about.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ids, self._open = folder, 0, ExitStack()
+        self.requests: list[str] = []
+        self.messages: list[str] = []
+
+    def __enter__(self) -> Browser:
+        assert CHROMIUM is not None
+        self._process = subprocess.Popen(
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
+             "--no-first-run", "--disable-background-networking", f"--user-data-dir={self._folder}", "about:blank"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            port_file, deadline = self._folder / "DevToolsActivePort", time.monotonic() + PATIENCE_S
+            while not (port_file.is_file() and "\n" in port_file.read_text()):
+                assert self._process.poll() is None and time.monotonic() < deadline, "Chromium does not start"
+                time.sleep(0.02)
+            port, path = port_file.read_text().splitlines()[:2]
+            self._socket: ClientConnection = self._open.enter_context(
+                connect(f"ws://127.0.0.1:{port}{path}", max_size=None, compression=None, proxy=None)
+            )
+            self._session: str | None = None
+            target = self._call("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self._call(f"{domain}.enable")
+        except BaseException:
+            self._process.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    def open(self, page: Path, width: int, height: int = 900) -> None:
+        """Loads a file in a window of that size, and waits until it is loaded."""
+        self.resize(width, height)
+        self._call("Page.navigate", url=page.resolve().as_uri())
+        self._until("Page.loadEventFired")
+
+    def resize(self, width: int, height: int = 900) -> None:
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+
+    def value(self, script: str) -> Any:
+        """What a script comes to; promises are waited for."""
+        answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, as it scrolls."""
+        size = self.value("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        answer = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._ids += 1
+        session = {"sessionId": self._session} if self._session else {}
+        self._socket.send(json.dumps({"id": self._ids, "method": method, "params": parameters, **session}))
+        while (message := self._receive()).get("id") != self._ids:
+            pass
+        assert "error" not in message, f"{method}: {message['error']}"
+        return message["result"]
+
+    def _until(self, event: str) -> None:
+        while self._receive().get("method") != event:
+            pass
+
+    def _receive(self) -> dict[str, Any]:
+        message = json.loads(self._socket.recv(timeout=PATIENCE_S))
+        what, told = message.get("method", ""), message.get("params", {})
+        if what == "Network.requestWillBeSent":
+            self.requests.append(told["request"]["url"])
+        elif what == "Log.entryAdded":
+            self.messages.append(told["entry"]["text"])
+        elif what in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown"):
+            self.messages.append(json.dumps(told))
+        return message
