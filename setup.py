@@ -58,6 +58,7 @@ setup(
     description="OpenRLHF with a Megatron-core policy and entropy-shaped credit assignment",
     packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
     package_dir={"openrlhf_ext.patches": "patches"},
+    package_data={"openrlhf_ext.tools.report": ["page.html"]},
     python_requires=">=3.11",
     # openrlhf_ext.algorithms and openrlhf_ext.head need nothing else (torch 2.10: openrlhf_ext/head/arithmetic.py).
     install_requires=["pydantic>=2", "torch>=2.10"],

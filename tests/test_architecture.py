@@ -35,7 +35,17 @@ RULES = {
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (CORE | {"options"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
     "tools": (
-        {"algorithms", "config", "fp8", "megatron", "patches", "reporting", "rewards"},
+        {
+            "algorithms",
+            "config",
+            "fp8",
+            "megatron",
+            "patches",
+            "ranks.shared_gpu",
+            "reporting",
+            "rewards",
+            "rollout.response",
+        },
         {"ray", "vllm", "openrlhf", "deepspeed"},
     ),
 }

@@ -134,10 +134,13 @@ def build_policy(
     out_dir: Path, settings: PolicySettings | None = None, log: bool = False
 ) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
     """Trains a policy from nothing and saves model and tokenizer to ``out_dir``."""
+    from transformers.utils import logging as transformers_logging
+
     settings = settings or PolicySettings()
     tokenizer = build_tokenizer(settings.max_positions)
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, log=log)
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     return model, tokenizer
@@ -367,6 +370,8 @@ def main(argv: list[str] | None = None) -> None:
         slip_rate=args.slip_rate,
     )
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is imported, only if there is training to do
+    # transformers imports DeepSpeed when it saves, which warns of a machine without GPU unless it is told
+    os.environ["DS_ACCELERATOR"] = "cpu"
     folder = cached_policy(args.cache_dir, settings, args.heldout_size)
     copy_policy(folder, args.output_dir)
     marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
     python -m openrlhf_ext.cli.explain --algorithm gtpo_entropy --rollouts examples/data/explain_rollouts.jsonl
     python -m openrlhf_ext.cli.explain --algorithm gtpo_conflict --rollouts FILE --group 2 --png picture.png
+    python -m openrlhf_ext.cli.explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
 
 The whole file is shaped as one batch, as in training; one group of it is shown. Options without a default take their
 published values. Exit status: 0; 2 if something given is wrong.
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        rollouts = read_rollouts(Path(arguments.rollouts))
+        rollouts = read_rollouts(Path(arguments.rollouts), arguments.step)
         from openrlhf_ext.algorithms.registry import algorithm_of_file  # these import torch
         from openrlhf_ext.tools.explain.quantities import explain
 
@@ -65,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--algorithm", required=True, metavar="NAME", help="method, as in --algo.advantage.estimator")
     add("--module_path", metavar="FILE.py", help="file that registers a method of your own, which --algorithm names")
     add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line; see docs/explain.md")
+    add(
+        "--step",
+        type=int,
+        metavar="N",
+        help="of a run's samples.jsonl: the step to show (default: the last of the file)",
+    )
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
     add("--png", metavar="OUT.png", help="also draw the picture into this file")

@@ -9,6 +9,8 @@ FORMATS = ("e4m3", "hybrid")
 SCALES = ("fp32", "pow2")
 AMAX_ALGORITHMS = ("max", "most_recent")
 BLOCK = 128  # entries along a side of a block, 'blockwise'
+WEIGHT_COPY_BYTES = 2
+"""Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its transpose."""
 
 
 @dataclass(frozen=True)

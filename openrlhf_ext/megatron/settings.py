@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -45,10 +46,19 @@ class OptimizerSettings:
     max_norm: float = 1.0  # 0 turns gradient clipping off
     lr_scheduler: str = "cosine_with_min_lr"
     lr_warmup_ratio: float = 0.03
+    lr_warmup_steps: int | None = None
     min_lr_ratio: float = 0.1
     max_steps: int = 1
     distributed: bool = True
     overlap: Overlap = Overlap()
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps of the linear warm-up; lr_scheduler constant has none."""
+        if self.lr_scheduler == "constant":
+            return 0
+        share = math.ceil(self.lr_warmup_ratio * self.max_steps)
+        return share if self.lr_warmup_steps is None else self.lr_warmup_steps
 
     @property
     def min_lr(self) -> float:

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the commands for a GPU machine have in common, for `source`: after it $python is an interpreter that can run them,
 # with the checkout, and the bundle that the arguments name, on its path. Nothing is installed or fetched.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
-from openrlhf_ext.megatron.step.optimizer import GROUPS, group_of
+from openrlhf_ext.megatron.settings import OptimizerSettings
+from openrlhf_ext.megatron.step.optimizer import GROUPS, build_scheduler, group_of
 from tests.launch import launch
 from tests.models import make_tiny_model
 
@@ -54,3 +56,22 @@ def test_a_parameter_of_no_group_is_an_error():
     assert group_of("decoder.layers.3.self_attention.linear_qkv.bias") == "attention"
     with pytest.raises(ValueError, match="router.weight belongs to none"):
         group_of("decoder.layers.3.router.weight")
+
+
+def rates(**settings) -> list[float]:
+    """The learning rate of each of eight updates."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    scheduler = build_scheduler(optimizer, OptimizerSettings(lr=1.0, max_steps=8, **settings))
+    out = []
+    for _ in range(8):
+        scheduler.step(1)
+        out.append(optimizer.param_groups[0]["lr"])
+    return out
+
+
+def test_the_warm_up_is_a_share_of_the_steps_or_a_number_of_them():
+    constant = {"lr_scheduler": "constant_with_warmup"}
+    assert rates(**constant, lr_warmup_ratio=0.5) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert rates(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=2) == [0.5] + [1.0] * 7
+    assert rates(**constant, lr_warmup_steps=0) == [1.0] * 8
+    assert rates(lr_scheduler="constant", lr_warmup_steps=4) == [1.0] * 8

@@ -71,6 +71,7 @@ def bin_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("python3.11", "python3.12", "python3"):
         write_executable(folder / name, STUB)
+    write_executable(folder / "chromium", "#!/bin/sh\n")  # or the set-up would install it on this machine
     return folder
 
 
@@ -131,6 +132,30 @@ def write_executable(path: Path, text: str) -> None:
 
 def phases_of(output: str) -> list[str]:
     return re.findall(r"^set-up: (\w+) +\d+ s$", output, re.MULTILINE)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root installs packages of the system")
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(0, r"set-up: browser +\d+ s"), (100, r"set-up: browser +no Chromium \(.*/setup\.log says why\)")],
+)
+def test_the_browser_of_the_tests_is_installed_where_that_is_possible(
+    setup: Setup, bin_folder: Path, tmp_path: Path, status: int, said: str
+) -> None:
+    (bin_folder / "chromium").unlink()
+    write_executable(bin_folder / "apt-get", f'#!/bin/bash\necho "$*" >>{tmp_path}/apt\nexit {status}\n')
+    others = tmp_path / "system"
+    others.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if program.name not in ("chromium", "apt-get"):
+            (others / program.name).symlink_to(program)
+    result = setup("dev", PATH=f"{bin_folder}:{others}")
+    assert result.returncode == 0 and re.search(said, result.stdout), result.stdout + result.stderr
+    wanted = ["update", "install -y --no-install-recommends chromium fonts-dejavu-core"]
+    assert (tmp_path / "apt").read_text().splitlines() == (wanted if status == 0 else wanted[:1])
+    (tmp_path / "apt").unlink()
+    setup(PATH=f"{bin_folder}:{others}")
+    assert not (tmp_path / "apt").exists(), "only the set-up for development"
 
 
 def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkout: Path) -> None:

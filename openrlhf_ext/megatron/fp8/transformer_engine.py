@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from openrlhf_ext.fp8.emulation import Products
-from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.fp8.recipe import WEIGHT_COPY_BYTES, Recipe
 from openrlhf_ext.megatron.fp8.emulated import EmulatedLinear
 
 _TESTED_SERIES = ("2.11",)
 _MEGATRON_NAMES = {"blockwise": "blockwise", "current": "tensorwise", "delayed": "delayed"}
 _CAPABILITY = {"blockwise": (9, 0), "current": (8, 9), "delayed": (8, 9)}
 _BLOCKWISE_CUDA = (12, 9)
-_COPIES_BYTES = 2
-"""Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its transpose."""
 _CODES_THAT_MAY_DIFFER = 0.002
 """A scale may be rounded in another order: so many codes of bf16 weights differ between ours and vLLM's on CPU."""
 _KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -181,7 +179,7 @@ def copy_bytes(decoder: torch.nn.Module, num_layers: int, recipe: Recipe | None)
     if recipe is None or recipe.emulate:
         return 0
     in_fp8 = [layer for layer in decoder.layers if not recipe.bf16_layers.has(layer.layer_number - 1, num_layers)]  # type: ignore[union-attr]
-    return _COPIES_BYTES * sum(p.numel() for layer in in_fp8 for p in layer.parameters() if p.dim() == 2)
+    return WEIGHT_COPY_BYTES * sum(p.numel() for layer in in_fp8 for p in layer.parameters() if p.dim() == 2)
 
 
 def drop_copies(model: torch.nn.Module) -> None:

@@ -44,14 +44,13 @@ def build_optimizer(
 def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
     """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
     style = LR_DECAY_STYLES[settings.lr_scheduler]
-    warmup = 0 if settings.lr_scheduler == "constant" else math.ceil(settings.lr_warmup_ratio * settings.max_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(settings.max_steps, warmup + 1),
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(settings.max_steps, settings.warmup_steps + 1),
         lr_decay_style=style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

@@ -12,8 +12,8 @@ from typing import Any
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
-_OPTIONAL = (*TOKEN_NUMBERS[2:], "truncated", "from_guide")
-_IGNORED = ("comment", "rollout_logprobs")
+_OPTIONAL = (*TOKEN_NUMBERS[2:], "truncated", "from_guide", "step")
+_IGNORED = ("comment", "rollout_logprobs", "score", "advantages")
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,22 @@ class Rollout:
         return len(self.record["tokens"])
 
 
-def read_rollouts(path: Path) -> list[Rollout]:
+def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
     """Read and check a rollouts file, one JSON object per completion; blank lines are skipped.
+
+    Args:
+        step: of a run's samples.jsonl, whose last line may still be being written: only this step's completions; None
+            = those of the last step.
 
     Raises:
         ValueError: naming the line, the key and the rule that it breaks.
     """
     rollouts: list[Rollout] = []
     # Not splitlines: it also splits at line separators that may stand inside a JSON string.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    lines = _read_text(path).split("\n")
+    if lines[0].startswith(_OF_A_RUN):
+        lines[-1] = ""  # unfinished, or nothing
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 rollouts.append(_parse_line(line, number))
@@ -44,8 +51,21 @@ def read_rollouts(path: Path) -> list[Rollout]:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not rollouts:
         raise ValueError(f"{path} holds no completion")
+    rollouts = _of_step(path, rollouts, step)
     _check_together(path, rollouts)
     return rollouts
+
+
+def _of_step(path: Path, rollouts: list[Rollout], step: int | None) -> list[Rollout]:
+    steps = list(dict.fromkeys(rollout.record.get("step") for rollout in rollouts))
+    if step is None and steps == [None]:
+        return rollouts
+    if None in steps:
+        raise ValueError(f"{path}: step is on some lines and missing on others; give it for every completion or none")
+    wanted = steps[-1] if step is None else step
+    if wanted not in steps:
+        raise ValueError(f"--step {step} is not in {path}; its steps are {', '.join(map(str, steps))}")
+    return [rollout for rollout in rollouts if rollout.record["step"] == wanted]
 
 
 def _read_text(path: Path) -> str:
@@ -114,6 +134,7 @@ def _is_id(value: Any) -> bool:
 
 
 _Rule = tuple[str, Callable[[Any], bool]]
+_OF_A_RUN = '{"step": '
 _TEXT: _Rule = ("a text", lambda value: isinstance(value, str))
 _FLAG: _Rule = ("true or false", lambda value: isinstance(value, bool))
 _NUMBER: _Rule = ("a finite number", _is_number)
@@ -124,6 +145,7 @@ _SCALARS: dict[str, _Rule] = {
     "reward": _NUMBER,
     "truncated": _FLAG,
     "from_guide": _FLAG,
+    "step": ("a step: an integer", _is_id),
 }
 _LISTS: dict[str, _Rule] = {
     "tokens": _TEXT,
