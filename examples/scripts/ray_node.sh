@@ -113,7 +113,8 @@ trap 'exit 129' HUP
 if [[ -n $attached ]]; then
     self=$$
     exec 3<&0
-    { cat <&3 >/dev/null; kill -TERM "$self"; } &
+    # bash says "Terminated" of a cat that end_node ends
+    { cat <&3 >/dev/null; kill -TERM "$self"; } 2>/dev/null &
     exec 3<&-
 fi
 "${role[@]}"

@@ -19,6 +19,7 @@ import platform
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,8 @@ def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
     from openrlhf_ext.config import ConfigError, load_config
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    # ray.init's tip about accelerators (ray 2.55.0 _private/worker.py:2051)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     if not (address := os.environ.get("RAY_ADDRESS")):
         print("doctor --cluster needs RAY_ADDRESS, such as HEAD:6379", file=sys.stderr)
         return 2

@@ -179,6 +179,8 @@ async def _open_vllm(
     from openrlhf_ext.rollout.launch import engine_env
 
     use_gpu = arguments.device == "cuda"
+    # on this terminal stand our results; vLLM warns of a CPU, and of settings that are ours
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update(engine_env(use_gpu=use_gpu, model_path=arguments.model))
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(arguments.engine_timeout_s) + 1)
     from openrlhf_ext.rollout.offline import OfflineEngine, OfflineSettings  # imports vLLM

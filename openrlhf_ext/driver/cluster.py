@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +149,8 @@ class RaySession:
         if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
             error = cause  # its text holds the user's own traceback; ours around it says nothing
         of_a_task = isinstance(error, RayTaskError) and died is None
-        lines = [str(error) if of_a_task else f"{type(error).__name__}: {error}"]
+        text = str(error) if of_a_task else f"{type(error).__name__}: {error}"
+        lines = [re.sub(r"\x1b\[\d+m", "", text)]  # Ray's colors
         if died is not None or isinstance(error, TimeoutError):
             lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
         dead = {
@@ -174,8 +176,11 @@ def living_nodes() -> list[dict[str, Any]]:
 
 
 def node_label(node: Mapping[str, Any]) -> str:
-    """What messages call a node of Ray's table: host names need not differ, the beginnings of ids do."""
-    return f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+    """What messages call a node of Ray's table: names need not differ, the beginnings of ids do.
+
+    The name is that of ``ray start --node-name``, which is Ray's own (the address) where nobody gave one.
+    """
+    return f"{node['NodeName'] or node['NodeManagerHostname']} ({node['NodeID'][:8]})"
 
 
 def ask_nodes(

@@ -137,6 +137,7 @@ async def _start(settings: OfflineSettings) -> Any:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": True,  # a problem's samples share its prompt
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         **batch_limits(settings.use_gpu, None, None, settings.max_model_len),
     }
     if settings.use_gpu:

@@ -1,4 +1,4 @@
-"""`python -m openrlhf_ext.cli.doctor --cluster`; tests/e2e/test_two_nodes.py runs it on two nodes."""
+"""`python -m openrlhf_ext.cli.doctor --cluster`; tests/e2e/test_walkthrough.py runs it on two nodes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from openrlhf_ext.checkpoints.plain import read_plain
 from tests.e2e.jobs import Job, Task
 from tests.patience import PATIENCE_S
 
-PROMPTS, SAMPLES, KILLS = 64, 4, 3
+PROMPTS, SAMPLES, KILLS = 64, 4, 2
 # writes down every completion it grades; the record of a step tells which prompts were trained on;
 # one prompt in sixteen takes its time, so that checkpoints meet groups in flight
 REWARD = """

@@ -1,0 +1,87 @@
+"""The walkthrough as a user types it: two Ray nodes, a policy rank on each; one dies in a step and comes back."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.jobs import Job
+from tests.e2e.test_resume import EXACT
+from tests.patience import until
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES = ("127.0.0.1", "127.0.0.2")
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """The living processes of a run's nodes, whoever their parent is."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RUN_FOLDER") == str(run) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.e2e
+def test_a_node_that_is_killed_joins_again_and_the_run_ends_as_if_undisturbed(tmp_path, monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # the nodes get this checkout by name: another one may be installed in the environment
+    settings = {"RAY_PORT": port, "FORWARD": "PYTHONPATH", "PYTHONPATH": ROOT, "WALKTHROUGH_DIR": tmp_path}
+    for name, value in (settings | {"OPENRLHF_EXT_VENV": sys.prefix}).items():
+        monkeypatch.setenv(name, str(value))
+    # tests/conftest.py empties it: `ray start --num-gpus 1` refuses then (ray 2.55, resource_and_label_spec.py)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    job = Job([], tmp_path / "log", program=("bash", str(ROOT / "examples/scripts/walkthrough.sh")))
+    assert job.finish() == 0, job.text
+    run = tmp_path / "run"
+    until(lambda: not processes_of(run), "the end of all processes of the nodes")
+
+    # what it says on the way: two nodes were looked at, one was killed, joined, and the run went on from a checkpoint
+    for node in NODES:
+        assert re.search(rf"^  {re.escape(node)} \(\w+\) +\S+ ", job.text, re.MULTILINE), job.text
+    assert job.text.count("Everything needed is there.") == 2, "doctor of this machine, and of the cluster"
+    assert f"{NODES[1]} joins again" in job.text
+    assert "restart 1 of 2" in job.text and "resumed from" in job.text
+    assert (tmp_path / "layout.yaml").is_file() and '"state":"finished"' in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "evaluation.json").read_text())["pass_at_k"].keys() == {"1", "4"}
+
+    # a rank on each node, before and after
+    events = lines(run / "events.jsonl")
+    assert [event["event"] for event in events if event["event"] in ("failure", "restart", "resumed", "end")] == [
+        "failure", "restart", "resumed", "end",
+    ]  # fmt: skip
+    (failure,) = [event for event in events if event["event"] == "failure"]
+    assert failure["step"] > 1, "the node died in a step"
+    for ready in [event["processes"] for event in events if event["event"] == "ready"]:
+        assert sorted(ready) == ["policy rank 0", "policy rank 1", "rollout engine 0"]
+        logs = {name: list((run / "logs").glob(f"*/worker-*-{about['pid']}.err")) for name, about in ready.items()}
+        assert sorted(logs[f"policy rank {rank}"][0].parent.name for rank in range(2)) == list(NODES)
+        assert logs["rollout engine 0"]
+
+    # the same without a kill
+    whole = tmp_path / "whole"
+    options = {
+        "config": ROOT / "configs/recipes/smoke_cpu.yaml", "actor.model_name_or_path": tmp_path / "warm_start",
+        "data.prompt_dataset": tmp_path / "data/train.jsonl", "ckpt.save_steps": -1, "ckpt.output_dir": whole,
+        "reward.remote_url": ROOT / "examples/python/reward_arithmetic.py", "ckpt.path": tmp_path / "none",
+    }  # fmt: skip
+    undisturbed = Job([part for key, value in options.items() for part in (f"--{key}", str(value))], tmp_path / "log2")
+    assert undisturbed.finish() == 0, undisturbed.text
+    expected, got = lines(whole / "metrics.jsonl"), lines(run / "metrics.jsonl")
+    assert [record["step"] for record in got] == [record["step"] for record in expected] == [1, 2, 3, 4]
+    for name in EXACT:
+        assert [record[name] for record in got] == [record[name] for record in expected], name
