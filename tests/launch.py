@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +71,15 @@ def _join(ranks: list) -> None:
             if process.wait(timeout=PATIENCE_S if not problems else 20):
                 problems.append(f"rank {rank}: exit code {process.returncode}")
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes down where every thread is
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
             process.kill()
             process.wait()
             problems.append(f"rank {rank}: not finished after {PATIENCE_S:g} s")
     texts = []
     for rank, (_, stderr) in enumerate(ranks):
         stderr.seek(0)
-        texts.append(f"--- rank {rank}\n{stderr.read()[-6000:]}")
+        texts.append(f"--- rank {rank}\n{stderr.read()[-8000:]}")
         stderr.close()
     assert not problems, "\n".join(problems + texts)

@@ -55,7 +55,7 @@ def test_a_killed_process_ends_the_job(task, tmp_path, title, name):
 
 
 def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
-    job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=30), tmp_path / "log")
+    job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=20), tmp_path / "log")
     job.wait_for(FIRST_STEP)
     job.kill("ray::PolicyActor", signal.SIGSTOP)
     assert job.finish(SOONER_S) == 1
