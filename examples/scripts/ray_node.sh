@@ -39,12 +39,15 @@ take_environment() {
 }
 
 start_ray() {
-    local gpus ray=${python%python}ray options=(--node-name "$name" --disable-usage-stats --block)
+    local gpus cpus ray=${python%python}ray options=(--node-name "$name" --disable-usage-stats --block)
     gpus=${NODE_GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}
     if ((gpus == 0)); then
         say "nvidia-smi lists no GPU on $(hostname); set NODE_GPUS to count some all the same"
         exit 1
     fi
+    # a rank takes one of Ray's CPUs beside its GPU, and so does an engine; Ray only counts them
+    cpus=$(nproc)
+    if ((cpus < 2 * gpus + 1)); then cpus=$((2 * gpus + 1)); fi
     # for `ray job submit`; a cluster of one run needs none
     if [[ $1 == --head && -n $attached ]]; then options+=(--include-dashboard false); fi
     if [[ $name =~ ^[0-9]+(\.[0-9]+){3}$ ]]; then options+=(--node-ip-address "$name"); fi
@@ -52,7 +55,7 @@ start_ray() {
     # Megatron's advice for tensor parallelism before Blackwell: communication is launched in the order of the program
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     unset RAY_ADDRESS
-    "$ray" start "$@" --num-gpus "$gpus" --temp-dir "$session" "${options[@]}" &
+    "$ray" start "$@" --num-gpus "$gpus" --num-cpus "$cpus" --temp-dir "$session" "${options[@]}" &
     child=$!
     if [[ -n ${RUN_FOLDER:-} ]]; then
         started=$(date +%H%M%S)

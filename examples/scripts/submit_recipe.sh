@@ -24,7 +24,10 @@ settings=$(environment "FORWARD=${FORWARD:-}" "DRIVER_RESTARTS=${DRIVER_RESTARTS
 records = [record.partition("=") for record in sys.stdin.read().split("\0") if record]
 env = {name: value for name, _, value in records if value and name != "RAY_ADDRESS"}
 print(json.dumps({"env_vars": env}))')
-# shellcheck disable=SC2016 # the inner bash expands it
+# Ray's words go through /bin/sh between double quotes (ray 2.55 dashboard/modules/job/cli.py, list2cmdline)
+command=$(realpath "$run_folder")/logs/$job.sh
+printf 'cd %q && exec bash %q' "$PWD" "$ROOT/examples/scripts/train_recipe.sh" >"$command"
+printf ' %q' "${training[@]}" >>"$command"
 "${python%python}ray" job submit --address "$url" --submission-id "$job" --runtime-env-json "$settings" -- \
-    bash -c 'cd "$1" && exec bash "${@:2}"' _ "$PWD" "$ROOT/examples/scripts/train_recipe.sh" "${training[@]}" &
+    bash "$command" &
 wait $!

@@ -419,6 +419,11 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
     if needed > there:
         text = f"the run needs {needed} GPUs, Ray counts {there:g}"
         report.error("cluster", text, "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)")
+    cpus = config.training_ranks + (0 if config.train.colocate_all else config.engine_workers)
+    cpus_there = sum(node["Resources"].get("CPU", 0) for node in living_nodes())
+    if cpus > cpus_there:
+        text = f"the run needs {cpus} of Ray's CPUs, one for each rank and engine worker, Ray counts {cpus_there:g}"
+        report.error("cluster", text, "ray start --num-cpus; Ray does not check that they exist")
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------

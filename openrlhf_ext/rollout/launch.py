@@ -203,7 +203,8 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "roll
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(left, _SAY_SO_S))
         missing = sorted(pending.values())
         if not ready and left > _SAY_SO_S:
-            logger.info("waiting for %ss %s: %.0f s so far", name, missing, time.monotonic() - started)
+            waited = time.monotonic() - started
+            logger.info("waiting for %ss %s: %.0f s so far; Ray has free: %s", name, missing, waited, _free())
             continue
         if not ready:
             raise EngineStartError(_timeout_message(name, missing, timeout_s), missing)
@@ -215,12 +216,15 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "roll
 
 
 def _timeout_message(name: str, missing: list[int], timeout_s: float) -> str:
-    free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
     return (
-        f"{name}s {missing} were not ready within {timeout_s:g} s. The cluster has free: {free}; an engine "
+        f"{name}s {missing} were not ready within {timeout_s:g} s. Ray has free: {_free()}; an engine "
         "whose resources are taken never starts. Otherwise see the RolloutEngine actors' logs in Ray's session "
         "directory (by default /tmp/ray/session_latest/logs)"
     )
+
+
+def _free() -> dict[str, float]:
+    return {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
 
 
 def _cluster_total(resource: str) -> float:

@@ -98,6 +98,7 @@ def test_scripts_are_valid_bash(script: Path) -> None:
 WORDS = ("gsm8k_grpo", "/m", "d.jsonl", "r.py")
 PROGRAMS = {
     "python": r"""
+[[ $1 != -c ]] || exec REAL_PYTHON "$@"
 printf '%s\n' "python $*" >>"$CALLS"
 case "$*" in
     *--dry_run*) [[ $* != *mistake* ]] || { echo "--train.mistake is no option" >&2; exit 2; }
@@ -112,7 +113,16 @@ case "$*" in
     *--cluster*) until (($(grep -c '^ray start' "$CALLS") >= ${NODES:-0})); do sleep 0.05; done
         [[ -z ${REFUSES:-} ]] || exit 1 ;;
 esac""",
-    "ray": 'printf "%s\\n" "ray $*" >>"$CALLS"; [[ $1 != start || -n ${ENDS:-} ]] || exec sleep 1000',
+    # a job has an environment of its own, and its words go through list2cmdline and sh (ray 2.55)
+    "ray": r"""
+printf '%s\n' "ray $*" >>"$CALLS"
+[[ $1 != start || -n ${ENDS:-} ]] || exec sleep 1000
+[[ $1 != job || $2 != submit ]] || exec REAL_PYTHON -c '
+import json, os, subprocess, sys
+words = sys.argv[sys.argv.index("--") + 1:]
+given = json.loads(sys.argv[sys.argv.index("--runtime-env-json") + 1])["env_vars"]
+own = {"HOME": os.environ["HOME"], "RAY_ADDRESS": "n1:6379"}
+os.execve("/bin/sh", ["sh", "-c", subprocess.list2cmdline(words)], given | own)' "$@" """,
     # a host that ssh reaches has an environment of its own, and a shell that reads the command's words
     "ssh": """
 while [[ $1 == -o ]]; do shift 2; done
@@ -143,7 +153,9 @@ class Cluster:
         bin_folder = folder / "venv/bin"
         bin_folder.mkdir(parents=True)
         for name, text in PROGRAMS.items():
-            (bin_folder / name).write_text(f"#!/usr/bin/env bash\n{text.strip()}\n")
+            (bin_folder / name).write_text(
+                f"#!/usr/bin/env bash\n{text.strip()}\n".replace("REAL_PYTHON", sys.executable)
+            )
             (bin_folder / name).chmod(0o755)
         self.calls.write_text("")
         self.env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
@@ -226,7 +238,7 @@ def test_a_head_whose_ray_ends_is_not_waited_for(cluster) -> None:
 
 
 def test_a_node_starts_ray_or_joins_it(cluster) -> None:
-    start = "--num-gpus 8 --temp-dir "
+    start = f"--num-gpus 8 --num-cpus {max(17, os.cpu_count() or 1)} --temp-dir "
     assert cluster.call("ray_node.sh", "head", ENDS="1") == 0, cluster.errors
     assert cluster.lines("ray")[0].startswith(f"ray start --head --port 6379 {start}")
     assert cluster.call("ray_node.sh", "join", "n1", RAY_PORT="7000", NODE_NAME="10.0.0.2", ENDS="1") == 0
@@ -258,6 +270,17 @@ def test_every_node_is_started_then_checked_then_the_head_trains(cluster, kind) 
     assert "RAY_ADDRESS=n1:6379" in environment and "NCCL_DEBUG=INFO" in environment
     assert "s3cret" not in environment, "only named variables are forwarded"
     assert (cluster.out / "logs/driver.log").is_file() and (cluster.out / "logs/n2.log").is_file()
+
+
+def test_a_job_gets_its_words_as_they_were_typed_and_named_variables(cluster) -> None:
+    word = """a b  $HOME `id` 'c' "d" \\ ${@:2}"""
+    status = cluster.call("submit_recipe.sh", "http://n1:8265", *WORDS, "--data.word", word, NCCL_DEBUG="INFO")
+    assert status == 0, cluster.errors
+    (training,) = cluster.training()
+    assert training.endswith(f"--reward.remote_url r.py --data.word {word}")
+    environment = Path(f"{cluster.calls}.env").read_text()
+    assert "RAY_ADDRESS=n1:6379" in environment and "NCCL_DEBUG=INFO" in environment
+    assert "s3cret" not in environment and cluster.lines("ray start") == []
 
 
 @pytest.mark.parametrize(

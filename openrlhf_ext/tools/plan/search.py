@@ -355,7 +355,7 @@ class Planner:
     def _moments(
         self, config: RunConfig, training: Training, engines: Engines, states: tuple[States, ...]
     ) -> tuple[Moment, ...]:
-        sampling = self._sampling(config, engines)
+        sampling = self._sampling(engines)
         resident: dict[str, int] = {}
         shared = config.train.colocate_all
         if shared and config.vllm.enable_sleep:
@@ -372,7 +372,7 @@ class Planner:
             sampling |= {"states of the policy, which does not sleep": fullest.total}
         return Moment("sampling", sampling | common), Moment("training", heaviest | resident | common)
 
-    def _sampling(self, config: RunConfig, engines: Engines) -> dict[str, int]:
+    def _sampling(self, engines: Engines) -> dict[str, int]:
         weights = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         return {
             "engine: weights": weights,
