@@ -9,10 +9,13 @@ that ``python -m openrlhf_ext.cli.evaluate`` uses. The JSON lists what was grade
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import os
 import platform
 import random
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,6 +30,7 @@ from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.tools.evaluate.grading import MATHS
 from openrlhf_ext.tools.evaluate.problems import load_benchmark
 
+ROOT = Path(__file__).parent.parent
 FILES = {"gsm8k": "gsm8k/test.jsonl", "math": "math/test.jsonl"}
 SOLUTION = {"gsm8k": "answer", "math": "solution"}
 OTHERS = 1
@@ -211,6 +215,16 @@ def other_answers(name: str, labels: list[str], seed: int = 1) -> Iterator[Case]
             yield Case(name, label, f"\\boxed{{{other}}}")
 
 
+def about(arguments: argparse.Namespace) -> dict:
+    """What a number needs to be repeated."""
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    versions = {name: importlib.metadata.version(name) for name in ("math-verify", "sympy")}
+    return {"command": " ".join(["python", "benchmarks/graders.py", "DATA", *sys.argv[2:]]), "commit": commit,
+            "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions,
+            "workers": arguments.workers, "deadline_s": DEADLINE_S}  # fmt: skip
+
+
 def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -229,8 +243,7 @@ def main() -> int:
         print(part, {k: v for k, v in parts[part].items() if k not in ("exceptions", "by_name")}, f"{seconds} s",
               flush=True)  # fmt: skip
         if arguments.output:  # after every part: the last one takes longest
-            report = {"machine": platform.processor() or platform.machine(), "deadline_s": DEADLINE_S,
-                      "seconds": seconds, **parts}  # fmt: skip
+            report = {**about(arguments), "seconds": seconds, **parts}
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
     with RewardPool(MATHS, arguments.workers, DEADLINE_S) as pool:
