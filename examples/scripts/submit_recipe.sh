@@ -26,8 +26,11 @@ env = {name: value for name, _, value in records if value and name != "RAY_ADDRE
 print(json.dumps({"env_vars": env}))')
 # Ray's words go through /bin/sh between double quotes (ray 2.55 dashboard/modules/job/cli.py, list2cmdline)
 command=$(realpath "$run_folder")/logs/$job.sh
-printf 'cd %q && exec bash %q' "$PWD" "$ROOT/examples/scripts/train_recipe.sh" >"$command"
-printf ' %q' "${training[@]}" >>"$command"
+(
+    umask 077 # a word may be a key
+    printf 'cd %q && exec bash %q' "$PWD" "$ROOT/examples/scripts/train_recipe.sh" >"$command"
+    printf ' %q' "${training[@]}" >>"$command"
+)
 "${python%python}ray" job submit --address "$url" --submission-id "$job" --runtime-env-json "$settings" -- \
     bash "$command" &
 wait $!

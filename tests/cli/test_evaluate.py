@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +176,27 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     assert contents(killed) == contents(whole)
 
 
-def test_the_greedy_answers_of_vllm_are_those_of_transformers(model: Path, aime: Path, tmp_path: Path) -> None:
+def test_the_greedy_answers_of_vllm_are_those_of_transformers_and_it_goes_on_where_it_was_killed(
+    model: Path, aime: Path, tmp_path: Path
+) -> None:
     written = {}
     greedy = ["--temperature", "0", "--kv_cache_mib", "64"]
     assert main([*sampling(model, aime, tmp_path / "transformers"), *greedy]) == 0
     # a process of its own: the engine changes the environment
     command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *sampling(model, aime, tmp_path / "vllm"), *greedy]
-    done = subprocess.run([*command, "--engine", "vllm"], capture_output=True, text=True, timeout=PATIENCE_S)
+    run = partial(subprocess.run, [*command, "--engine", "vllm"], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = run()
     assert done.returncode == 0, done.stderr
     for engine in ("transformers", "vllm"):
         written[engine] = lines_of(tmp_path / engine / "aime24.jsonl")[1:]
     assert written["vllm"] == written["transformers"]
     assert any(completion["text"] for problem in written["vllm"] for completion in problem["completions"])
+
+    whole, file = contents(tmp_path / "vllm"), tmp_path / "vllm/aime24.jsonl"
+    begun = whole[file.name].splitlines(keepends=True)[:4]  # settings, a group, and half of the second one
+    file.write_bytes(b"".join(begun))
+    for name in whole.keys() - {file.name}:
+        (file.parent / name).unlink()
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "vllm") == whole and "6 of 6 problems" in done.stderr + done.stdout
