@@ -4,7 +4,7 @@
 #   bash examples/scripts/walkthrough.sh
 #
 # What this machine has; what a 32B run needs on 64 H100, and its dry run; a toy run over two local Ray nodes, one of
-# which is killed in the middle and joins again; its report; and how good the trained checkpoint is.
+# which is killed in the middle and joins again, and then the driver; its report; how good the trained checkpoint is.
 #
 # Variables that you may set:
 #   WALKTHROUGH_DIR      where results go                                       (default: runs/walkthrough in the checkout)
@@ -45,23 +45,25 @@ module train_ppo_ray --config "configs/recipes/$RECIPE.yaml" --config "$OUT/layo
     --data.prompt_dataset "$OUT/data/train.jsonl" --data.input_key question --data.label_key answer \
     --reward.remote_url examples/python/reward_arithmetic.py --dry_run
 
-# Once a first checkpoint is there, SIGKILL to every process of the node, as when its power fails.
-end_the_victim() {
-    local deadline=$((SECONDS + WAIT_S)) pids
-    until [[ -d $OUT/run/checkpoints/global_step1 ]]; do
-        ((SECONDS < deadline)) || { echo "no checkpoint after $WAIT_S s" >&2 && return 1; }
+# kill_9 STEP NODE WORD: once that checkpoint is there, SIGKILL to the processes of a node whose command has this word.
+kill_9() {
+    local deadline=$((SECONDS + WAIT_S)) file pids=()
+    until [[ -d $OUT/run/checkpoints/global_step$1 ]]; do
+        ((SECONDS < deadline)) || { echo "no checkpoint of step $1 after $WAIT_S s" >&2 && return 1; }
         sleep 0.1
     done
-    mapfile -t pids < <(grep -lsz "^RUN_FOLDER=$OUT/run\$" /proc/[0-9]*/environ | while read -r file; do
-        if grep -qsz "^NODE_NAME=$VICTIM\$" "$file"; then cut -d / -f 3 <<<"$file"; fi
-    done)
-    ((${#pids[@]})) || { echo "no process of node $VICTIM" >&2 && return 1; }
-    printf '\n== walkthrough: kill -9 of the %s processes of node %s\n\n' "${#pids[@]}" "$VICTIM"
+    for file in $(grep -lsz "^RUN_FOLDER=$OUT/run\$" /proc/[0-9]*/environ); do
+        if grep -qsz "^NODE_NAME=$2\$" "$file" && grep -qs "$3" "${file%environ}cmdline"; then
+            pids+=("$(cut -d / -f 3 <<<"$file")")
+        fi
+    done
+    ((${#pids[@]})) || { echo "no process of node $2 to kill" >&2 && return 1; }
+    printf '\n== walkthrough: kill -9 of %s processes of node %s\n\n' "${#pids[@]}" "$2"
     kill -KILL "${pids[@]}"
 }
 
-say "two Ray nodes on this machine, a policy rank on each; $VICTIM dies after the first checkpoint"
-end_the_victim &
+say "two Ray nodes on this machine, a policy rank on each; one dies in the second step, the driver in the third"
+{ kill_9 1 "$VICTIM" . && kill_9 2 127.0.0.1 train_ppo_ray; } &
 killer=$!
 bash examples/scripts/local_recipe.sh 2 smoke_cpu "$OUT/warm_start" "$OUT/data/train.jsonl" \
     examples/python/reward_arithmetic.py --actor.num_nodes 2 --actor.num_gpus_per_node 1 \

@@ -1,4 +1,4 @@
-"""The walkthrough as a user types it: two Ray nodes, a policy rank on each; one dies in a step and comes back."""
+"""The walkthrough as a user types it: two Ray nodes, a policy rank on each; one dies in a step, and then the driver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.mark.e2e
-def test_a_node_that_is_killed_joins_again_and_the_run_ends_as_if_undisturbed(tmp_path, monkeypatch) -> None:
+def test_a_node_and_the_driver_are_killed_and_the_run_ends_as_if_undisturbed(tmp_path, monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     # the nodes get this checkout by name: another one may be installed in the environment
@@ -56,16 +56,18 @@ def test_a_node_that_is_killed_joins_again_and_the_run_ends_as_if_undisturbed(tm
     assert job.text.count("Everything needed is there.") == 2, "doctor of this machine, and of the cluster"
     assert f"{NODES[1]} joins again" in job.text
     assert "restart 1 of 2" in job.text and "resumed from" in job.text
+    assert "the driver was killed (status 137): restart 1 of 3 from the last checkpoint" in job.text
     assert (tmp_path / "layout.yaml").is_file() and '"state":"finished"' in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "evaluation.json").read_text())["pass_at_k"].keys() == {"1", "4"}
 
     # a rank on each node, before and after
     events = lines(run / "events.jsonl")
-    assert [event["event"] for event in events if event["event"] in ("failure", "restart", "resumed", "end")] == [
-        "failure", "restart", "resumed", "end",
+    told = [(event["event"], event.get("resume_step")) for event in events]
+    assert [pair for pair in told if pair[0] in ("start", "failure", "restart", "resumed", "end")] == [
+        ("start", 0), ("failure", None), ("restart", None), ("resumed", 1), ("start", 2), ("resumed", 2), ("end", None),
     ]  # fmt: skip
     (failure,) = [event for event in events if event["event"] == "failure"]
-    assert failure["step"] > 1, "the node died in a step"
+    assert failure["step"] == 2, "the node died in a step"
     for ready in [event["processes"] for event in events if event["event"] == "ready"]:
         assert sorted(ready) == ["policy rank 0", "policy rank 1", "rollout engine 0"]
         logs = {name: list((run / "logs").glob(f"*/worker-*-{about['pid']}.err")) for name, about in ready.items()}
