@@ -52,11 +52,11 @@ kill_9() {
         ((SECONDS < deadline)) || { echo "no checkpoint of step $1 after $WAIT_S s" >&2 && return 1; }
         sleep 0.1
     done
-    for file in $(grep -lsz "^RUN_FOLDER=$OUT/run\$" /proc/[0-9]*/environ); do
+    while read -r file; do
         if grep -qsz "^NODE_NAME=$2\$" "$file" && grep -qs "$3" "${file%environ}cmdline"; then
             pids+=("$(cut -d / -f 3 <<<"$file")")
         fi
-    done
+    done < <(grep -lsz "^RUN_FOLDER=$OUT/run\$" /proc/[0-9]*/environ)
     ((${#pids[@]})) || { echo "no process of node $2 to kill" >&2 && return 1; }
     printf '\n== walkthrough: kill -9 of %s processes of node %s\n\n' "${#pids[@]}" "$2"
     kill -KILL "${pids[@]}"
