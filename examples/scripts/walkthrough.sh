@@ -7,7 +7,7 @@
 # which is killed in the middle and joins again, and then the driver; its report; how good the trained checkpoint is.
 #
 # Variables that you may set:
-#   WALKTHROUGH_DIR      where results go                                       (default: runs/walkthrough in the checkout)
+#   WALKTHROUGH_DIR      where results go; run/ in it is made anew   (default: runs/walkthrough in the checkout)
 
 set -euo pipefail
 
@@ -65,6 +65,7 @@ kill_9() {
 say "two Ray nodes on this machine, a policy rank on each; one dies in the second step, the driver in the third"
 { kill_9 1 "$VICTIM" . && kill_9 2 127.0.0.1 train_ppo_ray; } &
 killer=$!
+trap 'kill "$killer" 2>/dev/null || true' EXIT # a run that failed before must not lose processes of the next one
 bash examples/scripts/local_recipe.sh 2 smoke_cpu "$OUT/warm_start" "$OUT/data/train.jsonl" \
     examples/python/reward_arithmetic.py --actor.num_nodes 2 --actor.num_gpus_per_node 1 \
     --train.max_restarts "$RESTARTS" --ckpt.output_dir "$OUT/run" --ckpt.path "$OUT/run/checkpoints"
