@@ -38,22 +38,17 @@ def finish(job: Job) -> None:
 
 @pytest.mark.e2e
 def test_a_guide_in_two_layouts_and_through_kills(tmp_path: Path) -> None:
+    """One run as it should be; the other one in another layout, killed, resumed, and with all engines killed."""
     task = Task.make(tmp_path, reward=HOLDING_REWARD)
     make_tiny_policy(tmp_path / "guide", seed=1)
     finish(Job(options(task, "whole"), tmp_path / "whole.log"))
-    finish(Job(options(task, "dp2", **DP2), tmp_path / "dp2.log"))
-    whole = steps_of(task, "whole")
-    for expected, got in zip(whole, steps_of(task, "dp2"), strict=True):
-        assert {name: got[name] for name in EXACT} == {name: expected[name] for name in EXACT}
-        for name in CLOSE:
-            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (got["step"], name)
 
     hold_after(task, 1)
-    job = Job(options(task, "cut", ckpt__save_steps=1), tmp_path / "cut.log")
+    job = Job(options(task, "cut", **DP2, ckpt__save_steps=1), tmp_path / "cut.log")
     job.wait_until((tmp_path / "held1").exists, "the second generation")
     kill(job)
     hold_after(task, 2)
-    job = Job(options(task, "cut", "--ckpt.load_enable", ckpt__save_steps=1), tmp_path / "cut2.log")
+    job = Job(options(task, "cut", "--ckpt.load_enable", **DP2, ckpt__save_steps=1), tmp_path / "cut2.log")
     job.wait_for(r"resumed from .*global_step1\n")
     job.wait_until((tmp_path / "held2").exists, "the third generation")
     engines = job.named("ray::RolloutEngine")
@@ -64,10 +59,13 @@ def test_a_guide_in_two_layouts_and_through_kills(tmp_path: Path) -> None:
     finish(job)
     assert "replacing rollout engines [0]" in job.text and "replacing guide engines [0]" in job.text
     assert task.metrics("cut")[-1]["engines/restarts"] == 2
-    for expected, got in zip(whole, steps_of(task, "cut"), strict=True):
-        assert {name: got[name] for name in (*EXACT, *CLOSE)} == {name: expected[name] for name in (*EXACT, *CLOSE)}
+    for expected, got in zip(steps_of(task, "whole"), steps_of(task, "cut"), strict=True):
+        assert {name: got[name] for name in EXACT} == {name: expected[name] for name in EXACT}
+        for name in CLOSE:
+            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (got["step"], name)
     weights, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(resumed[name].equal(tensor) for name, tensor in weights.items())
+    for name, tensor in weights.items():
+        assert resumed[name].allclose(tensor, atol=1e-4), name
 
 
 def steps_of(task: Task, name: str) -> list[dict]:

@@ -28,17 +28,19 @@ ONE = {"megatron__tensor_parallel_size": 1}
 BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 100}
 LAYOUTS = {
     "tp2": {},
-    "pp2": {**ONE, "megatron__pipeline_parallel_size": 2},
     "dp2": {**ONE, **BUDGET},  # micro-batches by tokens instead of samples
-    "cp2": {**ONE, **BUDGET, "megatron__context_parallel_size": 2},
-    # on shared bundles; the policy's states are in host memory whenever the engines work, also around a checkpoint;
-    # and although an engine is killed and another one stops while they sleep
+    # two stages, on shared bundles; the policy's states are in host memory whenever the engines work, also around a
+    # checkpoint; and although an engine is killed and another one stops while they sleep
     "colocated": {
+        **ONE, "megatron__pipeline_parallel_size": 2,
         "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true",
         "vllm__num_engines": 2, "vllm__hang_timeout_s": 20, "ckpt__save_steps": 2,
     },
-    # while they generate, one engine is killed and another one stops
-    "engines": {"vllm__num_engines": 2, "vllm__max_restarts": 2, "vllm__hang_timeout_s": 20},
+    # halves of every sequence; while they generate, one engine is killed and another one stops
+    "engines": {
+        **ONE, **BUDGET, "megatron__context_parallel_size": 2,
+        "vllm__num_engines": 2, "vllm__max_restarts": 2, "vllm__hang_timeout_s": 20,
+    },
 }  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def test_every_layout_trains_alike(tmp_path):
     trained = load_file(tmp_path / "tp2/model.safetensors")
     before = load_file(tmp_path / "policy/model.safetensors")
     assert any((trained[name] != before[name]).any() for name in before), "three steps changed no weight"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pp2")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "colocated")
     for name, parameter in model.named_parameters():
         assert parameter.allclose(trained[name], atol=1e-4), name
 
