@@ -234,7 +234,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="problems of each file")
     parser.add_argument("--attacks", type=int, default=10_000)
     arguments = parser.parse_args()
-    started = time.monotonic()
+    started, header = time.monotonic(), about(arguments)  # before --output makes the tree dirty
     parts: dict[str, dict] = {}
 
     def measure(part: str, cases: Iterator[Case], expected: float) -> None:
@@ -243,7 +243,7 @@ def main() -> int:
         print(part, {k: v for k, v in parts[part].items() if k not in ("exceptions", "by_name")}, f"{seconds} s",
               flush=True)  # fmt: skip
         if arguments.output:  # after every part: the last one takes longest
-            report = {**about(arguments), "seconds": seconds, **parts}
+            report = {**header, "seconds": seconds, **parts}
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
     with RewardPool(MATHS, arguments.workers, DEADLINE_S) as pool:
