@@ -94,6 +94,9 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield "assumptions (nothing of this was measured on a GPU):"
     yield from (f"  {line}" for line in planner.clock.lines())
+    if planner.config.has_critic:
+        where = "on the policy's GPUs, one after the other" if planner.critic_takes_turns else "beside the policy"
+        yield f"  log-probs and train: with a critic {where}"
     yield "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch fill its budget"
     yield ""
     yield f"what binds: {binding(best, planner.clock.gpu.memory)}."
@@ -136,7 +139,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
     layout, training, engines, seconds = (
-        candidate.training.layout, candidate.training, candidate.engines, candidate.seconds,
+        candidate.policy.training.layout, candidate.policy.training, candidate.engines, candidate.seconds,
     )  # fmt: skip
     recompute = training.recompute
     mode = " ".join((recompute.granularity, *(recompute.modules if recompute.granularity == "selective" else ())))
@@ -164,9 +167,9 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     modes = planner.activations_by_mode(best)
     modes_text = ", ".join(f"{mode} {size / _GIB:.1f}" for mode, size in modes.items())
     yield f"  activations of the first stage by megatron.recompute: {modes_text}"
-    last = best.states[-1]
+    first, last = best.policy.states[0], best.policy.states[-1]
     yield (
-        f"  parameters on a rank: {best.states[0].parameters:,} of the first stage, {last.parameters:,} of the last; "
+        f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of the last; "
         f"an engine works on {best.concurrency} requests at a time"
     )
     for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", planner.disk())):
@@ -207,10 +210,10 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 
 def _degrees(candidate: Candidate) -> str:
-    layout = candidate.training.layout
+    layout, recompute = candidate.policy.training.layout, candidate.policy.training.recompute
     return (
         f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
-        f"recompute {candidate.training.recompute.granularity}, engines of {candidate.engines.tensor_parallel_size}"
+        f"recompute {recompute.granularity}, engines of {candidate.engines.tensor_parallel_size}"
     )
 
 
@@ -265,7 +268,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
         "options": dict(candidate.options),
         "memory": {moment.doing: dict(moment.parts) for moment in candidate.moments},
-        "parameters": [states.parameters for states in candidate.states],
+        "parameters": [states.parameters for states in candidate.policy.states],
         "host": dict(candidate.host),
         "concurrency": candidate.concurrency,
         "seconds": None if seconds is None else dataclasses.asdict(seconds) | {"step": seconds.step},

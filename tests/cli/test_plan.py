@@ -65,6 +65,31 @@ def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):
     assert re.search(r"the fewest H100 that would do: \d+", error)
 
 
+PPO = ["--config", str(ROOT / "configs/recipes/gsm8k_ppo.yaml"), *QWEN25_7B[2:], "--gpus", "8"]
+
+
+def configured(out: Path, *words: str) -> dict:
+    assert plan.main([*PPO, *words, "--json", str(out)]) == 0
+    return json.loads(out.read_text())["configured"]
+
+
+def test_a_critic_takes_memory_and_seconds(tmp_path, capsys):
+    """On GPUs of its own it must fit there, and the slower model makes the step; on shared ones they take turns."""
+    beside = configured(tmp_path / "1")
+    assert "with a critic beside the policy" in capsys.readouterr().out
+    policy, critic = (beside["memory"][doing]["optimizer"] for doing in ("training", "training the critic"))
+    assert policy - critic == pytest.approx(12 * 152_064 * 3584 / 2, rel=1e-3), "one value for each of half the logits"
+    larger = ("--critic.megatron.tensor_parallel_size", "1")
+    assert configured(tmp_path / "2", *larger)["seconds"] is None, "the critic's states on one GPU do not fit"
+    assert "while training the critic" in capsys.readouterr().out
+    turns = ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep", "--vllm.num_engines", "2")
+    shared = configured(tmp_path / "3", *turns, "--gpus", "2")
+    assert "one after the other" in capsys.readouterr().out
+    assert shared["memory"]["training the critic"]["optimizer"] == critic, "only one of the two is awake"
+    for phase in ("logprobs", "train"):
+        assert shared["seconds"][phase] > beside["seconds"][phase] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -17,19 +17,26 @@ from typing import Any
 from openrlhf_ext.config import RunConfig, Violation
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
-from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.settings import Recompute
-from openrlhf_ext.ranks.shared_gpu import ASLEEP_BYTES, RESERVE_BYTES
-from openrlhf_ext.tools.plan.memory import Pass, StateOptions, States, activations, rank_states
+from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
+from openrlhf_ext.tools.plan.moments import (
+    Moment,
+    TrainedModel,
+    activation_bytes,
+    checkpoints,
+    critic_in,
+    host_memory,
+    moments,
+    policy_in,
+)
 from openrlhf_ext.tools.plan.seconds import (
     GPUS,
     Assumptions,
     Clock,
     Engines,
     Seconds,
-    Training,
     Workload,
     engine_weights,
 )
@@ -43,8 +50,6 @@ _RECOMPUTES: tuple[dict[str, Any], ...] = (
     {"megatron.recompute": "selective", "megatron.recompute_modules": ("mlp",)},
     {"megatron.recompute": "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
 )
-_FRAGMENTS = 0.1
-"""Of the activations: what torch's allocator loses to fragments. An estimate."""
 _MOST_GPUS = 4096
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
@@ -59,40 +64,21 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is on a GPU at a time, by part, in bytes; ``doing`` says when."""
-
-    doing: str
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """All parts."""
-        return sum(self.parts.values())
-
-    @property
-    def largest(self) -> str:
-        """The part that takes most."""
-        return max(self.parts, key=lambda name: self.parts[name])
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A layout with what it holds and takes.
 
     Attributes:
         options: of the layout, by their names.
-        moments: the fullest GPU while engines sample and while the policy is trained; two kinds of GPUs if they are
-            apart.
+        moments: the fullest GPU while engines sample and while the policy is trained, and while a critic is; other
+            GPUs each time unless all are colocated.
         seconds: of a step; None where the layout does not fit.
         host: bytes of a node's memory, by part.
         concurrency: requests that an engine works on at a time; 0 if its cache does not hold the longest sequence.
     """
 
     options: Options
-    training: Training
+    policy: TrainedModel
     engines: Engines
-    states: tuple[States, ...]
     moments: tuple[Moment, ...]
     host: Mapping[str, int]
     concurrency: int
@@ -201,6 +187,11 @@ class Planner:
         return self._candidate(options, config)
 
     @property
+    def critic_takes_turns(self) -> bool:
+        """Whether a critic works before or after the policy, not at the same time (driver/loop.py, ``train``)."""
+        return self.config.train.colocate_all
+
+    @property
     def configured_gpus(self) -> int:
         """GPUs of the configuration as it is."""
         config = self.config
@@ -212,7 +203,7 @@ class Planner:
         """The first of every way to cut the policy; in the order given."""
         best: dict[ParallelLayout, Candidate] = {}
         for candidate in candidates:
-            best.setdefault(candidate.training.layout, candidate)
+            best.setdefault(candidate.policy.training.layout, candidate)
         return list(best.values())
 
     def fewest_gpus(self, above: int) -> int | None:
@@ -292,29 +283,18 @@ class Planner:
     # ---- one layout -----------------------------------------------------------------------------------------------
 
     def _candidate(self, options: Options, config: RunConfig) -> Candidate:
-        training, engines = self._training(config), self._engines(config)
-        states = self._states(config)
-        moments = self._moments(config, training, engines, states)
+        policy, engines = policy_in(config, self.shape), self._engines(config)
+        critic = critic_in(config, self._value_shape) if config.has_critic else None
+        found = moments(config, self.work, policy, critic, self._engine_parts(engines))
         concurrency = self.clock.concurrency(engines)
-        fits = concurrency > 0 and all(moment.total <= FULL * self.clock.gpu.memory for moment in moments)
-        seconds = self._seconds(config, training, engines, states) if fits else None
-        host = self._host(config, states)
-        return Candidate(options, training, engines, states, moments, host, concurrency, seconds)
+        fits = concurrency > 0 and all(moment.total <= FULL * self.clock.gpu.memory for moment in found)
+        seconds = self._seconds(config, policy, critic, engines) if fits else None
+        return Candidate(options, policy, engines, found, host_memory(config, policy), concurrency, seconds)
 
-    def _training(self, config: RunConfig) -> Training:
-        train, megatron, dynamic = config.train, config.megatron, config.train.dynamic_batch_enable
-        return Training(
-            config.layout,
-            Recompute(
-                megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
-            ),
-            train.max_tokens_per_gpu if dynamic else None,
-            train.micro_batch_size,
-            (config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None,
-            config.rollout.micro_batch_size,
-            config.actor.num_gpus_per_node,
-            config.fp8.enable and not config.fp8.emulate,
-        )
+    @cached_property
+    def _value_shape(self) -> ModelShape:
+        path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
+        return read_value_shape(path, self.config.ds.value_head_prefix)
 
     def _engines(self, config: RunConfig) -> Engines:
         tp, fp8 = config.vllm.tensor_parallel_size, config.fp8.rollout_enable
@@ -328,51 +308,7 @@ class Planner:
     def _engine_room(self) -> int:
         return int(self.assumed.engine_gib * 2**30)
 
-    def _states(self, config: RunConfig) -> tuple[States, ...]:
-        """Of the ranks of each stage."""
-        overlap = config.megatron.overlap_grad_reduce
-        buckets = config.megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * config.layout.data_parallel_size)
-        options = StateOptions(
-            _param_bytes(config.megatron),
-            config.megatron.distributed_optimizer_enable,
-            buckets if overlap else None,
-            config.fp8.training_recipe,
-        )
-        return tuple(
-            rank_states(self.shape, config.layout, stage, options)
-            for stage in range(config.layout.pipeline_parallel_size)
-        )
-
-    def _critic(self, config: RunConfig) -> int:
-        """Bytes of a critic's states on the fullest of its ranks."""
-        if not config.has_critic:
-            return 0
-        path = config.critic.model_name_or_path or config.actor.model_name_or_path or ""
-        shape, layout = read_value_shape(path, config.ds.value_head_prefix), config.critic_layout
-        options = StateOptions(_param_bytes(config.megatron), config.megatron.distributed_optimizer_enable)
-        return max(rank_states(shape, layout, stage, options).total for stage in range(layout.pipeline_parallel_size))
-
-    def _moments(
-        self, config: RunConfig, training: Training, engines: Engines, states: tuple[States, ...]
-    ) -> tuple[Moment, ...]:
-        sampling = self._sampling(engines)
-        resident: dict[str, int] = {}
-        shared = config.train.colocate_all
-        if shared and config.vllm.enable_sleep:
-            resident["the engine asleep (estimate)"] = ASLEEP_BYTES
-        elif shared:
-            resident |= {name: size for name, size in sampling.items() if name.startswith("engine")}
-        if shared and (critic := self._critic(config)):
-            resident["the critic's states"] = critic
-        stages = [self._stage(config, training, stage, states[stage]) for stage in range(len(states))]
-        heaviest = max(stages, key=lambda parts: sum(parts.values()))
-        common = self._common(config)
-        if shared and not (config.ds.enable_sleep and config.vllm.enable_sleep):
-            fullest = max(states, key=lambda one: one.total)
-            sampling |= {"states of the policy, which does not sleep": fullest.total}
-        return Moment("sampling", sampling | common), Moment("training", heaviest | resident | common)
-
-    def _sampling(self, engines: Engines) -> dict[str, int]:
+    def _engine_parts(self, engines: Engines) -> dict[str, int]:
         weights = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         return {
             "engine: weights": weights,
@@ -380,91 +316,38 @@ class Planner:
             "engine: activations, CUDA graphs (estimate)": self._engine_room,
         }
 
-    def _common(self, config: RunConfig) -> dict[str, int]:
-        return {
-            "buckets of the weight sync": 2 * config.weight_sync.bucket_mib << 20,
-            "CUDA contexts and NCCL (estimate)": RESERVE_BYTES,
-        }
-
-    def _stage(self, config: RunConfig, training: Training, stage: int, states: States) -> dict[str, int]:
-        """What the ranks of a stage hold in training."""
-        kept = self._activations(config, training, stage, training.recompute)
-        parts = {
-            "weights": states.weights,
-            "gradients (fp32)": states.gradients,
-            "optimizer": states.optimizer,
-            "FP8 copies of weights": states.fp8_copies,
-            "activations": kept,
-            "fragments (estimate)": int(_FRAGMENTS * kept),
-        }
-        if stage == training.layout.pipeline_parallel_size - 1:
-            parts["head: workspace, hidden states and their gradient"] = self._head(config, training)
-        return {name: size for name, size in parts.items() if size}
-
-    def _tokens(self, training: Training) -> int:
-        """Of a training micro-batch on one rank: its budget, or as many of the longest sequences as it has."""
-        if training.budget is not None:
-            return training.budget
-        return math.ceil(training.sequences * self.config.data.max_len / training.layout.context_parallel_size)
-
-    def _activations(self, config: RunConfig, training: Training, stage: int, recompute: Recompute) -> int:
-        tokens = self._tokens(training)
-        samples = min(self.work.batch, self.work.samples)
-        count = training.micro_batches(samples, self.work.length)
-        work = Pass(tokens, config.data.max_len, "flash", _param_bytes(config.megatron), training.fp8, recompute)
-        return activations(self.shape, training.layout, stage, work, count).peak
-
     def activations_by_mode(self, candidate: Candidate) -> dict[str, int]:
         """Bytes of activations of the first stage for each recompute mode, everything else being equal."""
         config = with_options(self.config, candidate.options)
         modes = {"none": Recompute(), "selective: mlp": Recompute("selective", ("mlp",)), "full": Recompute("full")}
-        return {name: self._activations(config, candidate.training, 0, mode) for name, mode in modes.items()}
-
-    def _head(self, config: RunConfig, training: Training) -> int:
-        """Its workspace; hidden states of response tokens and their gradient; all logits, four times, where it is naive
-        (docs/head.md)."""
-        tokens = self._tokens(training) * self.work.response_tokens // self.work.length
-        rows = (
-            self.shape.padded_vocab_size(training.layout.tensor_parallel_size) // training.layout.tensor_parallel_size
-        )
-        naive = config.megatron.head == "naive"
-        room = 4 * 4 * tokens * rows if naive else config.megatron.head_workspace_mib << 20
-        return room + tokens * self.shape.hidden_size * 2 * _param_bytes(config.megatron)
-
-    def _host(self, config: RunConfig, states: tuple[States, ...]) -> dict[str, int]:
-        """Of a node, if all its ranks were the fullest."""
-        fullest = max(states, key=lambda one: one.weights + one.optimizer)
-        per_node = config.actor.num_gpus_per_node
-        moved = fullest.weights + fullest.optimizer
-        parts = {
-            "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
-            "reference policy": per_node * fullest.weights if config.has_reference else 0,
-            "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
-        }
-        return {name: size for name, size in parts.items() if size}
+        return {name: activation_bytes(config, self.work, candidate.policy, 0, mode) for name, mode in modes.items()}
 
     def disk(self) -> dict[str, int]:
         """Bytes of checkpoints that are kept."""
-        ckpt, size = self.config.ckpt, _param_bytes(self.config.megatron)
-        resumable = self.parameters * (size + 12 if size == 2 else 12)
-        kept = ckpt.max_num if ckpt.saves else 0
-        parts = {
-            f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
-            f"{kept} in Hugging Face form": kept * self.parameters * size if ckpt.save_hf else 0,
-            "the final one in Hugging Face form": self.parameters * size,
-        }
-        return {name: size for name, size in parts.items() if size}
+        return checkpoints(self.config, self.parameters)
 
-    def _seconds(self, config: RunConfig, training: Training, engines: Engines, states: tuple[States, ...]) -> Seconds:
-        clock, fullest = self.clock, max(states, key=lambda one: one.total)
+    def _seconds(
+        self, config: RunConfig, policy: TrainedModel, critic: TrainedModel | None, engines: Engines
+    ) -> Seconds:
+        clock, training = self.clock, policy.training
         rollout = clock.rollout(engines)
-        logprobs, train = clock.logprobs(training), clock.train(training, fullest)
-        near = training.layout.world_size <= training.near_ranks
-        sync = clock.sync(near)
-        moves = clock.moves(fullest) if config.train.colocate_all and config.ds.enable_sleep else 0.0
+        logprobs, train = clock.logprobs(training), clock.train(training, policy.fullest)
+        sync = clock.sync(training.layout.world_size <= training.near_ranks)
+        sleeps = config.train.colocate_all and config.ds.enable_sleep
+        moves = clock.moves(policy.fullest) if sleeps else 0.0
+        if critic is not None:
+            own = self._critic_clock(critic)
+            together = sum if self.critic_takes_turns else max
+            logprobs = together((logprobs, own.logprobs(critic.training)))
+            train = together((train, own.train(critic.training, critic.fullest)))
+            moves += own.moves(critic.fullest) if sleeps else 0.0
         if config.max_staleness > 0:  # engines sample while the policy is trained
             rollout = max(0.0, rollout - logprobs - train)
         return Seconds(rollout, logprobs, train, sync, moves, self.assumed.fixed_s)
+
+    def _critic_clock(self, critic: TrainedModel) -> Clock:
+        work = dataclasses.replace(self.work, scored_by=1)
+        return dataclasses.replace(self.clock, shape=critic.shape, parameters=critic.parameters, work=work)
 
 
 _MEGATRON = (
@@ -479,16 +362,12 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
     if candidate.seconds is None:  # the nearest to fitting first
         return math.inf, candidate.fullest.total if candidate.concurrency else math.inf
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
-    return alike, candidate.training.layout.model_parallel_size, candidate.fullest.total, candidate.seconds.step
+    return alike, candidate.policy.training.layout.model_parallel_size, candidate.fullest.total, candidate.seconds.step
 
 
 def _double(gpus: int, per_node: int) -> int:
     """Twice as many; whole nodes where that is more than one."""
     return 2 * gpus if 2 * gpus <= per_node else -(-2 * gpus // per_node) * per_node
-
-
-def _param_bytes(megatron: Megatron) -> int:
-    return 2 if megatron.param_dtype == "bf16" else 4
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:
