@@ -22,6 +22,9 @@ from tests.patience import PATIENCE_S
 
 JOB_S = 3 * PATIENCE_S  # for a whole job
 
+# where ranks are not what is tested: each one costs seconds to start
+ONE_RANK = {"actor__num_gpus_per_node": 1, "megatron__tensor_parallel_size": 1}
+
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     completion = queries[0][len(prompts[0]):]

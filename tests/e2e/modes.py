@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -20,6 +21,8 @@ from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.resume import restore
 from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.rollout import launch
+from openrlhf_ext.rollout.engine import RolloutEngine
 from tests.e2e.jobs import Task
 from tests.patience import until
 
@@ -51,25 +54,43 @@ def kill_in_training(loop: TrainingLoop) -> None:
     loop.train = kill_and_train
 
 
+class Halted(RolloutEngine):
+    """An engine that a test may have halted: it goes on right before it takes weights, so what was in flight still is.
+
+    Defined in the main module, so Ray sends it to the engine's process by value.
+    """
+
+    async def receive_weights(self, version: int) -> Any:
+        await self.resume_generation()
+        return await super().receive_weights(version)
+
+
 def sync_in_flight(loop: TrainingLoop) -> None:
     """The first two syncs meet requests in flight; right before the second one the engine is killed."""
     take, publish = loop.take, loop.publish
 
-    def take_and_pause() -> list:
+    def take_and_halt() -> list:
         groups = take()
-        if loop.step < 2:  # what is in flight now is there at the sync
-            ray.get([engine.pause_generation.remote() for engine in loop.supervisor.engines])
+        if loop.step < 2:
+            until(lambda: halted_in_flight(loop), "an engine halted within a request")
         return groups
 
     def publish_in_flight() -> dict:
-        if loop.step <= 2:
-            ray.get([engine.resume_generation.remote() for engine in loop.supervisor.engines])
-            await_tokens(loop)
         if loop.step == 2:
             kill_in_flight(loop)
         return publish()
 
-    loop.take, loop.publish = take_and_pause, publish_in_flight
+    loop.take, loop.publish = take_and_halt, publish_in_flight
+
+
+def halted_in_flight(loop: TrainingLoop) -> bool:
+    """Halts the engine; lets it go on if it has sampled nothing of any unfinished request."""
+    (engine,) = loop.supervisor.engines
+    ray.get(engine.pause_generation.remote())
+    if tokens_in_flight(loop):
+        return True
+    ray.get(engine.resume_generation.remote())
+    return False
 
 
 def kill_in_flight(loop: TrainingLoop) -> None:
@@ -95,6 +116,7 @@ TROUBLES = {"async": kill_in_training, "streaming": sync_in_flight}
 def main(folder: Path) -> None:
     task = Task(folder)
     base = config_of(task, "async")
+    launch.RolloutEngine = Halted
     with RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False) as session:
         parts = job.build_parts(base, session, EventLog())
         for name in RUNS:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, Task
+from tests.e2e.jobs import ONE_RANK, Job, Task
 
 ARCHIVE = Path(__file__).with_name("run_0_1.tar.xz")
 # another processor may round in another way, so the third step is nearly, not exactly, that of the first run
@@ -27,8 +27,7 @@ def test_a_checkpoint_of_release_0_1_resumes(tmp_path: Path) -> None:
     before = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     task = Task(tmp_path)
     options = task.options(
-        "run", actor__num_gpus_per_node=1, megatron__tensor_parallel_size=1, ckpt__path=tmp_path / "ckpt",
-        ckpt__save_steps=1, ckpt__max_num=3, algo__kl__init_coef=0.01,
+        "run", **ONE_RANK, ckpt__path=tmp_path / "ckpt", ckpt__save_steps=1, ckpt__max_num=3, algo__kl__init_coef=0.01,
     )  # fmt: skip
     job = Job([*options, "--train.full_determinism_enable", "--ckpt.load_enable"], tmp_path / "log")
     assert job.finish() == 0, job.text

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from openrlhf_ext.reporting.lines import read_lines
-from tests.e2e.jobs import REWARD, Job, Task
+from tests.e2e.jobs import ONE_RANK, REWARD, Job, Task
 from tests.patience import SOONER_S
 
 pytestmark = pytest.mark.e2e
@@ -35,7 +35,7 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
     task = Task.make(
         tmp_path, reward=REWARD.replace("    share =", "    raise ZeroDivisionError('no grade')\n    share =")
     )
-    job = Job(task.options("out", reward__max_failures=2), tmp_path / "log")
+    job = Job(task.options("out", **ONE_RANK, reward__max_failures=2), tmp_path / "log")
     assert job.finish() == 1
     for part in ("ZeroDivisionError: no grade", "--reward.max_failures", "3 samples could not be graded", " + "):
         assert part in job.text, job.text
@@ -68,7 +68,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
     (tmp_path / "stuck_disk").mkdir()
     (tmp_path / "stuck_disk/sitecustomize.py").write_text(STUCK_DISK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'stuck_disk'}:{os.environ.get('PYTHONPATH', '')}")
-    job = Job(task.options("out"), tmp_path / "log")
+    job = Job(task.options("out", **ONE_RANK), tmp_path / "log")
     job.wait_until((out / ".incomplete/model.safetensors").exists, "writing the final checkpoint")
     job.look()
     job.process.send_signal(signal.SIGINT)
@@ -92,7 +92,7 @@ def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_train
 
 def test_a_policy_that_takes_too_long_to_load_ends_the_run_by_a_limit_of_its_own(task, tmp_path, monkeypatch):
     monkeypatch.setenv("SPOILED", "slow")
-    options = task.options(tmp_path.name, megatron__start_timeout_s=3)
+    options = task.options(tmp_path.name, **ONE_RANK, megatron__start_timeout_s=3)
     job = Job(options, tmp_path / "log", module="tests.e2e.spoiled_ranks")
     assert job.finish() == 1
     assert "waited 3 s while building the policy and connecting it to the engines; raise --megatron.st" in job.text
@@ -100,6 +100,6 @@ def test_a_policy_that_takes_too_long_to_load_ends_the_run_by_a_limit_of_its_own
 
 def test_weights_that_no_step_moves_end_the_run(task, tmp_path, monkeypatch):
     monkeypatch.setenv("SPOILED", "frozen")
-    job = Job(task.options(tmp_path.name), tmp_path / "log", module="tests.e2e.spoiled_ranks")
+    job = Job(task.options(tmp_path.name, **ONE_RANK), tmp_path / "log", module="tests.e2e.spoiled_ranks")
     assert job.finish() == 1
     assert "WeightSyncMismatch" in job.text and "weights 2 are those of the update before to the last bit" in job.text

@@ -7,7 +7,7 @@ import socket
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.jobs import Job, Task
+from tests.e2e.jobs import ONE_RANK, Job, Task
 from tests.e2e.test_resume import EXACT, kill
 from tests.models import make_tiny_policy
 
@@ -70,12 +70,11 @@ def test_delayed_scaling_in_two_stages_with_a_reference(tmp_path):
 TRAINERS = {
     "none": {},
     "same": {"fp8__enable": "true", "fp8__emulate": "true", "megatron__sequence_parallel_enable": "true"},
-    "pow2": {"fp8__enable": "true", "fp8__emulate": "true", "fp8__scales": "pow2"},
 }
 
 
 @pytest.mark.e2e
-def test_only_the_quantizer_of_the_engines_brings_the_trainer_near_them(tmp_path):
+def test_the_quantizer_of_the_engines_brings_the_trainer_near_them(tmp_path):
     task = Task.make(tmp_path, prompts=8)
     # heads of 128 and an MLP of 256 on each rank: both sides cut the same tiles
     make_tiny_policy(tmp_path / "policy", hidden_size=256, intermediate_size=512, num_attention_heads=2)
@@ -89,7 +88,6 @@ def test_only_the_quantizer_of_the_engines_brings_the_trainer_near_them(tmp_path
         }
         job = Job(task.options(name, **more, **options_of), tmp_path / f"{name}.log")
         assert job.finish() == 0, job.text
-        assert ("errors of two quantizers add up" in job.text) == (name == "pow2")
         records = task.metrics(name)
         assert len(records) == 4, "three syncs between them"
         if name == "same":
@@ -99,13 +97,12 @@ def test_only_the_quantizer_of_the_engines_brings_the_trainer_near_them(tmp_path
         found[name] = sum(record["mismatch/mean_abs"] for record in records) / len(records)
     assert found["none"] > 0.01
     assert found["same"] <= found["none"] / 5, found
-    assert found["pow2"] > found["none"], found
 
 
 @pytest.mark.e2e
 def test_a_rank_that_cannot_compute_in_fp8_says_why_and_where(tmp_path):
     task = Task.make(tmp_path)
-    job = Job(task.options("out", fp8__enable="true", megatron__param_dtype="bf16"), tmp_path / "log")
+    job = Job(task.options("out", **ONE_RANK, fp8__enable="true", megatron__param_dtype="bf16"), tmp_path / "log")
     assert job.finish() == 1
     for words in (socket.gethostname(), "there is no GPU", "TransformerEngine is not installed", "--fp8.emulate"):
         assert words in job.text, job.text
