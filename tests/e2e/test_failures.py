@@ -43,14 +43,6 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
     assert last["event"] == "failure" and "ZeroDivisionError: no grade" in last["error"]
 
 
-def test_a_killed_rank_ends_the_job(task, tmp_path):
-    job = Job(task.options(tmp_path.name), tmp_path / "log")
-    job.wait_for(FIRST_STEP)
-    job.kill("ray::PolicyActor")
-    assert job.finish(SOONER_S) == 1
-    assert "policy rank" in job.text and "dead processes" in job.text, job.text
-
-
 def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
     job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=20), tmp_path / "log")
     job.wait_for(FIRST_STEP)

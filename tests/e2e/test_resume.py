@@ -95,6 +95,7 @@ def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
     job.wait_until(lambda: in_call(ranks, "fit"), "an update")
     ranks[0].kill()
     job.wait_for(r"restart 1 of 1[\s\S]*resumed from .*global_step[12]\n")
+    assert "policy rank" in job.text and "dead processes" in job.text, job.text
     job.wait_until((tmp_path / "held3").exists, "the fourth generation")
     ranks = policy_ranks(job)
     hold_after(task, 4)
