@@ -124,19 +124,16 @@ def moments(
     resident = {}
     if shared:
         resident = {"the engine asleep (estimate)": ASLEEP_BYTES} if engines_sleep else dict(engine)
-    awake = {name: model.fullest.total for name, model in (("policy", policy), ("critic", critic)) if model}
-    if models_sleep or not shared:  # one at a time, or each on GPUs of its own
-        awake = {}
-
-    def beside(*doing: str) -> dict[str, int]:
-        return {f"states of the {name}, awake": size for name, size in awake.items() if name not in doing}
-
-    training = _heaviest(config, work, policy) | resident | beside("policy")
-    found = (Moment("sampling", {**engine, **beside(), **common}), Moment("training", training | common))
+    policy_awake, critic_awake = {}, {}
+    if shared and not models_sleep:
+        policy_awake = {"states of the policy, awake": policy.fullest.total}
+        critic_awake = {"states of the critic, awake": critic.fullest.total} if critic is not None else {}
+    training = _heaviest(config, work, policy) | resident | critic_awake | common
+    found = (Moment("sampling", {**engine, **policy_awake, **critic_awake, **common}), Moment("training", training))
     if critic is None:
         return found
-    training = _heaviest(config, work, critic) | resident | beside("critic")
-    return (*found, Moment("training the critic", training | (common if shared else contexts)))
+    training = _heaviest(config, work, critic) | resident | policy_awake | (common if shared else contexts)
+    return (*found, Moment("training the critic", training))
 
 
 def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> dict[str, int]:
