@@ -8,6 +8,7 @@ Shape suffixes: B = completions, Q = groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -179,6 +180,13 @@ def usable_rows(batch: RolloutBatch, mask_truncated: bool) -> Tensor:
     if batch.truncated is None:
         raise ValueError("mask_truncated = true needs RolloutBatch.truncated; set it from the sampler's finish reason")
     return ~batch.truncated
+
+
+def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[slice]:
+    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be smaller."""
+    per_step = max(1, mini_batch_size // group_size) * group_size
+    for start in range(0, samples, per_step):
+        yield slice(start, min(start + per_step, samples))
 
 
 @dataclass(frozen=True)

@@ -58,15 +58,14 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
     return _build([*settings, *line.settings], violations, rules if readable else [])
 
 
-def build_config(values: Mapping[str, Any], *, origin: str = "code") -> RunConfig:
+def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
     """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    return _build(
-        [setting for name, value in values.items() for setting in flattened(name, value, origin)], [], [check_config]
-    )
+    settings = [setting for name, value in values.items() for setting in flattened(name, value, origin)]
+    return _build(settings, [], [check_config if files else check_settings])
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch
+from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.records import (
     batch_metrics,
     correction_band,
@@ -33,7 +34,6 @@ from openrlhf_ext.driver.scoring import (
     Scorer,
     ValueTrainer,
     deal,
-    group_chunks,
     reference_kl,
     scores_in_order,
 )

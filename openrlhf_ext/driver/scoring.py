@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.gae import explained_variance
+from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
@@ -43,13 +44,6 @@ class Deal:
     def rows(self) -> list[int]:
         """All of them, in the order in which the rank has them."""
         return [row for step in self.steps for row in step]
-
-
-def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterator[slice]:
-    """Rows of each optimizer step: whole groups, ``mini_batch_size`` samples; the last one may be smaller."""
-    per_step = max(1, mini_batch_size // group_size) * group_size
-    for start in range(0, samples, per_step):
-        yield slice(start, min(start + per_step, samples))
 
 
 def deal(

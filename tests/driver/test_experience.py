@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.experience import in_group_order, training_shards
-from openrlhf_ext.driver.scoring import deal, group_chunks
+from openrlhf_ext.driver.scoring import deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 
 GROUP = 4
