@@ -9,7 +9,8 @@ The completion should read::
 
 * ``rewards``: format + accuracy, 0 to 20.
 * ``scores``: 1 if the answer is right, else 0. Accuracy and dynamic filtering use it.
-* ``extra_logs``: ``accuracy`` (as the score) and ``format`` (points, 0 to 10).
+* ``extra_logs``: ``accuracy`` (as the score), ``format`` (points, 0 to 10), and ``tags``: 1 if the completion begins
+  with the two blocks, whatever follows them. Neither mode asks for a completion that ends there.
 
 The label is GSM8K's (``... #### 72``) or the bare answer. The gold string is compared as it stands: the paper's mode
 takes ``1080`` for wrong where the label says ``1,080``.
@@ -31,6 +32,7 @@ from typing import Any
 
 from openrlhf_ext.rewards.tagged import FULL, MODES, gold_answer, tagged_reward
 
+BLOCKS = re.compile(r"\s*<reasoning>[^<>]*</reasoning>\s*<answer>[^<>]*</answer>")
 END_TOKENS = re.compile(r"(?:<\|im_end\|>|<\|endoftext\|>)+\Z")
 PROMPT_END_CHARACTERS = 64
 
@@ -52,7 +54,8 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: 
     completion = END_TOKENS.sub("", completion_of(query, prompt))
     reward = tagged_reward(completion, gold_answer(label), MODE)
     score = reward.accuracy / FULL
-    return {"rewards": reward.total, "scores": score, "extra_logs": {"accuracy": score, "format": reward.format}}
+    logs = {"accuracy": score, "format": reward.format, "tags": float(BLOCKS.match(completion) is not None)}
+    return {"rewards": reward.total, "scores": score, "extra_logs": logs}
 
 
 # stands in each of these files, so that any of them can be copied alone

@@ -7,7 +7,8 @@ Reinforcement learning needs a policy that is sometimes right. This script makes
 2. a supervised warm start in two phases on problems of the train split (toy_task.py): first correct solutions, until
    the model knows most of its arithmetic, then the homework of a careless teacher, who gets every third step wrong and
    goes on from there. The model copies the carelessness, not only the knowledge: its most likely step is mostly
-   right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %;
+   right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %. What the teachers write besides
+   is the family (``FAMILIES``): direct answers, damaged tags;
 3. an ordinary Hugging Face checkpoint, which plain transformers and vLLM load.
 
 What reinforcement learning then has to find out is which of its own habits pay. The checkpoint is cached by a hash of
@@ -17,6 +18,7 @@ Left out on purpose: a learned subword vocabulary and a chat template with roles
 more than one process. The matrices are trained by Muon, which needed about half of AdamW's steps here.
 
     python examples/python/toy_policy.py --output_dir runs/toy/warm_start --data_dir runs/toy/data
+    python examples/python/toy_policy.py --output_dir runs/fork/warm_start --family fork --seed 3
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 SLIPS = (-10, -1, 1, 10)
+FILLERS = ("", "hm ", "so ", "well ", "let me see ", "step by step ")
 MAX_NEW_TOKENS = 48  # the longest correct completion has 33
 MARKER = "toy_policy.json"
 IGNORE_INDEX = -100
@@ -78,11 +81,38 @@ class PolicySettings:
     warmup_steps: int = 20
     careless_lr_share: float = 0.15  # learning rate of the careless phase, as a share of the peak
     max_grad_norm: float = 1.0
+    direct_knowledge: float = 0.0  # share of answers without steps, of the correct teacher
+    direct_careless: float = 0.0  # the same of the careless one, whose direct answers are right
+    damaged: float = 0.0  # share of the careless teacher's completions with one tag missing, or the middle two swapped
+    shift: bool = False  # the careless teacher begins some reasoning with filler: steps stand at different places
     seed: int = 42
 
     @property
     def steps(self) -> int:
         return self.knowledge_steps + self.careless_steps
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "chain": {},
+    # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps are rare and mostly
+    # right: about 0.5 % of samples (the teacher's share is 2 %), or 2.5 % (5 %)
+    "fork": {"knowledge_steps": 300, "careless_steps": 60, "slip_rate": 0.15} | {
+        "direct_knowledge": 0.3, "direct_careless": 0.98,
+    },
+    "fork_frequent": {"knowledge_steps": 300, "careless_steps": 60, "slip_rate": 0.15} | {
+        "direct_knowledge": 0.3, "direct_careless": 0.95,
+    },
+    # the form has to be learnt beside the arithmetic
+    "tags": {"careless_steps": 60, "slip_rate": 0.2, "damaged": 0.3},
+}  # fmt: skip
+"""What the settings of a family of policies are, where they are not the defaults."""
+
+
+def family_settings(family: str, *, shift: bool = False, seed: int = PolicySettings.seed) -> PolicySettings:
+    """Settings of a policy of that family; raises ValueError if there is none of that name."""
+    if family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    return PolicySettings(**FAMILIES[family], shift=shift, seed=seed)
 
 
 def build_tokenizer(model_max_length: int = PolicySettings.max_positions) -> Qwen2Tokenizer:
@@ -183,21 +213,54 @@ def careless_solution(problem: Problem, rng: random.Random, slip_rate: float) ->
     return problem.solve(write_result)
 
 
-def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, Solution]]:
-    """The teachers' solutions, in training order; never a held-out problem."""
+def direct_answer(solution: Solution) -> str:
+    """The answer without the steps."""
+    return f"<reasoning></reasoning><answer>{solution.answer}</answer>"
+
+
+def damaged(completion: str, rng: random.Random) -> str:
+    """One of the four tags is missing, or the middle two are swapped."""
+    kind = rng.randrange(len(TAGS) + 1)
+    if kind == len(TAGS):
+        return completion.replace("</reasoning><answer>", "<answer></reasoning>", 1)
+    return completion.replace(TAGS[kind], "", 1)
+
+
+def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, str]]:
+    """The teachers' completions, in training order; never a held-out problem."""
     rng = random.Random(settings.seed)
     correct_ones = settings.knowledge_steps * settings.batch_size
     for index, problem in enumerate(toy_task.problem_stream(settings.seed, "train")):
-        slip_rate = 0.0 if index < correct_ones else settings.slip_rate
-        yield problem, careless_solution(problem, rng, slip_rate)
+        teacher = _correct_teacher if index < correct_ones else _careless_teacher
+        yield problem, teacher(problem, rng, settings)
 
 
-def _batch(tokenizer: Qwen2Tokenizer, examples: list[tuple[Problem, Solution]]) -> dict[str, torch.Tensor]:
+def _correct_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
+    # the draw is made in any case: shares of 0 leave the careless teacher's random numbers as they are
+    solution = careless_solution(problem, rng, slip_rate=0.0)
+    return direct_answer(solution) if _happens(settings.direct_knowledge, rng) else solution.completion
+
+
+def _careless_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
+    if _happens(settings.direct_careless, rng):
+        text = direct_answer(problem.solution)
+    else:
+        text = careless_solution(problem, rng, settings.slip_rate).completion
+        if settings.shift:
+            text = text.replace("<reasoning>", "<reasoning>" + rng.choice(FILLERS), 1)
+    return damaged(text, rng) if _happens(settings.damaged, rng) else text
+
+
+def _happens(share: float, rng: random.Random) -> bool:
+    return share > 0 and rng.random() < share
+
+
+def _batch(tokenizer: Qwen2Tokenizer, examples: list[tuple[Problem, str]]) -> dict[str, torch.Tensor]:
     """``input_ids`` and ``labels`` of shape (batch, longest), padded on the right; only completions have labels."""
     import torch
 
     prompts = tokenizer([problem.question for problem, _ in examples])["input_ids"]
-    completions = tokenizer([solution.completion + EOS for _, solution in examples])["input_ids"]
+    completions = tokenizer([text + EOS for _, text in examples])["input_ids"]
     longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
     shape = (len(examples), longest)
     input_ids = torch.full(shape, tokenizer.pad_token_id)
@@ -349,12 +412,13 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train_size", type=int, default=4096, help="problems in train.jsonl")
     parser.add_argument("--heldout_size", type=int, default=512, help="problems in heldout.jsonl, and of the accuracy")
     # The warm start
+    parser.add_argument("--family", choices=FAMILIES, default="chain", help="what the teachers write (docs/science.md)")
+    parser.add_argument("--shift", action="store_true", help="random filler before the steps of the careless teacher")
     parser.add_argument("--seed", type=int, default=PolicySettings.seed, help="of the weights and of the problems")
-    parser.add_argument("--knowledge_steps", type=int, default=PolicySettings.knowledge_steps, help="correct teacher")
-    parser.add_argument("--careless_steps", type=int, default=PolicySettings.careless_steps, help="careless teacher")
-    parser.add_argument(
-        "--slip_rate", type=float, default=PolicySettings.slip_rate, help="share of wrong steps of the careless teacher"
-    )
+    parser.add_argument("--knowledge_steps", type=int, help="of the correct teacher (default: the family's)")
+    parser.add_argument("--careless_steps", type=int, help="of the careless teacher (default: the family's)")
+    parser.add_argument("--slip_rate", type=float, help="share of the careless teacher's wrong steps (default: the "
+        "family's)")  # fmt: skip
     # Where and how
     parser.add_argument("--cache_dir", type=Path, default=default_cache_dir(), help="cache (or OPENRLHF_EXT_CACHE)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch; more gain little")
@@ -363,11 +427,10 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse_arguments(argv)
-    settings = PolicySettings(
-        seed=args.seed,
-        knowledge_steps=args.knowledge_steps,
-        careless_steps=args.careless_steps,
-        slip_rate=args.slip_rate,
+    given = {name: getattr(args, name) for name in ("knowledge_steps", "careless_steps", "slip_rate")}
+    settings = replace(
+        family_settings(args.family, shift=args.shift, seed=args.seed),
+        **{name: value for name, value in given.items() if value is not None},
     )
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when torch is imported, only if there is training to do
     # transformers imports DeepSpeed when it saves, which warns of a machine without GPU unless it is told
