@@ -27,6 +27,7 @@ COMMON = [
     "pylatexenc==2.11",
     "pyyaml==6.0.3",
     "safetensors==0.8.0",
+    "scipy==1.17.1",
     "sympy==1.14.0",
     "tensorboard==2.21.0",
     "torchdata==0.11.0",

@@ -42,7 +42,7 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
         memory_mib: what this process, and each that it starts, may take for itself.
         reward_path: the user's Python file.
     """
-    _die_with(parent_pid)
+    die_with(parent_pid)
     # RLIMIT_DATA counts private writable memory; RLIMIT_AS would count what CUDA only reserves
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
     faulthandler.enable(file=stack_fd)
@@ -111,7 +111,7 @@ def _user_traceback(reward_path: str) -> str:
     return f"{text}\nA grading worker may take {allowed} MiB: raise --reward.memory_mib if it needs more"
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """End this process when the pool's process ends, whatever the user's code is doing."""
     if not _killed_with_parent():
         threading.Thread(target=_exit_when_orphaned, args=(parent_pid,), daemon=True).start()

@@ -1,0 +1,123 @@
+"""``python -m openrlhf_ext.cli.study STUDY.yaml``: methods on several seeds, with intervals and verdicts.
+
+    bash examples/scripts/study.sh configs/studies/smoke.yaml
+    bash examples/scripts/study.sh configs/studies/claims.yaml --plan
+    bash examples/scripts/study.sh configs/studies/claims.yaml --only dapo gtpo_entropy --workers 4
+
+The same command goes on where it was ended, killed or not; runs that failed are tried again. Results in
+runs/studies/NAME: runs.jsonl (a line for each run), cells.csv, table.md, figures, study.html. docs/science.md says
+more. Exit status: 0; 1 if a run failed; 2 if the study is wrong; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.rewards.worker import die_with
+from openrlhf_ext.tools.study.plan import plan
+from openrlhf_ext.tools.study.report import write_report
+from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, read_rows, runs_of
+from openrlhf_ext.tools.study.settings import StudyError, only, read_study
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    if arguments.run:
+        return _perform(arguments.run)
+    try:
+        return _study(arguments)
+    except StudyError as error:
+        for line in str(error).splitlines():
+            print(f"study: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("study: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bash examples/scripts/study.sh", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="what to compare: configs/studies has some")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time (default: the cores)")
+    add("--device", default="cpu", choices=["cpu", "cuda"], help="of the models; several runs share a GPU")
+    add("--only", nargs="+", default=[], metavar="CELL", help="run these cells; the report has all that are there")
+    add(
+        "--plan",
+        action="store_true",
+        help="time a short trial of every task; say how long the study takes and what it can see",
+    )
+    add("--report", action="store_true", help="run nothing; write tables and figures of the rows that are there")
+    add("--out", type=Path, help="folder of rows and results (default: runs/studies/NAME)")
+    add("--run", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    if arguments.study is None or arguments.workers < 1:
+        raise StudyError(
+            f"give a STUDY.yaml, and --workers of 1 or more; got {arguments.study} and {arguments.workers}"
+        )
+    study = read_study(arguments.study)
+    arms = only(study, arguments.only)
+    name = arguments.study.stem
+    places = Places((arguments.out or Path("runs") / "studies" / name).resolve())
+    rows = Rows(places)
+    try:
+        if arguments.plan:
+            _print(plan(study, arms, places, workers=arguments.workers, device=arguments.device))
+            return 0
+        failed = 0
+        if not arguments.report:
+            runs = runs_of(study, arms)
+            done = finished(study, runs, read_rows(places))
+            left = [run for run in runs if run not in done or "error" in done[run]]
+            _print(f"{len(runs) - len(left)} of {len(runs)} runs are there; {len(left)} to go in {places.folder}")
+            failed = execute(study, left, places, rows, workers=arguments.workers, device=arguments.device, told=_print)
+    finally:
+        rows.close()
+    everything = runs_of(study, study.arms)
+    counted = list(finished(study, everything, read_rows(places)).values())
+    files = write_report(study, name, counted, len(everything), places.folder)
+    _print((places.folder / "table.md").read_text())
+    _print(*files)
+    return 1 if failed else 0
+
+
+def _perform(path: Path) -> int:
+    """What the process of one run does."""
+    given = json.loads(path.read_text())
+    die_with(given["parent"])
+    from openrlhf_ext.tools.study.training import (
+        run_assignment,
+    )  # torch and transformers, which only this process needs
+
+    result = run_assignment(given)
+    result["weights"] = _digest(Path(given["policy"]))
+    partial = Path(given["result"] + ".partial")
+    partial.write_text(json.dumps(result))
+    os.replace(partial, given["result"])
+    return 0
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _print(*lines: Any) -> None:
+    print(*lines, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

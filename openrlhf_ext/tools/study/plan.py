@@ -1,0 +1,93 @@
+"""How long a study takes, by a timed trial, and what differences it can see."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from openrlhf_ext.tools.study.runs import Places, Rows, Run, execute, finished, read_rows, runs_of
+from openrlhf_ext.tools.study.settings import Arm, Study, StudyError
+from openrlhf_ext.tools.study.statistics import detectable
+from openrlhf_ext.tools.study.verdicts import judge
+
+_TRIAL_STEPS = 3
+_TRIAL_PROBLEMS = 32
+
+
+def plan(study: Study, arms: Sequence[Arm], places: Places, *, workers: int, device: str) -> str:
+    """Runs, minutes, and the smallest differences that the contrasts see, as lines.
+
+    Raises:
+        StudyError: a trial failed.
+    """
+    runs = runs_of(study, arms)
+    rows = read_rows(places)
+    done = finished(study, runs, rows)
+    lines = [f"{len(runs)} runs, {sum('error' not in row for row in done.values())} of them there"]
+    total = 0.0
+    for name in study.tasks:
+        left = [run for run in runs if study.cells[run.arm.cell].task == name and run not in done]
+        if not left:
+            continue
+        seconds, policy_s = _trial(study, left[0], places, device)
+        seeds = len({run.seed for run in left})
+        total += len(left) * seconds + seeds * policy_s
+        lines.append(f"task {name}: {len(left)} runs of about {seconds:.0f} s, {seeds} policies of {policy_s:.0f} s")
+    lines.append(f"about {total / workers / 60:.0f} minutes with {workers} workers")
+    return "\n".join([*lines, *_seen(study, list(done.values()))])
+
+
+def _trial(study: Study, run: Run, places: Places, device: str) -> tuple[float, float]:
+    """Seconds of a run, and of the policy of a seed (0 if it is there, or needs none), by a run of a few steps."""
+    task = study.task_of(run.arm.cell)
+    evaluation = task.evaluation.model_copy(
+        update={"every": _TRIAL_STEPS, "problems": _TRIAL_PROBLEMS, "last_problems": _TRIAL_PROBLEMS}
+    )
+    short = task.model_copy(update={"steps": _TRIAL_STEPS, "evaluation": evaluation})
+    trial = study.model_copy(update={"tasks": {**study.tasks, study.cells[run.arm.cell].task: short}})
+    told: list[str] = []
+    with tempfile.TemporaryDirectory(dir=places.folder, prefix=".trial-") as folder:
+        inside = Places(Path(folder))
+        if (policies := places.folder / "policies").exists():
+            (inside.folder / "policies").symlink_to(policies)
+        rows = Rows(inside)
+        try:
+            failed = execute(trial, [run], inside, rows, workers=1, device=device, told=told.append)
+        finally:
+            rows.close()
+        if failed:
+            raise StudyError("\n".join(["a trial failed:", *told]))
+        (row,) = read_rows(inside)
+    steps = row["steps"]["step_s"]
+    first, last = row["evaluations"][0], row["evaluations"][-1]
+    of_problem = (first["seconds"] + last["seconds"]) / (first["problems"] + last["problems"])
+    middle = math.ceil(task.steps / task.evaluation.every) * task.evaluation.problems
+    start = row["seconds"] - sum(steps) - first["seconds"] - last["seconds"]
+    seconds = (
+        start + task.steps * sum(steps[1:]) / len(steps[1:]) + (middle + task.evaluation.last_problems) * of_problem
+    )
+    policy_s = next((float(line.split("(policy)")[1].split()[0]) for line in told if "(policy)" in line), 0.0)
+    return seconds, policy_s
+
+
+def _seen(study: Study, rows: Sequence[dict]) -> list[str]:
+    """The differences that the contrasts see in four of five studies, by the deviation of the rows that are there."""
+    primary = sum(contrast.role == "primary" for contrast in study.contrasts.values())
+    lines = []
+    for judgment in judge(study, rows):
+        contrast = judgment.contrast
+        seeds = study.task_of(contrast.cells[0]).seeds
+        if judgment.estimate is None or judgment.estimate.count < 3:
+            sees = (
+                f"{detectable(1.0, seeds, primary if contrast.role == 'primary' else 1):.2f} standard deviations"
+                if seeds > 1
+                else "nothing"
+            )
+        else:
+            size = detectable(judgment.estimate.deviation, seeds, primary if contrast.role == "primary" else 1)
+            known = judgment.estimate
+            sees = f"{size:.3g} (standard deviation {known.deviation:.3g} of {known.count} seeds so far)"
+        lines.append(f"{judgment.name}: {seeds} seeds see a difference of {contrast.outcome} of {sees}")
+    return lines

@@ -1,0 +1,277 @@
+"""What a study is: tasks, cells (methods with their options), contrasts between them, read from a YAML file.
+
+A cell is a training run: its options are those of ``train_ppo_ray``, checked by the same rules. Cells with several
+learning rates have an arm for each; an arm on one seed is a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from openrlhf_ext.algorithms import get_algorithm
+from openrlhf_ext.config import ConfigError, RunConfig, build_config
+from openrlhf_ext.config.sources import flattened
+from openrlhf_ext.tools.study.outcomes import OUTCOMES, is_outcome
+
+LEARNING_RATE = "actor.adam.lr"
+_GIVEN_BY_THE_STUDY = ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "train.seed")
+# what a run in one process reads; the rest would be ignored, so that a study may not set it
+_READ = re.compile(
+    r"actor\.(adam\..*|max_norm|lr_scheduler|lr_warmup_ratio|lr_warmup_steps|eps_clip|eps_clip_low_high|dual_clip|"
+    r"loss_agg_mode)|algo\.advantage\.(estimator|no_std_norm)|algo\.kl\.(init_coef|estimator|use_loss|unbiased_gradient)|"
+    r"algo\.(?!advantage\.|kl\.|dynamic|module|gae\.|mixed)\w+\..*|data\.(input_key|label_key)|"
+    r"reward\.(remote_url|overlong_buffer_len|overlong_penalty_factor)|"
+    r"rollout\.(batch_size|n_samples_per_prompt|max_new_tokens|temperature|micro_batch_size)|"
+    r"train\.(batch_size|micro_batch_size|max_epochs)"
+)
+_KNOWN_OUTCOMES = f"one of {', '.join(OUTCOMES)}, or start/NAME or last/NAME"
+_SCHEDULES = ("constant", "constant_with_warmup")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Evaluation(_Part):
+    """How held-out problems are sampled during a run: before the first step, every so many, after the last one."""
+
+    every: PositiveInt = 10  # steps
+    problems: PositiveInt = 128
+    last_problems: PositiveInt = 512  # of the evaluation after the last step
+    samples: PositiveInt = 16  # completions of each problem
+
+
+class Gate(_Part):
+    """What must be the case for a claim to be testable: an outcome within bounds, in a share of the runs."""
+
+    name: str
+    outcome: str
+    low: float | None = None
+    high: float | None = None
+    share: float = Field(1.0, gt=0, le=1)  # of runs, at least
+    arms: Literal["all", "first", "second"] = "all"  # of a contrast's two
+
+
+class Task(_Part):
+    """What is learnt, and how long.
+
+    Attributes:
+        maker: Python script with its options; called with ``--seed S --output_dir POLICY --data_dir DATA`` it writes a
+            checkpoint, and ``train.jsonl`` and ``heldout.jsonl``. Instead of it: ``policy``, ``train``, ``heldout``.
+        environment: variables of the runs, such as those that a reward file reads.
+        short_tokens: a completion of at most so many tokens is short.
+        gates: for every contrast on this task.
+    """
+
+    maker: str | None = None
+    policy: str | None = None
+    train: str | None = None
+    heldout: str | None = None
+    steps: PositiveInt
+    seeds: PositiveInt
+    options: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    evaluation: Evaluation = Evaluation()
+    short_tokens: PositiveInt = 8
+    gates: list[Gate] = []
+
+
+class Cell(_Part):
+    """A method with its options, on a task.
+
+    Attributes:
+        learning_rates: an arm for each; none: one arm with that of the options.
+        seed_offset: added to the seed of sampling and of the order of prompts, not to that of the policy.
+    """
+
+    task: str
+    options: dict[str, Any] = {}
+    learning_rates: list[float] = []
+    seed_offset: int = 0
+
+
+class Contrast(_Part):
+    """The difference of an outcome between two cells, seed by seed: first minus second.
+
+    Attributes:
+        claim: what a paper says, in words.
+        source: where it says so.
+        expect: the claimed sign; ``none``: that there is no difference.
+        margin: differences below it do not matter.
+        role: ``primary`` ones are judged together (Holm); ``check`` tests the study itself: two names of one method
+            (``expect none``), a planted effect.
+        gates: needed beside the task's.
+        survival: learning rates are left out at which the runs of both cells together do not pass it.
+    """
+
+    cells: tuple[str, str]
+    outcome: str
+    claim: str = ""
+    source: str = ""
+    expect: Literal["greater", "less", "none"] = "greater"
+    margin: float = Field(gt=0)
+    role: Literal["primary", "secondary", "check"] = "secondary"
+    gates: list[Gate] = []
+    survival: Gate | None = None
+
+
+class Study(_Part):
+    """A study; ``options`` are those of all cells."""
+
+    tasks: dict[str, Task]
+    cells: dict[str, Cell]
+    contrasts: dict[str, Contrast] = {}
+    options: dict[str, Any] = {}
+    run_timeout_minutes: float = Field(60.0, gt=0)
+
+    @property
+    def arms(self) -> list[Arm]:
+        """All arms, those of a cell one behind the other."""
+        rates: list[tuple[str, float | None]] = [
+            (name, rate) for name, cell in self.cells.items() for rate in (cell.learning_rates or (None,))
+        ]
+        return [Arm(name, rate) for name, rate in rates]
+
+    def task_of(self, cell: str) -> Task:
+        """The task of a cell."""
+        return self.tasks[self.cells[cell].task]
+
+    def options_of(self, arm: Arm) -> dict[str, Any]:
+        """Options of an arm by dotted name: the study's, the task's, the cell's, the last one wins."""
+        cell = self.cells[arm.cell]
+        found: dict[str, Any] = {}
+        for options in (self.options, self.tasks[cell.task].options, cell.options):
+            for name, value in options.items():
+                found |= {setting.name: setting.value for setting in flattened(name, value, "study")}
+        return found if arm.learning_rate is None else found | {LEARNING_RATE: arm.learning_rate}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A cell at one learning rate; None: that of its options."""
+
+    cell: str
+    learning_rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of rows and tables."""
+        return self.cell if self.learning_rate is None else f"{self.cell}@{self.learning_rate:g}"
+
+
+class StudyError(ValueError):
+    """A study that cannot be run; a line for every fault: option, rule, value, remedy."""
+
+
+def read_study(path: Path) -> Study:
+    """Reads and checks a study.
+
+    Raises:
+        StudyError: the file cannot be read, or something in it is wrong.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise StudyError(f"{path} cannot be read: {error}") from error
+    try:
+        study = Study.model_validate(raw)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or path}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()]
+        raise StudyError("\n".join(lines)) from error
+    if faults := list(_faults(study)):
+        raise StudyError("\n".join(faults))
+    return study
+
+
+def _faults(study: Study) -> Iterator[str]:
+    for name, task in study.tasks.items():
+        given = [task.policy, task.train, task.heldout]
+        if (task.maker is None) == (None in given) or (task.maker is not None and any(given)):
+            yield f"tasks.{name} needs either maker, or policy with train and heldout; got {task.maker!r} and {given}"
+        elif missing := [
+            path for path in [*(task.maker or "").split()[:1], *filter(None, given)] if not Path(path).exists()
+        ]:
+            yield f"tasks.{name}: {', '.join(missing)} is not there; paths are those of the working directory"
+        yield from (fault for gate in task.gates for fault in _gate_faults(f"tasks.{name}", gate))
+    unknown = [name for name, cell in study.cells.items() if cell.task not in study.tasks]
+    yield from (
+        f"cells.{name}.task must be one of {', '.join(study.tasks)}, got {study.cells[name].task!r}" for name in unknown
+    )
+    for name, contrast in study.contrasts.items():
+        yield from _contrast_faults(f"contrasts.{name}", contrast, study)
+    if not unknown:
+        yield from dict.fromkeys(fault for arm in study.arms for fault in _option_faults(study, arm))
+
+
+def _contrast_faults(name: str, contrast: Contrast, study: Study) -> Iterator[str]:
+    if missing := [cell for cell in contrast.cells if cell not in study.cells]:
+        yield f"{name}.cells must be cells of the study ({', '.join(study.cells)}), got {', '.join(missing)}"
+        return
+    first, second = (study.cells[cell] for cell in contrast.cells)
+    if first.task != second.task:
+        yield f"{name}.cells must be on one task, got {first.task} and {second.task}: seeds of two tasks are not pairs"
+    if first.learning_rates != second.learning_rates:
+        yield (
+            f"{name}.cells must have the same learning_rates, got {first.learning_rates} and {second.learning_rates}: "
+            "pairs are runs at one rate"
+        )
+    if not is_outcome(contrast.outcome):
+        yield f"{name}.outcome must be {_KNOWN_OUTCOMES}, got {contrast.outcome!r}"
+    for gate in [*contrast.gates, *([contrast.survival] if contrast.survival else [])]:
+        yield from _gate_faults(name, gate)
+
+
+def _gate_faults(place: str, gate: Gate) -> Iterator[str]:
+    if not is_outcome(gate.outcome):
+        yield f"{place}: the outcome of gate {gate.name!r} must be {_KNOWN_OUTCOMES}, got {gate.outcome!r}"
+    if gate.low is None and gate.high is None:
+        yield f"{place}: gate {gate.name!r} needs low or high, or it says nothing"
+
+
+def _option_faults(study: Study, arm: Arm) -> Iterator[str]:
+    options = study.options_of(arm)
+    for name in _GIVEN_BY_THE_STUDY:
+        if name in options:
+            yield f"{arm.name}: {name} is given by the study to each of its runs, got {options[name]}; leave it out"
+    for name in options:
+        if name not in _GIVEN_BY_THE_STUDY and not _READ.fullmatch(name):
+            yield f"{arm.name}: {name} is not read by a study's run, which has no engines and no ranks; leave it out"
+    if (schedule := options.get("actor.lr_scheduler")) not in _SCHEDULES:
+        yield f"{arm.name}: actor.lr_scheduler must be one of {', '.join(_SCHEDULES)} in a study, got {schedule}"
+    try:
+        config = resolve({name: value for name, value in options.items() if name not in _GIVEN_BY_THE_STUDY}, seed=0)
+        method, own, _ = config.algorithm_options()
+        get_algorithm(method, warn=False, **own)
+    except ConfigError as error:
+        yield from (f"{arm.name}: {violation.message}" for violation in error.violations)
+    except ValueError as error:  # of the method's own options
+        yield f"{arm.name}: {error}"
+
+
+def resolve(options: Mapping[str, Any], seed: int) -> RunConfig:
+    """The configuration of a run, without its model and its data.
+
+    Raises:
+        ConfigError: the options break rules.
+    """
+    # in the form of a hub name: folders are looked for
+    given = {"actor.model_name_or_path": "study/policy", "train.seed": seed}
+    return build_config({**options, **given}, origin="study", files=False)
+
+
+def only(study: Study, cells: Sequence[str]) -> list[Arm]:
+    """The arms of some cells; of all, if none is named.
+
+    Raises:
+        StudyError: there is no such cell.
+    """
+    if missing := [cell for cell in cells if cell not in study.cells]:
+        raise StudyError(f"--only must name cells of the study ({', '.join(study.cells)}), got {', '.join(missing)}")
+    return [arm for arm in study.arms if not cells or arm.cell in cells]

@@ -1,0 +1,194 @@
+"""From rows to verdicts: paired differences, gates, and what they say of each claim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from openrlhf_ext.tools.study.outcomes import Row, outcome
+from openrlhf_ext.tools.study.settings import Contrast, Gate, Study
+from openrlhf_ext.tools.study.statistics import (
+    LEVEL,
+    Estimate,
+    Interval,
+    detectable,
+    equivalence,
+    estimate,
+    holm,
+    sign_flip,
+    wilson,
+)
+
+Verdict = Literal["supported", "refuted", "equivalent", "inconclusive", "not testable here", "no data"]
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """What the rows say of a contrast.
+
+    Attributes:
+        differences: first cell minus second, by seed; means over the learning rates that were kept.
+        estimate: of them; None without any.
+        p: of the sign-flip test; ``adjusted``: of Holm's, for primary contrasts.
+        equivalence_p: of the two one-sided tests.
+        detectable: smallest true difference that such a study finds in four of five cases.
+        notes: what was left out, and why; gates that failed.
+    """
+
+    name: str
+    contrast: Contrast
+    verdict: Verdict
+    differences: dict[int, float] = field(default_factory=dict)
+    estimate: Estimate | None = None
+    p: float = math.nan
+    adjusted: float | None = None
+    equivalence_p: float = math.nan
+    detectable: float = math.nan
+    notes: tuple[str, ...] = ()
+
+
+def judge(study: Study, rows: Sequence[Row]) -> list[Judgment]:
+    """Judges every contrast of a study.
+
+    Args:
+        rows: those that count: one for each run that ended, with ``error`` where it failed.
+    """
+    found = [_measured(study, name, contrast, rows) for name, contrast in study.contrasts.items()]
+    primary = {each.name: each.p for each in found if each.contrast.role == "primary" and each.estimate is not None}
+    # those that cannot be tested still count: which of them can is not known before
+    together = sum(each.contrast.role == "primary" for each in found)
+    adjusted = holm(primary | {f"\0{i}": 1.0 for i in range(together - len(primary))})
+    return [_with_verdict(each, adjusted.get(each.name), together) for each in found]
+
+
+def checks_failed(judgments: Sequence[Judgment]) -> list[str]:
+    """What the study's own checks say against it: a difference within one method, a planted one unseen."""
+    return [
+        f"{each.name}: expected {each.contrast.expect}, found {each.verdict}"
+        for each in judgments
+        if each.contrast.role == "check" and not _check_holds(each)
+    ]
+
+
+def _check_holds(judgment: Judgment) -> bool:
+    if judgment.contrast.expect == "none":
+        return judgment.verdict in ("inconclusive", "equivalent", "no data", "not testable here")
+    return judgment.verdict in ("supported", "no data")
+
+
+def _measured(study: Study, name: str, contrast: Contrast, rows: Sequence[Row]) -> Judgment:
+    usable = [row for row in rows if row["cell"] in contrast.cells and "error" not in row]
+    failures = sum(row["cell"] in contrast.cells and "error" in row for row in rows)
+    notes = [f"{failures} runs failed"] if failures else []
+    rates = list(dict.fromkeys(row["learning_rate"] for row in usable))
+    kept = [rate for rate in rates if _survives(contrast, [row for row in usable if row["learning_rate"] == rate])]
+    lost_rates = [rate for rate in rates if rate not in kept]
+    notes += [
+        f"learning rate {rate or 'of the options'} left out: not {_gate_text(contrast.survival)}" for rate in lost_rates
+    ]
+    usable = [row for row in usable if row["learning_rate"] in kept]
+    differences, unpaired = _paired(contrast, usable, kept)
+    notes += unpaired
+    if not differences:
+        verdict: Verdict = "not testable here" if rates and not kept else "no data"
+        return Judgment(name, contrast, verdict, notes=tuple(notes))
+    values = list(differences.values())
+    described = estimate(values)
+    gates = [*study.task_of(contrast.cells[0]).gates, *contrast.gates]
+    failed = [text for gate in gates if (text := _failure(gate, contrast, usable))]
+    verdict = "not testable here" if failed else "inconclusive"
+    return Judgment(
+        name, contrast, verdict, differences, described, sign_flip(values),
+        equivalence_p=equivalence(values, contrast.margin),
+        detectable=detectable(described.deviation, len(values)) if len(values) > 1 else math.nan,
+        notes=(*notes, *failed),
+    )  # fmt: skip
+
+
+def _with_verdict(judgment: Judgment, adjusted: float | None, together: int) -> Judgment:
+    described, contrast = judgment.estimate, judgment.contrast
+    if contrast.role == "primary" and described is not None and described.count > 1:
+        sees = detectable(described.deviation, described.count, together)
+        judgment = replace(judgment, adjusted=adjusted, detectable=sees)
+    if judgment.verdict != "inconclusive" or described is None:
+        return judgment
+    p = judgment.p if judgment.adjusted is None else judgment.adjusted
+    if p < LEVEL:
+        claimed = {"greater": described.mean > 0, "less": described.mean < 0, "none": False}[contrast.expect]
+        return replace(judgment, verdict="supported" if claimed else "refuted")
+    return replace(judgment, verdict="equivalent" if judgment.equivalence_p < LEVEL else "inconclusive")
+
+
+def _paired(contrast: Contrast, rows: Sequence[Row], rates: Sequence[Any]) -> tuple[dict[int, float], list[str]]:
+    """First minus second by seed, where both have all learning rates and began with the same weights."""
+    by_place = {(row["cell"], row["learning_rate"], row["seed"]): row for row in rows}
+    seeds = sorted({row["seed"] for row in rows})
+    differences, other_weights, incomplete, undefined = {}, 0, 0, 0
+    for seed in seeds:
+        pairs = [[by_place.get((cell, rate, seed)) for cell in contrast.cells] for rate in rates]
+        if any(None in pair for pair in pairs):
+            incomplete += 1
+        elif any(first["weights"] != second["weights"] for first, second in pairs):  # type: ignore[index]
+            other_weights += 1
+        else:
+            found = [outcome(first, contrast.outcome) - outcome(second, contrast.outcome) for first, second in pairs]  # type: ignore[arg-type]
+            if any(map(math.isnan, found)):
+                undefined += 1
+            else:
+                differences[seed] = math.fsum(found) / len(found)
+    counted = [
+        (incomplete, "seeds are not complete"),
+        (other_weights, "seeds began with different weights in both cells (made on different machines)"),
+        (undefined, f"seeds have no {contrast.outcome}"),
+    ]
+    return differences, [f"{count} {what}" for count, what in counted if count]
+
+
+def _survives(contrast: Contrast, rows: Sequence[Row]) -> bool:
+    return contrast.survival is None or _failure(contrast.survival, contrast, rows) is None
+
+
+def _failure(gate: Gate, contrast: Contrast, rows: Sequence[Row]) -> str | None:
+    """Why a gate is closed; None if it is open."""
+    cells = {"all": contrast.cells, "first": contrast.cells[:1], "second": contrast.cells[1:]}[gate.arms]
+    values = [outcome(row, gate.outcome) for row in rows if row["cell"] in cells]
+    inside = [_is_inside(gate, value) for value in values]
+    if values and sum(inside) >= gate.share * len(values):
+        return None
+    shown = sorted(value for value in values if not math.isnan(value))
+    spread = f"{shown[0]:.3g} to {shown[-1]:.3g}" if shown else "nothing"
+    return f"gate closed: {_gate_text(gate)}; found {spread}, {sum(inside)} of {len(values)} runs inside"
+
+
+def _is_inside(gate: Gate, value: float) -> bool:
+    low, high = (-math.inf if gate.low is None else gate.low), (math.inf if gate.high is None else gate.high)
+    return low <= value <= high
+
+
+def _gate_text(gate: Gate | None) -> str:
+    if gate is None:
+        return ""
+    bounds = " and ".join(
+        f"{word} {bound:g}" for word, bound in (("at least", gate.low), ("at most", gate.high)) if bound is not None
+    )
+    share = "" if gate.share == 1 else f" in {100 * gate.share:.0f} % of the runs"
+    return f"{gate.name} ({gate.outcome} {bounds}{share})"
+
+
+def interval_of_share(rows: Sequence[Row], name: str) -> tuple[float, Interval] | None:
+    """Share of runs with an outcome of 1, and its 95 % interval; None where no run has the outcome."""
+    values = [value for row in rows if not math.isnan(value := outcome(row, name))]
+    if not values:
+        return None
+    return sum(values) / len(values), wilson(int(sum(values)), len(values))
+
+
+def by_arm(rows: Sequence[Row]) -> Mapping[tuple[str, Any], list[Row]]:
+    """Runs that did not fail, by cell and learning rate."""
+    found: dict[tuple[str, Any], list[Row]] = {}
+    for row in rows:
+        if "error" not in row:
+            found.setdefault((row["cell"], row["learning_rate"]), []).append(row)
+    return found

@@ -1,0 +1,156 @@
+"""``study.sh`` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+SMOKE = ROOT / "configs" / "studies" / "smoke.yaml"
+CELLS = ["dapo", "gtpo_entropy"]
+
+
+def command(study: Path, out: Path, *words: str) -> list[str]:
+    return ["bash", "examples/scripts/study.sh", str(study), "--out", str(out), *words]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "OPENRLHF_EXT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+
+
+def run(study: Path, out: Path, cache: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(study, out, *words),
+        cwd=ROOT,
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    path = out / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(out: Path) -> list[str]:
+    """Without the line of times."""
+    return [line for line in (out / "table.md").read_text().splitlines() if "hours of runs" not in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Results of smoke, of two of its cells, and the cache of its policies."""
+    out, cache = (tmp_path_factory.mktemp(name) for name in ("whole", "cache"))
+    done = run(SMOKE, out, cache, "--only", *CELLS)
+    assert done.returncode == 0, done.stderr
+    return out, cache
+
+
+def test_a_study_leaves_tables_figures_and_a_page(whole):
+    out, _ = whole
+    found = rows(out)
+    assert sorted((row["cell"], row["seed"]) for row in found) == [(cell, seed) for cell in CELLS for seed in (0, 1)]
+    assert all(row["commit"] and row["hardware"] and len(row["steps"]["accuracy"]) == 4 for row in found)
+    assert {row["weights"] for row in found if row["seed"] == 0} != {
+        row["weights"] for row in found if row["seed"] == 1
+    }
+    text = (out / "table.md").read_text()
+    assert "4 of 6 runs: **not complete**" in text and "| gtpo_entropy - dapo | mean_accuracy, points | 2 |" in text
+    page = (out / "study.html").read_text()
+    assert page.count("data:image/png;base64,") == len(list(out.glob("*.png"))) == 3
+    assert page.count("<table>") == page.count("</table>") == text.count("\n|---") > 0
+    assert (out / "cells.csv").read_text().count("mean_accuracy") == 2
+
+
+def test_a_killed_study_goes_on_to_the_same_table(whole, tmp_path):
+    reference, cache = whole
+    process = subprocess.Popen(command(SMOKE, tmp_path, "--only", *CELLS), cwd=ROOT, env=environment(cache))
+    deadline = time.monotonic() + PATIENCE_S
+    while not rows(tmp_path):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait(PATIENCE_S)
+    before = rows(tmp_path)
+    assert len(before) < 4
+    done = run(SMOKE, tmp_path, cache, "--only", *CELLS)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(before)} of 4 runs are there" in done.stdout
+    assert rows(tmp_path)[: len(before)] == before, "nothing is run twice"
+    assert table(tmp_path) == table(reference)
+
+
+def test_a_failed_run_is_a_row_and_is_tried_again(whole, tmp_path):
+    _, cache = whole
+    reward = tmp_path / "reward.py"
+    reward.write_text("raise RuntimeError('no reward today')\n")
+    study = yaml.safe_load(SMOKE.read_text())
+    study["tasks"]["fork"]["options"]["reward.remote_url"] = str(reward)
+    study["tasks"]["fork"]["seeds"] = 1
+    study["cells"] = {name: study["cells"][name] for name in CELLS}
+    del study["contrasts"]["A/A"]
+    path = tmp_path / "broken.yaml"
+    path.write_text(yaml.safe_dump(study))
+    for _ in range(2):
+        done = run(path, tmp_path / "out", cache, "--only", "dapo")
+        assert done.returncode == 1, done.stderr
+        assert "no reward today" in done.stdout
+    found = rows(tmp_path / "out")
+    assert [("no reward today" in row["error"]) for row in found] == [True, True]
+    assert "## Failed runs" in (tmp_path / "out" / "table.md").read_text()
+    assert len(table(tmp_path / "out")) == len(set(enumerate(table(tmp_path / "out")))), "one row counts for each run"
+
+
+def test_a_plan_says_how_long_it_takes_and_keeps_nothing(whole, tmp_path):
+    _, cache = whole
+    done = run(SMOKE, tmp_path, cache, "--plan")
+    assert done.returncode == 0, done.stderr
+    assert "6 runs, 0 of them there" in done.stdout and "task fork: 6 runs of about" in done.stdout
+    assert "gtpo_entropy - dapo: 2 seeds see a difference of mean_accuracy of" in done.stdout
+    assert not rows(tmp_path)
+
+
+def test_every_fault_of_a_study_is_reported_at_once(tmp_path):
+    study = yaml.safe_load(SMOKE.read_text())
+    study["cells"]["dapo"]["options"] |= {"vllm.num_engines": 2, "train.seed": 3, "algo.dapo.clip_lo": 0.1}
+    study["cells"]["dapo_again"]["task"] = "forks"
+    study["contrasts"]["A/A"]["outcome"] = "accuracy"
+    study["tasks"]["fork"]["maker"] = "nowhere.py"
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(study))
+    done = run(path, tmp_path / "out", tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert (
+        "nowhere.py is not there" in done.stderr
+        and "cells.dapo_again.task must be one of fork, got 'forks'" in done.stderr
+    )
+    study["cells"]["dapo_again"]["task"] = "fork"
+    path.write_text(yaml.safe_dump(study))
+    error = run(path, tmp_path / "out", tmp_path).stderr
+    for part in (
+        "vllm.num_engines is not read",
+        "train.seed is given by the study",
+        "clip_lo",
+        "A/A.outcome must be one of",
+    ):
+        assert part in error, error
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SMOKE.parent.glob("*.yaml")))
+def test_the_studies_that_are_shipped_can_be_read(name, monkeypatch):
+    from openrlhf_ext.tools.study.settings import read_study
+
+    monkeypatch.chdir(ROOT)
+    assert read_study(SMOKE.with_name(name)).arms

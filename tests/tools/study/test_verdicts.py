@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from openrlhf_ext.tools.study.verdicts import checks_failed, judge
+from tests.tools.study.rows import row, study
+
+PRIMARY = {"role": "primary"}
+NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]
+
+
+def pairs(differences, first="a", second="b", rate=None):
+    """Runs of two cells with these differences of accuracy, a seed each."""
+    return [
+        made
+        for seed, difference in enumerate(differences)
+        for made in (row(first, seed, 0.5 + difference, rate), row(second, seed, 0.5, rate))
+    ]
+
+
+def judged(rows, given=PRIMARY, **kwargs):
+    (judgment,) = judge(study({"it": given}, **kwargs), rows)
+    return judgment
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1 + x for x in NOISE], "supported"),
+        ([-0.1 + x for x in NOISE], "refuted"),
+        (NOISE, "equivalent"),
+        ([0.3, -0.3, 0.2, -0.2, 0.1, -0.1, 0.25, -0.2], "inconclusive"),
+        ([], "no data"),
+    ],
+)
+def test_differences_lead_to_verdicts(differences, verdict):
+    assert judged(pairs(differences)).verdict == verdict
+
+
+def test_a_claim_of_less_is_supported_by_less():
+    found = judged(pairs([-0.1 + x for x in NOISE]), {"role": "primary", "expect": "less"})
+    assert found.verdict == "supported"
+    assert found.estimate is not None and found.estimate.mean == pytest.approx(-0.1)
+
+
+def test_primary_contrasts_are_judged_together_also_with_those_that_have_no_data():
+    one_sided = [0.1] * 6  # p = 2 / 2**6 = 0.031
+    alone = judge(study({"it": PRIMARY}), pairs(one_sided))[0]
+    together = judge(
+        study({"it": PRIMARY, "other": {**PRIMARY, "cells": ["b", "a"]}, "none": {**PRIMARY, "cells": ["c", "d"]}}),
+        pairs(one_sided),
+    )[0]
+    assert (alone.verdict, alone.adjusted) == ("supported", pytest.approx(2 / 64))
+    assert (together.verdict, together.adjusted) == ("inconclusive", pytest.approx(6 / 64))
+    secondary = judge(study({"it": {"role": "secondary"}, "other": PRIMARY}), pairs(one_sided))[0]
+    assert (secondary.verdict, secondary.adjusted) == ("supported", None)
+
+
+def test_a_closed_gate_makes_a_claim_untestable_and_says_why():
+    gate = {"name": "short answers are rare", "outcome": "start/short", "high": 0.5}
+    for given, of_task in (({**PRIMARY, "gates": [gate]}, []), (PRIMARY, [gate])):
+        found = judged(pairs([0.1 + x for x in NOISE]), given, gates=of_task)
+        assert found.verdict == "not testable here"
+        assert "short answers are rare" in found.notes[-1] and "0 of 16 runs inside" in found.notes[-1]
+    half = {**gate, "high": 0.95, "share": 0.5}
+    assert judged(pairs([0.1 + x for x in NOISE]), PRIMARY, gates=[half]).verdict == "supported"
+
+
+def test_learning_rates_at_which_nothing_survives_are_left_out_for_both_cells():
+    survival = {"name": "the tags survive", "outcome": "tags_collapsed", "high": 0, "share": 0.5}
+    given = {"cells": ["c", "d"], "role": "primary", "survival": survival}
+    low = pairs([0.1 + x for x in NOISE], "c", "d", 1e-4)
+    high = [
+        {**made, "steps": {**made["steps"], "tags": [1.0, 1.0, 0.0, 0.0]}} for made in pairs([-0.4] * 8, "c", "d", 1e-3)
+    ]
+    found = judged(low + high, given)
+    assert found.verdict == "supported" and found.estimate.mean == pytest.approx(0.1)
+    assert "learning rate 0.001 left out: not the tags survive" in found.notes[0]
+    assert judged(high, given).verdict == "not testable here"
+
+
+def test_several_learning_rates_are_one_difference_for_each_seed():
+    rows = pairs([0.1] * 8, "c", "d", 1e-4) + pairs([0.2] * 7, "c", "d", 1e-3)
+    found = judged(rows, {"cells": ["c", "d"]})
+    assert found.differences == pytest.approx({seed: 0.15 for seed in range(7)})
+    assert "1 seeds are not complete" in found.notes
+
+
+def test_runs_that_failed_or_began_with_other_weights_are_no_pairs():
+    rows = pairs([0.1] * 8)
+    rows[0] = {**rows[0], "weights": "of another machine"}
+    rows[2] = {"key": "x", "cell": "a", "learning_rate": None, "seed": 1, "seconds": 1.0, "error": "killed"}
+    found = judged(rows)
+    assert sorted(found.differences) == [2, 3, 4, 5, 6, 7]
+    assert found.notes[0] == "1 runs failed"
+    assert any("different weights" in note for note in found.notes)
+
+
+def test_an_outcome_that_a_run_has_not_is_no_pair():
+    found = judged(pairs([0.1] * 8), {"outcome": "entropy_at_accuracy"})  # 0.6 and 0.5: both reach 0.5
+    assert len(found.differences) == 8
+    found = judged(
+        [{**r, "steps": {**r["steps"], "accuracy": [0.4] * 4}} for r in pairs([0.1] * 8)],
+        {"outcome": "entropy_at_accuracy"},
+    )
+    assert found.verdict == "no data" and math.isnan(found.p)
+    assert "8 seeds have no entropy_at_accuracy" in found.notes
+
+
+def test_the_checks_of_a_study_sound_an_alarm():
+    checks = {"A/A": {"role": "check", "expect": "none"}, "planted": {"role": "check", "expect": "less"}}
+    assert checks_failed(judge(study(checks), pairs(NOISE))) == ["planted: expected less, found equivalent"]
+    wrong = judge(study(checks), pairs([0.1 + x for x in NOISE]))
+    assert checks_failed(wrong) == ["A/A: expected none, found refuted", "planted: expected less, found refuted"]
+    assert checks_failed(judge(study(checks), [])) == []
