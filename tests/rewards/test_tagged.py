@@ -110,19 +110,21 @@ def test_labels() -> None:
         gold_answer("so ####  ")
 
 
-@pytest.mark.parametrize(("mode", "completion", "reward", "score", "points"), [
-    ("paper", GOOD + "<|im_end|>", 20, 1, 10),
-    ("official", GOOD + "<|im_end|><|endoftext|>", 20, 1, 10),
-    ("paper", "<answer>72</answer><|im_end|>", 11, 1, 1),
-    ("official", "<answer>72</answer><|im_end|>", 1, 0, 1),
+@pytest.mark.parametrize(("mode", "completion", "reward", "score", "points", "tags"), [
+    ("paper", GOOD + "<|im_end|>", 20, 1, 10, 1),
+    ("official", GOOD + "<|im_end|><|endoftext|>", 20, 1, 10, 1),
+    ("official", GOOD + " and on", 1.5, 0, 1.5, 1),
+    ("paper", "<answer>72</answer><|im_end|>", 11, 1, 1, 0),
+    ("official", "<answer>72</answer><|im_end|>", 1, 0, 1, 0),
+    ("paper", "<reasoning>48+24<reasoning>=72</reasoning><answer>72</answer>", 20, 1, 10, 0),
 ])  # fmt: skip
 def test_reward_file(
-    mode: str, completion: str, reward: float, score: float, points: float, monkeypatch: pytest.MonkeyPatch
+    mode: str, completion: str, reward: float, score: float, points: float, tags: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REWARD_TAGGED_MODE", mode)
     prompt = "Answer as <reasoning>...</reasoning><answer>...</answer>. 48+24? "
     answer = load_file()["reward_func"](queries=[prompt + completion], prompts=[prompt], labels=["x\n#### 72"], extra=1)
-    assert answer == {"rewards": reward, "scores": score, "extra_logs": {"accuracy": score, "format": points}}
+    assert answer == {"rewards": reward, "scores": score, "extra_logs": {"accuracy": score, "format": points, "tags": tags}}
 
 
 def load_file() -> dict:
@@ -134,7 +136,7 @@ def load_file() -> dict:
 def test_reward_file_in_the_pool() -> None:
     with RewardPool(FILE, num_workers=1, timeout_s=PATIENCE_S) as pool:
         result = asyncio.run(pool.grade("What?" + GOOD + "<|im_end|>", "What?", "#### 72"))
-    assert (result.reward, result.score, result.extra_logs) == (20, 1, {"accuracy": 1, "format": 10})
+    assert (result.reward, result.score, result.extra_logs) == (20, 1, {"accuracy": 1, "format": 10, "tags": 1})
 
 
 def test_a_wrong_mode_is_refused_when_the_file_loads(monkeypatch: pytest.MonkeyPatch) -> None:
