@@ -124,7 +124,11 @@ def test_reward_file(
     monkeypatch.setenv("REWARD_TAGGED_MODE", mode)
     prompt = "Answer as <reasoning>...</reasoning><answer>...</answer>. 48+24? "
     answer = load_file()["reward_func"](queries=[prompt + completion], prompts=[prompt], labels=["x\n#### 72"], extra=1)
-    assert answer == {"rewards": reward, "scores": score, "extra_logs": {"accuracy": score, "format": points, "tags": tags}}
+    assert answer == {
+        "rewards": reward,
+        "scores": score,
+        "extra_logs": {"accuracy": score, "format": points, "tags": tags},
+    }
 
 
 def load_file() -> dict:

@@ -66,6 +66,7 @@ def key_of(study: Study, run: Run) -> str:
         "options": study.options_of(run.arm),
         "seed": run.seed,
         "seed_offset": cell.seed_offset,
+        "placebo": cell.placebo,
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for path in _code(task, settings["options"]):
@@ -284,6 +285,7 @@ def _assign(study: Study, run: Run, places: Places, device: str) -> Path:
                 "steps": task.steps,
                 "evaluation": task.evaluation.model_dump(),
                 "short_tokens": task.short_tokens,
+                "placebo": cell.placebo,
                 "policy": task.policy or str(made / "policy"),
                 "train": task.train or str(made / "data" / "train.jsonl"),
                 "heldout": task.heldout or str(made / "data" / "heldout.jsonl"),

@@ -89,12 +89,15 @@ class Cell(_Part):
     Attributes:
         learning_rates: an arm for each; none: one arm with that of the options.
         seed_offset: added to the seed of sampling and of the order of prompts, not to that of the policy.
+        placebo: entropies are exchanged among the tokens of a rollout before the method sees them; what it then still
+            does better is not by them.
     """
 
     task: str
     options: dict[str, Any] = {}
     learning_rates: list[float] = []
     seed_offset: int = 0
+    placebo: bool = False
 
 
 class Contrast(_Part):

@@ -1,8 +1,8 @@
 """One run of a study: training in one process, with plain transformers and this package's algorithms.
 
-It makes the optimizer steps that ``train_ppo_ray`` is meant to make of the same rollouts (batches sorted by prompt,
-mini-batches of whole groups, old log-probs by the policy itself, Adam), without Ray, Megatron and vLLM: several runs
-fit on a laptop. That both end in the same weights has not been tested.
+It makes the optimizer steps that ``train_ppo_ray`` makes of the same rollouts (batches sorted by prompt, mini-batches
+of whole groups, old log-probs by the policy itself, Adam), without Ray, Megatron and vLLM: several runs fit on a
+laptop.
 
 Shape suffixes: B = completions, N = completion tokens of all of them, L = longest sequence, D = hidden size.
 """
@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtere
 """Metrics of an algorithm that a study keeps."""
 _SEEDS_PER_ROLLOUT = 1 << 20  # as ranks/policy.py
 _EVALUATED_TOGETHER = 512  # completions
-_EVALUATIONS, _GREEDY, _TRAINING = range(3)  # who draws: the first number of a seed
+_EVALUATIONS, _GREEDY, _TRAINING, _PLACEBO = range(4)  # who draws: the first number of a seed
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,16 @@ class StudyRun:
         steps: rollouts, each trained on at once.
         evaluation: how held-out problems are sampled.
         short_tokens: a completion of at most so many tokens is short.
+        placebo: entropies are exchanged among the tokens of a rollout before the algorithm sees them.
         device: where the model is.
     """
 
     def __init__(
         self, config: RunConfig, *, policy: str, train: str, heldout: str, steps: int, evaluation: Evaluation,
-        short_tokens: int, device: str = "cpu",
+        short_tokens: int, placebo: bool = False, device: str = "cpu",
     ) -> None:  # fmt: skip
         self.config, self.steps, self.evaluation, self.short_tokens = config, steps, evaluation, short_tokens
-        self.device = torch.device(device)
+        self.placebo, self.device = placebo, torch.device(device)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(policy)
         self.model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).to(self.device).eval()
         self.reference = copy.deepcopy(self.model) if config.has_reference else None
@@ -102,15 +103,12 @@ class StudyRun:
 
     def step(self, step: int) -> dict[str, float]:
         """Samples, shapes and trains on one rollout; what it was like."""
-        started, config = time.perf_counter(), self.config
-        size = config.rollout.batch_size
-        start = (step - 1) * size % len(self.train_problems)
-        problems = (self.train_problems * 2)[start : start + size]
-        rollout = self._rollout(
-            sorted(problems, key=lambda problem: problem.prompt), derived_seed(self._seed(_TRAINING), step)
-        )
+        started = time.perf_counter()
+        rollout = self.rollout(step)
         sampled = time.perf_counter()
         batch = self.batch(rollout)
+        if self.placebo:
+            batch = self._exchanged(batch, step)
         scored = time.perf_counter()
         shaped = self.algorithm.shape(batch)
         shaping = time.perf_counter() - scored
@@ -122,6 +120,15 @@ class StudyRun:
         return described | trained | seconds
 
     # ---- rollouts -----------------------------------------------------------------------------------------------
+
+    def rollout(self, step: int) -> Rollout:
+        """The completions of a step, by the policy as it is now."""
+        size = self.config.rollout.batch_size
+        start = (step - 1) * size % len(self.train_problems)
+        problems = (self.train_problems * 2)[start : start + size]
+        return self._rollout(
+            sorted(problems, key=lambda problem: problem.prompt), derived_seed(self._seed(_TRAINING), step)
+        )
 
     def _rollout(
         self, problems: Sequence[Problem], seed: int, samples: int | None = None, greedy: bool = False
@@ -171,6 +178,13 @@ class StudyRun:
             group_size=group,
         )
 
+    def _exchanged(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """Every entropy at the place of another token: the same values, which say nothing of where they stand."""
+        assert batch.entropies is not None
+        generator = torch.Generator().manual_seed(derived_seed(self._seed(_PLACEBO), step))
+        order_N = torch.randperm(len(batch.entropies), generator=generator)
+        return replace(batch, entropies=batch.entropies[order_N.to(self.device)])
+
     def _forward_parts(self, rows: Sequence[Any]) -> list[slice]:
         size = self.config.rollout.micro_batch_size
         return [slice(start, start + size) for start in range(0, len(rows), size)]
@@ -196,6 +210,18 @@ class StudyRun:
 
     def _update(self, rollout: Rollout, shaped: LossBatch, chunk: slice, step: int, number: int) -> dict[str, float]:
         """One optimizer step on some rows; ``number`` counts those since the rollout."""
+        found = self.gradient(rollout, shaped, chunk, step, number)
+        self.updates += 1
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = self._learning_rate(self.updates)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.actor.max_norm or math.inf)
+        self.optimizer.step()
+        return found | {"grad_norm": float(norm)}
+
+    def gradient(
+        self, rollout: Rollout, shaped: LossBatch, chunk: slice, step: int, number: int = 0
+    ) -> dict[str, float]:
+        """Leaves the gradient of an optimizer step in the parameters; the loss's metrics."""
         mini = self._prepared(rollout, shaped.mini_batch(chunk), chunk, step, number)
         prompts, rows = rollout.prompts[chunk], rollout.sampled.rows[chunk]
         self.optimizer.zero_grad()
@@ -206,12 +232,7 @@ class StudyRun:
             loss.value.backward()
             for name, value in loss.metrics.items():
                 found[name] = found.get(name, 0.0) + float(value)
-        self.updates += 1
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = self._learning_rate(self.updates)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.actor.max_norm or math.inf)
-        self.optimizer.step()
-        return found | {"grad_norm": float(norm)}
+        return found
 
     def _prepared(self, rollout: Rollout, mini: LossBatch, chunk: slice, step: int, number: int) -> LossBatch:
         """With its tokens chosen, where the algorithm chooses by the current policy (as ranks/policy.py)."""
@@ -354,6 +375,6 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     run = StudyRun(
         resolve(given["options"], given["seed"]), policy=given["policy"], train=given["train"],
         heldout=given["heldout"], steps=given["steps"], evaluation=Evaluation(**given["evaluation"]),
-        short_tokens=given["short_tokens"], device=given["device"],
+        short_tokens=given["short_tokens"], placebo=given["placebo"], device=given["device"],
     )  # fmt: skip
     return run.run()

@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(made: Path, options: dict[str, Any], *, steps: int = 2, seed: int = 1) -> StudyRun:
+def run_of(made: Path, options: dict[str, Any], *, steps: int = 2, seed: int = 1, placebo: bool = False) -> StudyRun:
     return StudyRun(
         resolve({**OPTIONS, **options}, seed),
         policy=str(made / "policy"),
@@ -62,6 +62,7 @@ def run_of(made: Path, options: dict[str, Any], *, steps: int = 2, seed: int = 1
         steps=steps,
         evaluation=EVALUATION,
         short_tokens=8,
+        placebo=placebo,
     )
 
 
@@ -208,6 +209,17 @@ def test_what_is_measured(made):
     assert start["pass@1"] == pytest.approx(start["accuracy"], abs=1e-4) and start["pass@1"] <= start["pass@4"]
     assert 0 < start["ended"] < 1 and 0 < start["tags"] < 1
     assert {"filtered_completions", "conflict_forward", "shaping_s", "clip_fraction"} <= found["steps"].keys()
+
+
+def test_a_placebo_has_the_same_entropies_at_other_tokens(made):
+    """It changes gtpo_entropy; dapo, which does not look at entropies, is the same in every bit."""
+    entropy = {"algo.advantage.estimator": "gtpo_entropy", "algo.gtpo_entropy.success_threshold": 5.0}
+    for options, same in ((entropy, False), ({"algo.advantage.estimator": "dapo"}, True)):
+        real, placebo, again = (run_of(made, options, placebo=given) for given in (False, True, True))
+        found = [run.step(1) for run in (real, placebo, again)]
+        assert found[0]["entropy"] == found[1]["entropy"], "what is measured is not exchanged"
+        assert (found[0]["grad_norm"] == found[1]["grad_norm"]) is same
+        assert found[1]["grad_norm"] == found[2]["grad_norm"]
 
 
 def test_prompts_are_drawn_in_another_order_for_another_seed(made):
