@@ -91,12 +91,12 @@ class ExperienceMaker:
         self.batches = 0
 
     @torch.no_grad()
-    def make(self, groups: Sequence[Group], version: int, get: Get, keep_samples: bool = False) -> Experience:
+    def make(self, groups: Sequence[Group], version: int, get: Get, shown: int | None = None) -> Experience:
         """Scores the groups, shapes them, and cuts every data-parallel rank's shard.
 
         Args:
             version: of the policy's weights, with which old log-probs are taken.
-            keep_samples: show completions of a few groups.
+            shown: completions of so many groups are shown; 0 = of all, None = of none.
         """
         samples = in_group_order(groups, self.group_size)
         batch = sequences_of(samples)
@@ -113,8 +113,8 @@ class ExperienceMaker:
         self.batches += 1
         shards = training_shards(shaped, self._chunks(batch), self._deals(batch), seed=self.batches)
         metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
-        shown = shown_samples(_by_prompt(groups), rollout, shaped) if keep_samples else []
-        return Experience(shards, batch, old, metrics, shown)
+        samples_shown = [] if shown is None else shown_samples(_by_prompt(groups), rollout, shaped, shown)
+        return Experience(shards, batch, old, metrics, samples_shown)
 
     def _shape(self, rollout: RolloutBatch) -> tuple[LossBatch, dict[str, float]]:
         """The batch as the algorithm shapes it, and what both are like."""
@@ -219,17 +219,21 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch) -> list[dict[str, Any]]:
-    """The completions of a few groups, those whose prompts were drawn first, in the form of ``SampleWriter``.
+def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch, most: int) -> list[dict[str, Any]]:
+    """The completions of some groups, those whose prompts were drawn first, in the form of ``SampleWriter``.
 
     Args:
         groups: in the order of the batch.
         shaped: the batch as the algorithm shaped it.
+        most: groups, as for ``chosen_groups``.
     """
     order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
-    chosen = chosen_groups([sum(r.sampled for r in groups[position].responses) for position in order])
+    chosen = chosen_groups([sum(r.sampled for r in groups[position].responses) for position in order], most)
     starts = np.cumsum([0] + [len(group.responses) for group in groups])
-    floats = {key: getattr(rollout, name) for name, key in _SHOWN.items()} | {"advantages": shaped.advantages}
+    of_tokens = {key: getattr(rollout, name) for name, key in _SHOWN.items()}
+    of_tokens |= {
+        "advantages": shaped.advantages, "loss_mask": shaped.loss_mask.int(), "token_weights": shaped.token_weights,
+    }  # fmt: skip
     shown = []
     for position in (order[place] for place in chosen):
         prompt = groups[position].prompt
@@ -240,7 +244,7 @@ def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBa
                 "reward": response.reward, "score": response.score, "truncated": response.truncated,
                 "from_guide": response.from_guide,
             }  # fmt: skip
-            numbers = {key: values_N[span].tolist() for key, values_N in floats.items() if values_N is not None}
+            numbers = {key: values_N[span].tolist() for key, values_N in of_tokens.items() if values_N is not None}
             shown.append(facts | numbers)
     return shown
 

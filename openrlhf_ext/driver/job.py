@@ -282,7 +282,9 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
         resume_step=resume_step,
         label=config.fp8.training_label,
         events=parts.events,
-        samples=SampleWriter(metrics.with_name("samples.jsonl"), every, parts.steps, texts, resume_step),
+        samples=SampleWriter(
+            metrics.with_name("samples.jsonl"), every, parts.steps, texts, resume_step, config.logger.samples_groups
+        ),
     )
 
 

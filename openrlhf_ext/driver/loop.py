@@ -108,8 +108,8 @@ class TrainingLoop:
         """Old log-probs, values and reference log-probs; then advantages of whole groups, and every rank's shard."""
         with self._limit(f"training step {self.step + 1}"):
             samples = self.recorder.samples
-            keep = samples is not None and samples.is_due(self.step + 1)
-            return self.experience.make(groups, self.version, self._get, keep_samples=keep)
+            shown = samples.groups_due(self.step + 1) if samples is not None else None
+            return self.experience.make(groups, self.version, self._get, shown=shown)
 
     def train(self, shards: list[TrainingShard]) -> dict[str, float]:
         """Optimizer steps of policy and critic; all ranks of each return the same reduced metrics."""

@@ -10,7 +10,6 @@ from typing import Any
 from openrlhf_ext.reporting.lines import JsonLines
 
 _PARTS_OF_A_RUN = 20
-_GROUPS = 2
 _TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no more take 50 MB
 _DECIMALS = 4  # of numbers per token
 
@@ -23,19 +22,20 @@ class SampleWriter:
         every: steps; None = a twentieth of the run, -1 = never.
         total_steps: of the run.
         texts: the texts of token ids.
+        groups: of a step, as for ``chosen_groups``.
     """
 
     def __init__(
         self, path: str | Path, every: int | None, total_steps: int, texts: Callable[[list[int]], list[str]],
-        resume_step: int = 0,
+        resume_step: int = 0, groups: int = 2,
     ) -> None:  # fmt: skip
         self._every = max(1, math.ceil(total_steps / _PARTS_OF_A_RUN)) if every is None else every
         self._lines = JsonLines(path, keep=lambda record: record.get("step", math.inf) <= resume_step)
-        self._texts = texts
+        self._texts, self._groups = texts, groups
 
-    def is_due(self, step: int) -> bool:
-        """Whether completions of the step are written."""
-        return self._every != -1 and (step == 1 or step % self._every == 0)
+    def groups_due(self, step: int) -> int | None:
+        """How many groups of the step are written, 0 = all; None = none."""
+        return self._groups if self._every != -1 and (step == 1 or step % self._every == 0) else None
 
     def write(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
         """Writes completions: keys of the format but ``tokens``, and ``advantages``.
@@ -57,19 +57,22 @@ class SampleWriter:
         self._lines.close()
 
 
-def chosen_groups(lengths: Sequence[int]) -> list[int]:
+def chosen_groups(lengths: Sequence[int], groups: int) -> list[int]:
     """Which groups of a step are kept: the first that fit into the bound, or the shortest one if none does.
 
     Args:
         lengths: tokens of each group.
+        groups: at most so many; 0 = all of them, whatever their size.
 
     Returns:
-        Their positions, at most two.
+        Their positions.
     """
+    if groups == 0:
+        return list(range(len(lengths)))
     fitting: list[int] = []
     left = _TOKENS
     for position, tokens in enumerate(lengths):
-        if tokens <= left and len(fitting) < _GROUPS:
+        if tokens <= left and len(fitting) < groups:
             fitting.append(position)
             left -= tokens
     return fitting or [min(range(len(lengths)), key=lengths.__getitem__)]

@@ -1,15 +1,21 @@
-"""Trains three steps with every estimator on one set of Ray actors: ``python -m tests.e2e.estimators FOLDER``."""
+"""Trains three steps with every estimator on one set of Ray actors: ``python -m tests.e2e.estimators FOLDER``.
+
+Each of them begins with the same weights and a new optimizer, and leaves its completions and its weights.
+"""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.reporting import EventLog
 from tests.e2e.jobs import Task
+from tests.patience import PATIENCE_S
 
 OPTIONS = {
     "grpo": {},
@@ -26,6 +32,14 @@ OPTIONS = {
     "kl_cov": {"train__batch_size": 16},
     "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
     "custom": {"algo__custom__strength": 0.5},
+}
+SAME_FOR_ALL = {
+    "logger__samples_every": 1,
+    "logger__samples_groups": 0,
+    "actor__lr_scheduler": "constant_with_warmup",
+    "actor__lr_warmup_steps": 2,
+    "rollout__temperature": 0.8,
+    "actor__adam__eps": 1e-6,  # above the noise of gradients that are nearly 0, which Adam would scale up
 }
 # Its class is known to no other process before the first shard arrives there.
 OWN_METHOD = """
@@ -54,7 +68,7 @@ def halved(objective_BT):
 
 
 def config_of(task: Task, estimator: str):
-    options = {"algo__advantage__estimator": estimator, **OPTIONS[estimator]}
+    options = {"algo__advantage__estimator": estimator, **SAME_FOR_ALL, **OPTIONS[estimator]}
     if estimator == "custom":
         options["algo__module_path"] = task.folder / "own_method.py"
     return load_config(task.options(estimator, **options))
@@ -67,13 +81,18 @@ def main(folder: Path) -> None:
     session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
         parts = job.build_parts(base, session, EventLog())
+        ask = partial(call_ranks, parts.policy, "policy", timeout_s=PATIENCE_S)
+        start = str(folder / "start")
+        ask("save_state", folder=start, name="policy", background=False)
         for estimator in OPTIONS:
             config = config_of(task, estimator)
+            ask("load_state", folder=start, name="policy")
             loop = job.build_loop(config, parts)
             if config.initial_entropy_prompts:
                 job.set_initial_entropy(config, loop, parts)
             loop.run()
             loop.recorder.close()
+            ask("save_model", path=config.ckpt.output_dir)
 
 
 if __name__ == "__main__":

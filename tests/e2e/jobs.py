@@ -48,7 +48,11 @@ class Task:
         return cls(folder)
 
     def options(self, name: str, **more: object) -> list[str]:
-        """Command line of a small TP2 job: 8 prompts x 4 samples a step, results in ``<folder>/<name>``."""
+        """Command line of ``given``."""
+        return [part for key, value in self.given(name, **more).items() for part in (f"--{key}", str(value))]
+
+    def given(self, name: str, **more: object) -> dict[str, object]:
+        """Options of a small TP2 job: 8 prompts x 4 samples a step, results in ``<folder>/<name>``."""
         out = self.folder / name
         options = {
             "actor.model_name_or_path": self.folder / "policy", "actor.num_gpus_per_node": 2, "actor.adam.lr": 1e-3,
@@ -58,8 +62,7 @@ class Task:
             "rollout.max_new_tokens": 12, "rollout.micro_batch_size": 16, "train.batch_size": 32,
             "train.micro_batch_size": 8, "reward.remote_url": self.folder / "reward.py", "ckpt.output_dir": out,
         }  # fmt: skip
-        options |= {key.replace("__", "."): value for key, value in more.items()}
-        return [part for key, value in options.items() for part in (f"--{key}", str(value))]
+        return options | {key.replace("__", "."): value for key, value in more.items()}
 
     def metrics(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -1,19 +1,27 @@
-"""Every estimator trains through the whole stack."""
+"""Every estimator trains through the whole stack, and a study's run makes the same weights of the same completions."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
 
-from openrlhf_ext.algorithms import algorithm_names
+from openrlhf_ext.algorithms import algorithm_names, get_algorithm
 from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
-from tests.e2e.estimators import OPTIONS
+from openrlhf_ext.tools.study.decoding import Sampled
+from openrlhf_ext.tools.study.settings import Evaluation, resolve
+from openrlhf_ext.tools.study.training import Rollout, StudyRun
+from tests.e2e.estimators import OPTIONS, SAME_FOR_ALL
 from tests.e2e.jobs import JOB_S, REWARD, Task
 
 REPORTED_BY_ALL = {
@@ -57,5 +65,59 @@ def test_three_steps_with_every_estimator(tmp_path):
         steps = [r["algorithm/optimizer_steps"] for r in task.metrics(estimator) if r["step"]]
         assert steps == [2.0, 2.0, 2.0], estimator
     for estimator in OPTIONS:
+        if estimator not in NOT_IN_A_STUDY:
+            check_parity(task, estimator)
         everything = set().union(*task.metrics(estimator))
         assert everything >= REPORTED_BY_ALL | REPORTED_BY.get(estimator, set()), estimator
+
+
+NOT_IN_A_STUDY = ("mixed_policy_dapo", "custom")
+PARITY = 1e-5
+"""Of weights that moved by 2e-3."""
+
+
+def check_parity(task: Task, estimator: str) -> None:
+    """A study's run, given the rollouts of the job, has its gradient norms and ends in its weights."""
+    command = task.given(estimator, algo__advantage__estimator=estimator, **SAME_FOR_ALL, **OPTIONS[estimator])
+    options = {name: yaml.safe_load(str(value)) for name, value in command.items()}
+    records = [record for record in task.metrics(estimator) if record["step"]]
+    prompts = str(task.folder / "prompts.jsonl")
+    run = StudyRun(
+        resolve(options, seed=0), policy=str(task.folder / "policy"), train=prompts, heldout=prompts,
+        steps=len(records), evaluation=Evaluation(), short_tokens=1,
+    )  # fmt: skip
+    if run.config.initial_entropy_prompts:  # of completions that the job has not kept
+        measured = task.metrics(estimator)[0]["algorithm/initial_entropy"]
+        run.algorithm = get_algorithm(estimator, warn=False, **run.config.algorithm_options()[1], h_ini=measured)
+    for record in records:
+        rollout = rollout_of(task, estimator, record["step"], run.tokenizer)
+        trained = run.train(rollout, run.algorithm.shape(run.batch(rollout)), record["step"])
+        assert trained["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4), f"{estimator}: {record}"
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (task.folder / "policy", task.folder / estimator)
+    )
+    own = run.model.state_dict()
+    moved = max(float((after[name] - before[name]).abs().max()) for name in own)
+    apart = {name: float((after[name] - own[name]).abs().max()) for name in own}
+    print(estimator, moved, max(apart.values()))
+    assert moved > 100 * PARITY, f"{estimator}: nothing was learnt"
+    assert max(apart.values()) < PARITY, f"{estimator}: {apart}"
+
+
+def rollout_of(task: Task, estimator: str, step: int, tokenizer: Any) -> Rollout:
+    """What the job trained on, in its order."""
+    lines = (task.folder / estimator / "samples.jsonl").read_text().splitlines()
+    kept = sorted((r for r in map(json.loads, lines) if r["step"] == step), key=lambda record: record["prompt"])
+    assert len(kept) == 32
+    return Rollout(
+        prompts=tokenizer([record["prompt"] for record in kept], add_special_tokens=False)["input_ids"],
+        sampled=Sampled(
+            [record["token_ids"] for record in kept],
+            torch.tensor([entropy for record in kept for entropy in record["entropies"]]),
+            torch.tensor([record["truncated"] for record in kept]),
+        ),
+        rewards=torch.tensor([record["reward"] for record in kept], dtype=torch.float64),
+        scores=torch.tensor([record["score"] for record in kept], dtype=torch.float64),
+        logs={},
+    )

@@ -132,7 +132,7 @@ def completion(group: int, tokens: int, **more: object) -> dict:
 def test_completions_are_those_that_explain_reads(tmp_path):
     path = tmp_path / "samples.jsonl"
     writer = SampleWriter(path, 5, 20, lambda ids: [f"t{i}" for i in ids])
-    for step in filter(writer.is_due, range(1, 11)):
+    for step in filter(writer.groups_due, range(1, 11)):
         writer.write(step, [completion(step, 3), completion(step, 2, logprobs=[1e-9, 0.0], entropies=[-1e-9, 0.1])])
     writer.close()
     with path.open("a") as file:
@@ -164,17 +164,20 @@ def test_what_is_not_finite_is_null_and_completions_of_repeated_steps_are_moved_
 )
 def test_steps_whose_completions_are_kept(tmp_path, every, steps, due):
     writer = SampleWriter(tmp_path / "samples.jsonl", every, steps, lambda ids: [])
-    assert sum(map(writer.is_due, range(1, steps + 1))) == due
+    assert sum(writer.groups_due(step) == 2 for step in range(1, steps + 1)) == due
+    assert sum(writer.groups_due(step) is None for step in range(1, steps + 1)) == steps - due
     writer.close()
 
 
 def test_a_thousand_steps_of_long_completions_stay_in_tens_of_megabytes(tmp_path):
     """Groups of 16 completions of up to 8,192 tokens: those that are kept, and 21 times their size."""
     lengths = [16 * tokens for tokens in (8192, 3000, 4100, 900, 2000)]
-    assert chosen_groups(lengths) == [1, 3]
-    assert chosen_groups([200_000, 150_000]) == [1], "none is small enough: the shortest one, never none"
+    assert chosen_groups(lengths, 2) == [1, 3]
+    assert chosen_groups(lengths, 0) == [0, 1, 2, 3, 4], "all, if all are asked for"
+    assert chosen_groups([5, 6, 7], 1) == [0]
+    assert chosen_groups([200_000, 150_000], 2) == [1], "none is small enough: the shortest one, never none"
     writer = SampleWriter(tmp_path / "samples.jsonl", None, 1000, lambda ids: [" longer"] * len(ids))
-    for group in chosen_groups(lengths):
+    for group in chosen_groups(lengths, 2):
         writer.write(1, [completion(group, lengths[group] // 16, token_ids=[151_643] * (lengths[group] // 16))] * 16)
     writer.close()
     assert 21 * os.path.getsize(tmp_path / "samples.jsonl") < 80e6

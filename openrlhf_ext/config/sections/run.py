@@ -248,9 +248,14 @@ class Logger(Section):
     )
     samples_every: Interval | None = added(
         None,
-        "training steps between those whose completions (up to two groups) are kept beside the metrics, in "
-        "samples.jsonl, and the first step's are; -1 = none",
+        "training steps between those whose completions are kept beside the metrics, in samples.jsonl, and the first "
+        "step's are; -1 = none",
         default_text="a twentieth of the run",
+    )
+    samples_groups: Int = added(
+        2,
+        "groups of completions kept of such a step, fewer if they are long; 0 = all of them, whatever their size",
+        ge=0,
     )
     peak_tflops: Float | None = added(
         None,

@@ -13,7 +13,7 @@ from typing import Any
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
 _OPTIONAL = (*TOKEN_NUMBERS[2:], "truncated", "from_guide", "step")
-_IGNORED = ("comment", "rollout_logprobs", "score", "advantages")
+_IGNORED = ("comment", "rollout_logprobs", "score", "advantages", "loss_mask", "token_weights")
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ class StudyRun:
         self.placebo, self.device = placebo, torch.device(device)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(policy)
         self.model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).to(self.device).eval()
+        # transformers keeps the padding token's row from learning, Megatron does not, and some policies sample it
+        self.model.get_input_embeddings().padding_idx = None
         self.reference = copy.deepcopy(self.model) if config.has_reference else None
         self.train_problems = self._shuffled(self._problems(train))
         self.held_out = self._problems(heldout)
