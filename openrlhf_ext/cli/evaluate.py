@@ -25,7 +25,7 @@ from typing import Any
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
 from openrlhf_ext.tools.evaluate.request import Request
-from openrlhf_ext.tools.evaluate.result import EvaluationResult, tables
+from openrlhf_ext.tools.evaluate.result import EvaluationResult, measured, tables
 from openrlhf_ext.tools.evaluate.store import Store
 
 _ALLOWED_ERRORS = 3.0
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             _print(f"evaluate: {line}", sys.stderr)
         return 2
-    _print(_summary(results[0].to_json(), before) if arguments.data else _tables(results))
+    _print(_summary(results[0], before) if arguments.data else _tables(results))
     unmet = _unmet(results[0], before, arguments)
     for requirement in unmet:
         _print(f"evaluate: {requirement}", sys.stderr)
@@ -77,6 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--k", type=_positive, nargs="+", metavar="K", help="sizes of pass@k and maj@k (default: powers of two up to n)"
     )
+    add("--greedy", action="store_true", help="sample one more completion of each problem, of the most likely tokens, "
+        "and report its accuracy apart")  # fmt: skip
+    add("--short_tokens", type=_positive, metavar="N", help="report the share of completions of at most N tokens, "
+        "their accuracy, and that of the longer ones")  # fmt: skip
+    add("--entropy", action="store_true", help="report the mean entropy, in nats, of the tokens of right and of wrong "
+        "completions (--engine transformers, temperature above 0)")  # fmt: skip
+    add("--reference", metavar="FOLDER", help="--entropy, and the mean KL divergence of the model from this checkpoint "
+        "at the tokens of the completions, in nats; exact, over the whole vocabulary")  # fmt: skip
     add("--temperature", type=float, default=1.0, help="sampling temperature; 0 takes the most likely token")
     add("--top_p", type=float, default=1.0, help="nucleus size; 1 = whole vocabulary")
     add("--max_new_tokens", type=_positive, default=64, help="longest completion, tokens")
@@ -127,10 +135,11 @@ def _results(request: Request) -> list[Any]:
             return [grade_saved(tasks[0], stores[0], request.completions, grading, ks, _chat_tokenizer(given))]
         sampling = SamplingSettings(
             n_samples=request.samples, temperature=given.temperature, top_p=given.top_p,
-            max_new_tokens=given.max_new_tokens, batch_size=given.batch_size, seed=given.seed,
+            max_new_tokens=given.max_new_tokens, batch_size=given.batch_size, seed=given.seed, greedy=given.greedy,
         )  # fmt: skip
         open_sampler = partial(_open_vllm if given.engine == "vllm" else _open_transformers, given, sampling)
-        return evaluate(tasks, stores, given.model, sampling, grading, request.ks(request.samples), open_sampler)
+        ks = request.ks(request.samples)
+        return evaluate(tasks, stores, given.model, sampling, grading, ks, open_sampler, given.short_tokens)
 
 
 def _chat_tokenizer(arguments: argparse.Namespace) -> Any:
@@ -164,7 +173,10 @@ async def _open_transformers(
     from openrlhf_ext.tools.evaluate.checkpoint import open_transformers
 
     transformers_logging.disable_progress_bar()
-    opened = open_transformers(arguments.model, tokenizer, sampling, arguments.device, arguments.dtype)
+    opened = open_transformers(
+        arguments.model, tokenizer, sampling, arguments.device, arguments.dtype, entropy=arguments.entropy,
+        reference=arguments.reference,
+    )  # fmt: skip
     async with opened as sampler:
         yield sampler
 
@@ -226,7 +238,8 @@ def _print(text: str, file: Any = None) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
-def _summary(result: dict[str, Any], before: dict[str, Any] | None) -> str:
+def _summary(evaluated: EvaluationResult, before: dict[str, Any] | None) -> str:
+    result = evaluated.to_json()
     lines = [f"model            {result['model']}", f"data             {result['dataset']}"]
     if before is not None:
         lines.append(f"accuracy before  {_accuracy(before)}")
@@ -234,10 +247,10 @@ def _summary(result: dict[str, Any], before: dict[str, Any] | None) -> str:
     passes = "  ".join(f"pass@{k} {100 * value:.1f} %" for k, value in result["pass_at_k"].items())
     n = result["samples_per_prompt"]
     lines.append(f"                 {passes}  maj@{n} {100 * result['majority_at_k'][n]:.1f} %")
+    if evaluated.greedy_accuracy is not None:
+        lines.append(f"greedy           {100 * evaluated.greedy_accuracy:.1f} %")
     lines.append(f"reward           {result['reward_mean']:.3f} mean")
-    if result["response_length_mean"] is not None:
-        lines.append(f"completions      {result['response_length_mean']:.1f} tokens, "
-                     f"{100 * result['truncated_rate']:.1f} % truncated")  # fmt: skip
+    lines += [f"{name:<16} {value}" for name, value in measured(evaluated)]
     lines.append(f"time             {result['seconds']:.1f} s")
     if result["skipped_overlong"]:
         lines.append(f"left out         {result['skipped_overlong']} prompts that are too long for the model")

@@ -88,6 +88,8 @@ def test_saved_completions_are_counted_as_by_hand(
     first, second = lines_of(out / "aime24.jsonl")[1:]
     assert [each["vote"] for each in first["completions"]] == [0, 0, 1, 1]
     assert [each["vote"] for each in second["completions"]] == [0, None, 1, 2]
+    assert [each["extra_logs"]["answered"] for each in second["completions"]] == [1, 0, 1, 1]
+    assert result["extra_logs"] == {"answered": 7 / 8} and result["ended"] is None
 
     again = ["--completions", str(out / "aime24.jsonl"), *options[2:5], str(tmp_path / "again"), *options[6:], *QUICK]
     assert main(again) == 0, "what --out wrote can be graded again"
@@ -106,6 +108,15 @@ def test_saved_completions_are_counted_as_by_hand(
     (["--engine", "vllm", "--device", "cuda:1"], ["--device must be cpu or cuda with --engine vllm: got cuda:1"]),
     (["--data", "{aime}"], ["give either --benchmark", "--data needs --reward", "(--input_key, --label_key)"]),
     (["--completions", "{aime}.gone"], ["--completions: there is no file"]),
+    (["--entropy", "--engine", "vllm", "--temperature", "0", "--short_tokens", "64"],
+     ["--short_tokens must be below --max_new_tokens (64), where every completion is short: got 64",
+      "--entropy needs a model in plain transformers: give --engine transformers, got vllm",
+      "--entropy needs --temperature above 0"]),
+    (["--reference", "gone", "--temperature", "0"],
+     ["--reference needs --temperature above 0", "--reference must be a folder with a Hugging Face checkpoint: gone"]),
+    (["--reference", "{aime.parent}"], ["the vocabulary of {aime.parent} cannot be read from its config.json"]),
+    (["--completions", "{aime}", "--greedy", "--reference", "gone"],
+     ["--greedy, --reference: --completions has texts without tokens; sample them with --model", "line 1: needs"]),
     (["--completions", "{aime}"], ["{aime}, line 1: needs {{\"problem\": 0"]),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_at_once_before_a_model_is_loaded(
@@ -149,9 +160,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_killed_command_goes_on_to_the_same_bytes(
     model: Path, aime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main(sampling(model, aime, whole)) == 0
-    command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *sampling(model, aime, killed)]
+    whole, killed, reference = tmp_path / "whole", tmp_path / "killed", tmp_path / "reference"
+    make_tiny_policy(reference, seed=1)
+
+    def options(out: Path) -> list[str]:
+        return [*sampling(model, aime, out), "--greedy", "--reference", str(reference), "--short_tokens", "20"]
+
+    assert main(options(whole)) == 0
+    command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *options(killed)]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     file = killed / "aime24.jsonl"
     try:
@@ -161,26 +177,33 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
         process.wait(PATIENCE_S)
     text = (whole / "aime24.jsonl").read_bytes()
     assert text.startswith(file.read_bytes())
-    assert main(sampling(model, aime, killed)) == 0
+    assert main(options(killed)) == 0
     assert contents(killed) == contents(whole)
     # a kill within the second line of the second group, of which the first is kept and sampled again
     file.write_bytes(text[: sum(map(len, text.splitlines(keepends=True)[:4])) + 25])
-    assert main(sampling(model, aime, killed)) == 0
+    assert main(options(killed)) == 0
     assert contents(killed) == contents(whole)
+    assert all({"greedy", "completions"} <= line.keys() for line in lines_of(file)[1:])
     capsys.readouterr()
 
-    other = [*sampling(model, aime, killed), "--temperature", "0.5", "--seed", "3"]
+    other = [*options(killed), "--temperature", "0.5", "--seed", "3"]
     assert main(other) == 2
     complaint = capsys.readouterr().err
     assert "temperature was 1.0, is 0.5; seed was 0, is 3" in complaint and "or another --out" in complaint
     assert contents(killed) == contents(whole)
+    assert main(sampling(model, aime, killed)) == 2, "without what is measured"
+    complaint = capsys.readouterr().err
+    assert "greedy was True, is False; entropy was True, is False" in complaint and "reference was" in complaint
+    file.write_text(text.decode().replace('"line_format": 2, ', "", 1))
+    assert main(options(killed)) == 2
+    assert "(line_format was None, is 2)" in capsys.readouterr().err
 
 
 def test_the_greedy_answers_of_vllm_are_those_of_transformers_and_it_goes_on_where_it_was_killed(
     model: Path, aime: Path, tmp_path: Path
 ) -> None:
     written = {}
-    greedy = ["--temperature", "0", "--kv_cache_mib", "64"]
+    greedy = ["--temperature", "0", "--kv_cache_mib", "64", "--greedy"]
     assert main([*sampling(model, aime, tmp_path / "transformers"), *greedy]) == 0
     # a process of its own: the engine changes the environment
     command = [sys.executable, "-m", "openrlhf_ext.cli.evaluate", *sampling(model, aime, tmp_path / "vllm"), *greedy]
@@ -190,7 +213,9 @@ def test_the_greedy_answers_of_vllm_are_those_of_transformers_and_it_goes_on_whe
     for engine in ("transformers", "vllm"):
         written[engine] = lines_of(tmp_path / engine / "aime24.jsonl")[1:]
     assert written["vllm"] == written["transformers"]
-    assert any(completion["text"] for problem in written["vllm"] for completion in problem["completions"])
+    for problem in written["vllm"]:
+        (answer,) = {completion["text"] for completion in [*problem["completions"], problem["greedy"]]}
+        assert answer
 
     whole, file = contents(tmp_path / "vllm"), tmp_path / "vllm/aime24.jsonl"
     begun = whole[file.name].splitlines(keepends=True)[:4]  # settings, a group, and half of the second one

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.rewards.errors import FailurePolicy
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import RewardSettings
+from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
 from openrlhf_ext.tools.evaluate.grading import MATHS, SOLVED, Grading
+from openrlhf_ext.tools.evaluate.measures import Measures
 from openrlhf_ext.tools.evaluate.problems import Problem, Task
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
+    Answers,
     Completion,
     Sampler,
     SamplingSettings,
@@ -26,7 +28,7 @@ from openrlhf_ext.tools.evaluate.sampling import (
 from openrlhf_ext.tools.evaluate.store import Store
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +47,14 @@ class GradingSettings:
     max_failures: int | None = None
 
 
-Sample = Callable[[Sequence[Problem]], Awaitable[list[list[Completion]]]]
+Sample = Callable[[Sequence[Problem]], Awaitable[list[Answers]]]
 OpenSampler = Callable[["PreTrainedTokenizerBase", Sequence[str]], AbstractAsyncContextManager[Sampler]]
 """Loads a model for these prompts (all that will be asked), and gives its memory back."""
 
 
 def evaluate(
     tasks: Sequence[Task], stores: Sequence[Store], model: str, sampling: SamplingSettings, grading: GradingSettings,
-    ks: Sequence[int], open_sampler: OpenSampler,
+    ks: Sequence[int], open_sampler: OpenSampler, short_tokens: int | None = None,
 ) -> list[EvaluationResult]:  # fmt: skip
     """Sample completions of every task's problems with a Hugging Face checkpoint and grade them.
 
@@ -67,6 +69,7 @@ def evaluate(
         sampling, grading: how.
         ks: sizes of pass@k and maj@k.
         open_sampler: loads the model; not called if the stores hold everything.
+        short_tokens: completions of at most this many tokens are counted apart; ``None``: none are.
 
     Returns:
         One result for each task.
@@ -88,7 +91,7 @@ def evaluate(
         async with AsyncExitStack() as opened:
             samplers: list[Sampler] = []
 
-            async def sample(group: Sequence[Problem]) -> list[list[Completion]]:
+            async def sample(group: Sequence[Problem]) -> list[Answers]:
                 if not samplers:
                     prompts = [problem.prompt for problems, _ in prepared for problem in problems]
                     samplers.append(await opened.enter_async_context(open_sampler(tokenizer, prompts)))
@@ -98,7 +101,9 @@ def evaluate(
                 started = time.perf_counter()
                 await _grade_groups(task, problems, sample, store, grading, size)
                 seconds = time.perf_counter() - started
-                results.append(summarize(store.results, task.name, task.path, model, ks, skipped, seconds))
+                results.append(
+                    summarize(store.results, task.name, task.path, model, ks, skipped, seconds, short_tokens)
+                )
         return results
 
     return asyncio.run(run())
@@ -116,11 +121,12 @@ def grade_saved(
     """
     problems = [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
 
-    async def given(group: Sequence[Problem]) -> list[list[Completion]]:
+    async def given(group: Sequence[Problem]) -> list[Answers]:
         return [
-            [Completion(query=p.prompt + text, text=text, tokens=None, truncated=None) for text in completions[p.index]]
+            Answers([Completion(query=p.prompt + text, text=text, tokens=None, truncated=None)
+                     for text in completions[p.index]])
             for p in group
-        ]
+        ]  # fmt: skip
 
     started = time.perf_counter()
     asyncio.run(_grade_groups(task, problems, given, store, grading, size=max(1, 64 // len(completions[0]))))
@@ -129,8 +135,9 @@ def grade_saved(
 
 @asynccontextmanager
 async def open_transformers(
-    folder: str, tokenizer: PreTrainedTokenizerBase, sampling: SamplingSettings, device: str, dtype: str
-) -> AsyncIterator[Sampler]:
+    folder: str, tokenizer: PreTrainedTokenizerBase, sampling: SamplingSettings, device: str, dtype: str, *,
+    entropy: bool = False, reference: str | None = None,
+) -> AsyncIterator[Sampler]:  # fmt: skip
     """Load a checkpoint in plain transformers.
 
     Args:
@@ -138,12 +145,20 @@ async def open_transformers(
         tokenizer: its tokenizer.
         device: where to run.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
+        entropy: measure the entropy of the completions.
+        reference: folder of a checkpoint from which the divergence is measured too; ``None``: it is not.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    yield TransformersSampler(model, tokenizer, sampling, device)
+    def load(path: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+
+    model, measure = load(folder), None
+    if entropy or reference is not None:
+        other = None if reference is None else load(reference)
+        measure = Measures(model, other, sampling.temperature, sampling.batch_size, device)
+    yield TransformersSampler(model, tokenizer, sampling, device, measure)
 
 
 def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int | None) -> tuple[list[Problem], int]:
@@ -175,29 +190,37 @@ async def _grade_groups(
         grader.start()
         for start in range(done - done % size, len(problems), size):
             group = problems[start : start + size]
-            completions = await sample(group)
-            graded = await asyncio.gather(*map(_graded, [grading] * len(group), group, completions))
+            answers = await sample(group)
+            graded = await asyncio.gather(*map(_graded, [grading] * len(group), group, answers))
             store.append(graded[max(0, done - start) :])
             logger.info("%s: %d of %d problems", task.name, len(store.results), len(problems))
     finally:
         await grader.aclose()
 
 
-async def _graded(grading: Grading, problem: Problem, completions: Sequence[Completion]) -> dict[str, Any]:
+async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[str, Any]:
     """The line of one problem."""
-    grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label) for c in completions))
-    scores = [0.0 if grade is None else grade.score for grade in grades]
-    votes = await grading.votes([c.text for c in completions], [score >= SOLVED for score in scores])
+    completions = answers.completions
+    sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
+    grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label) for c in sampled))
+    lines = [_line(completion, grade) for completion, grade in zip(sampled, grades, strict=True)]
+    samples, greedy = lines[: len(completions)], lines[len(completions) :]
+    votes = await grading.votes([c.text for c in completions], [line["score"] >= SOLVED for line in samples])
     return {
         "problem": problem.index,
         "prompt": problem.prompt,
         "label": problem.label,
-        "completions": [
-            {
-                "text": completion.text, "tokens": completion.tokens, "truncated": completion.truncated,
-                "reward": 0.0 if grade is None else grade.reward, "score": score, "graded": grade is not None,
-                "vote": vote,
-            }
-            for completion, grade, score, vote in zip(completions, grades, scores, votes, strict=True)
-        ],
+        "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
+        **({"greedy": greedy[0]} if greedy else {}),
+    }
+
+
+def _line(completion: Completion, grade: RewardResult | None) -> dict[str, Any]:
+    """What is kept of one completion; without a grade it is wrong."""
+    measured = {"entropy": completion.entropy, "kl": completion.kl}
+    return {
+        "text": completion.text, "tokens": completion.tokens, "truncated": completion.truncated,
+        "reward": 0.0 if grade is None else grade.reward, "score": 0.0 if grade is None else grade.score,
+        "graded": grade is not None, "extra_logs": {} if grade is None else grade.extra_logs,
+        **{name: value for name, value in measured.items() if value is not None},
     }  # fmt: skip

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.files import tokenizer_fault
+from openrlhf_ext.config.files import tokenizer_difference, tokenizer_fault
 from openrlhf_ext.tools.evaluate.grading import MATHS
 from openrlhf_ext.tools.evaluate.problems import MATH_TEMPLATE, PromptStyle, Task, load_benchmark, load_problems
 from openrlhf_ext.tools.evaluate.store import load_completions, store_fault, task_settings
 
-_SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device")
+_SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
 
 
@@ -30,7 +30,7 @@ class Request:
     def faults(self) -> Iterator[str]:
         """Everything that is wrong with them, without loading a model."""
         given = self.arguments
-        found = [*self._usage_faults(), *self._number_faults(), *self._model_faults()]
+        found = [*self._usage_faults(), *self._number_faults(), *self._model_faults(), *self._measure_faults()]
         tasks, wrong_files = self._tasks
         found += wrong_files
         if given.completions:
@@ -93,6 +93,37 @@ class Request:
         elif (fault := tokenizer_fault(given.model, chat=given.apply_chat_template)) is not None:
             yield f"--model: {given.model} {fault}"
 
+    def _measure_faults(self) -> Iterator[str]:
+        given = self.arguments
+        if given.completions:
+            asked = [name for name in ("greedy", "short_tokens", "entropy", "reference") if getattr(given, name)]
+            if asked:
+                yield (
+                    f"--{', --'.join(asked)}: --completions has texts without tokens; sample them with --model instead "
+                    "of --completions"
+                )
+            return
+        if given.short_tokens is not None and given.short_tokens >= given.max_new_tokens:
+            yield (
+                f"--short_tokens must be below --max_new_tokens ({given.max_new_tokens}), where every completion is "
+                f"short: got {given.short_tokens}"
+            )
+        if self._measures:
+            option = "--entropy" if given.reference is None else "--reference"
+            if given.engine == "vllm":
+                yield f"{option} needs a model in plain transformers: give --engine transformers, got vllm"
+            if given.temperature == 0:
+                yield f"{option} needs --temperature above 0, where tokens are drawn from a distribution: got 0"
+        if given.reference is not None:
+            yield from self._reference_faults()
+
+    def _reference_faults(self) -> Iterator[str]:
+        given = self.arguments
+        if not Path(given.reference).is_dir():
+            yield f"--reference must be a folder with a Hugging Face checkpoint: {given.reference} is none"
+        elif given.model is not None and Path(given.model).is_dir():
+            yield from self._attempt(lambda: _require_one_vocabulary(given.model, given.reference))
+
     def _sample_faults(self, samples: int) -> Iterator[str]:
         if above := [k for k in self.ks(samples) if k > samples]:
             yield f"--k must be at most the completions of a prompt (--n): got {above} of {samples}"
@@ -104,6 +135,11 @@ class Request:
         except (ValueError, OSError) as error:
             return str(error).splitlines()
         return []
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the model has to be asked once more for every completion."""
+        return self.arguments.entropy or self.arguments.reference is not None
 
     @property
     def samples(self) -> int:
@@ -166,9 +202,32 @@ class Request:
         """For each task what its results depend on."""
         given = self.arguments
         names = [*_SAMPLING, *(_ENGINE if given.engine == "vllm" else ())]
-        sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}}
-        return [task_settings(task, sampling, given.model, given.completions) for task in self.tasks]
+        sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}, "entropy": self._measures}
+        return [task_settings(task, sampling, given.model, given.completions, given.reference) for task in self.tasks]
 
     def store_path(self, name: str) -> Path:
         """Where a task's graded problems are kept, with --out."""
         return Path(self.arguments.out) / f"{name}.jsonl"
+
+
+def _require_one_vocabulary(model: str, reference: str) -> None:
+    """Raises ValueError unless the same token of two checkpoints has the same number, as far as their files tell."""
+    sizes = [_vocabulary_size(folder) for folder in (model, reference)]
+    remedy = "give the checkpoint that the model was trained from"
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"--reference must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} has "
+            f"{sizes[0]}; {remedy}"
+        )
+    if (difference := tokenizer_difference(model, reference)) is not None:
+        raise ValueError(f"--reference must have the tokenizer of --model: {difference}; {remedy}")
+
+
+def _vocabulary_size(folder: str) -> int:
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"the vocabulary of {folder} cannot be read from its config.json: {reason}") from error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SMALL_MODEL_PARAMETERS = 20_000_000
 
-# Shape suffixes: B = sequences in a batch, P = longest prompt in it, T = prompt and completion.
+# Shape suffixes: B = sequences in a batch, S = longest of them, P = longest prompt, T = prompt and completion.
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,31 @@ class Completion:
         text: the completion alone, special tokens kept.
         tokens: its length, end-of-sequence token included; ``None`` if that is not known.
         truncated: it reached ``max_new_tokens`` without an end-of-sequence token; ``None`` if that is not known.
+        ids: of the prompt's and the completion's tokens; ``None`` if they are not known.
+        entropy: nats, mean over the completion's tokens; ``None`` if it is not measured.
+        kl: divergence of the policy from the reference, nats, mean over the tokens; ``None`` if it is not measured.
     """
 
     query: str
     text: str
     tokens: int | None
     truncated: bool | None
+    ids: tuple[int, ...] | None = None
+    entropy: float | None = None
+    kl: float | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was sampled for one problem.
+
+    Attributes:
+        completions: at the settings' temperature.
+        greedy: of the most likely tokens; ``None`` unless the settings ask for it.
+    """
+
+    completions: Sequence[Completion]
+    greedy: Completion | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +68,7 @@ class SamplingSettings:
         max_new_tokens: longest completion, tokens.
         batch_size: sequences generated together.
         seed: of the sampling.
+        greedy: whether one completion of the most likely tokens is wanted beside the others.
     """
 
     n_samples: int = 4
@@ -57,13 +77,22 @@ class SamplingSettings:
     max_new_tokens: int = 64
     batch_size: int = 256
     seed: int = 0
+    greedy: bool = False
+
+    def of_greedy(self) -> SamplingSettings:
+        """The settings of the completion of the most likely tokens."""
+        return replace(self, n_samples=1, temperature=0.0)
+
+
+Measure = Callable[[Sequence[Completion]], list[Completion]]
+"""Gives completions, in the given order, their ``entropy`` and ``kl``."""
 
 
 class Sampler(Protocol):
     """Samples completions."""
 
-    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
-        """Completions of some prompts, in the given order: a function of the arguments and of nothing sampled before.
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
+        """Answers to some prompts, in the given order: a function of the arguments and of nothing sampled before.
 
         Args:
             prompts: texts.
@@ -75,17 +104,30 @@ class TransformersSampler:
     """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, device: str
-    ) -> None:
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, device: str,
+        measure: Measure | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            measure: what completions go through that are not greedy.
+        """
         self._model, self._tokenizer, self._settings, self._device = model, tokenizer, settings, device
+        self._measure = measure
 
-    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
         """See :class:`Sampler`."""
-        settings = self._settings
+        settings, seed = self._settings, derived_seed(self._settings.seed, places[0])
+        sampled = self._sample(prompts, settings, seed)
+        if self._measure is not None:
+            measured = iter(self._measure([completion for group in sampled for completion in group]))
+            sampled = [[next(measured) for _ in group] for group in sampled]
+        return _answers(sampled, self._sample(prompts, settings.of_greedy(), seed) if settings.greedy else None)
+
+    def _sample(self, prompts: Sequence[str], settings: SamplingSettings, seed: int) -> list[list[Completion]]:
         return sample_completions(
             self._model, self._tokenizer, prompts, n_samples=settings.n_samples, temperature=settings.temperature,
-            top_p=settings.top_p, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size,
-            seed=derived_seed(settings.seed, places[0]), device=self._device,
+            top_p=settings.top_p, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size, seed=seed,
+            device=self._device,
         )  # fmt: skip
 
 
@@ -112,9 +154,15 @@ class EngineSampler:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._eos = _eos_ids(_saved_generation_config(folder), tokenizer)
 
-    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
         """See :class:`Sampler`."""
         settings = self._settings
+        sampled = await self._sample(prompts, places, settings)
+        return _answers(sampled, await self._sample(prompts, places, settings.of_greedy()) if settings.greedy else None)
+
+    async def _sample(
+        self, prompts: Sequence[str], places: Sequence[int], settings: SamplingSettings
+    ) -> list[list[Completion]]:
         samples = settings.n_samples
         prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
         sampled = await self._engine.complete(
@@ -130,6 +178,12 @@ class EngineSampler:
             ]
             for i, ids in enumerate(prompt_ids)
         ]
+
+
+def _answers(sampled: Sequence[list[Completion]], greedy: Sequence[list[Completion]] | None) -> list[Answers]:
+    if greedy is None:
+        return [Answers(completions) for completions in sampled]
+    return [Answers(completions, one) for completions, (one,) in zip(sampled, greedy, strict=True)]
 
 
 def sample_completions(
@@ -175,7 +229,7 @@ def sample_completions(
     order = sorted((i for i in range(len(prompts)) for _ in range(n_samples)), key=lambda i: len(prompt_ids[i]))
     completions: list[list[Completion]] = [[] for _ in prompts]
     nn.Module.to(model, device)  # transformers' own wrapper of it has no type
-    with _evaluating(model, config), _seeded(seed, torch.device(device)), _threads_for(model):
+    with _evaluating(model, config), _seeded(seed, torch.device(device)), threads_for(model):
         for rows in _chunks(order, batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
@@ -251,7 +305,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _threads_for(model: PreTrainedModel) -> Iterator[None]:
+def threads_for(model: PreTrainedModel) -> Iterator[None]:
     """One CPU thread for a small model: its operations are shorter than a barrier of threads on a busy machine."""
     before = torch.get_num_threads()
     if model.device.type == "cpu" and model.num_parameters() < _SMALL_MODEL_PARAMETERS:
@@ -270,16 +324,22 @@ def _chunks(order: list[int], size: int) -> Iterator[list[int]]:
 
 def _generate(model: PreTrainedModel, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
     """Token ids after each prompt, padding behind the end included."""
-    longest = max(map(len, prompt_ids))
-    ids_BP = torch.full((len(prompt_ids), longest), config.pad_token_id, dtype=torch.long)
-    mask_BP = torch.zeros_like(ids_BP)
-    for row, ids in enumerate(prompt_ids):
-        ids_BP[row, longest - len(ids) :] = torch.tensor(ids)
-        mask_BP[row, longest - len(ids) :] = 1
+    ids_BP, mask_BP = left_padded(prompt_ids, config.pad_token_id)
     device = model.device
     generate: Any = model.generate  # transformers gives it two types
     ids_BT: Tensor = generate(ids_BP.to(device), attention_mask=mask_BP.to(device), generation_config=config)
-    return ids_BT[:, longest:].tolist()
+    return ids_BT[:, ids_BP.shape[1] :].tolist()
+
+
+def left_padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Token ids with padding in front, (B, S) int64, and a mask of the same shape, 1 where there is none."""
+    longest = max(map(len, sequences))
+    ids_BS = torch.full((len(sequences), longest), pad, dtype=torch.long)
+    mask_BS = torch.zeros_like(ids_BS)
+    for row, ids in enumerate(sequences):
+        ids_BS[row, longest - len(ids) :] = torch.tensor(ids)
+        mask_BS[row, longest - len(ids) :] = 1
+    return ids_BS, mask_BS
 
 
 def _completion(
@@ -292,4 +352,5 @@ def _completion(
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
         tokens=len(kept),
         truncated=end is None,
+        ids=(*prompt_ids, *kept),
     )

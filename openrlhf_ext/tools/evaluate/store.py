@@ -15,6 +15,8 @@ from typing import Any
 from openrlhf_ext.tools.evaluate.problems import Task
 
 _SETTINGS = "settings"
+_LINE_FORMAT = 2
+"""Of a problem's line; the first one had no ``extra_logs``, and did not say its number."""
 _HASHED_BYTES = 1 << 20
 _HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
@@ -92,7 +94,7 @@ class Store:
 
 
 def task_settings(
-    task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None
+    task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None, reference: str | None
 ) -> dict[str, Any]:
     """What the results of a task depend on, in plain data.
 
@@ -100,8 +102,10 @@ def task_settings(
         sampling: how completions are sampled: every option that changes them, the engine's included.
         model: folder of the checkpoint.
         completions: file of saved completions that are graded instead; then the others do not matter.
+        reference: folder of the checkpoint that the model is compared with; ``None``: there is none.
     """
     settings = {
+        "line_format": _LINE_FORMAT,
         "benchmark": task.name,
         "data": _file_digest(task.path),
         "problems": len(task.problems),
@@ -112,7 +116,8 @@ def task_settings(
     if completions is not None:
         return settings | {"completions": _file_digest(completions)}
     assert model is not None
-    return settings | {"model": _model_digest(model), **sampling}
+    compared = None if reference is None else _model_digest(reference)
+    return settings | {"model": _model_digest(model), "reference": compared, **sampling}
 
 
 def _digest_of(content: Any) -> str:

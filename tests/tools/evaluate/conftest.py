@@ -19,7 +19,8 @@ def reward_func(queries, prompts, labels, **kwargs):
     if "#" in completion and "fail" in labels[0]:
         raise ValueError("no hashes")
     even = any(digit in completion for digit in "02468")
-    return {"rewards": even + 0.5, "scores": float(even)}
+    logs = {"hashes": completion.count("#"), "ones": float("1" in completion)}
+    return {"rewards": even + 0.5, "scores": float(even), "extra_logs": logs}
 """
 
 
