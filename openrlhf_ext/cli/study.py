@@ -96,11 +96,9 @@ def _perform(path: Path) -> int:
     """What the process of one run does."""
     given = json.loads(path.read_text())
     die_with(given["parent"])
-    from openrlhf_ext.tools.study.training import (
-        run_assignment,
-    )  # torch and transformers, which only this process needs
+    from openrlhf_ext.tools.study import stack, training  # torch and transformers, which only this process needs
 
-    result = run_assignment(given)
+    result = (training if given["backend"] == "local" else stack).run_assignment(given)
     result["weights"] = _digest(Path(given["policy"]))
     partial = Path(given["result"] + ".partial")
     partial.write_text(json.dumps(result))

@@ -111,17 +111,18 @@ def _user_traceback(reward_path: str) -> str:
     return f"{text}\nA grading worker may take {allowed} MiB: raise --reward.memory_mib if it needs more"
 
 
-def die_with(parent_pid: int) -> None:
-    """End this process when the pool's process ends, whatever the user's code is doing."""
-    if not _killed_with_parent():
+def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """End this process when its parent ends, whatever the user's code is doing."""
+    if not _signalled_with_parent(how):
         threading.Thread(target=_exit_when_orphaned, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:  # it ended before the kernel was asked
         os._exit(1)
 
 
-def _killed_with_parent() -> bool:
-    """Ask the Linux kernel for SIGKILL when the parent ends; it reaches native code that holds the interpreter lock."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
+def _signalled_with_parent(how: signal.Signals) -> bool:
+    """Ask the Linux kernel for a signal when the parent ends; SIGKILL reaches native code that holds the interpreter
+    lock."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how) == 0
 
 
 def _exit_when_orphaned(parent_pid: int) -> None:

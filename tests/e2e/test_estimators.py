@@ -100,7 +100,6 @@ def check_parity(task: Task, estimator: str) -> None:
     own = run.model.state_dict()
     moved = max(float((after[name] - before[name]).abs().max()) for name in own)
     apart = {name: float((after[name] - own[name]).abs().max()) for name in own}
-    print(estimator, moved, max(apart.values()))
     assert moved > 100 * PARITY, f"{estimator}: nothing was learnt"
     assert max(apart.values()) < PARITY, f"{estimator}: {apart}"
 

@@ -27,14 +27,17 @@ def plan(study: Study, arms: Sequence[Arm], places: Places, *, workers: int, dev
     done = finished(study, runs, rows)
     lines = [f"{len(runs)} runs, {sum('error' not in row for row in done.values())} of them there"]
     total = 0.0
-    for name in study.tasks:
-        left = [run for run in runs if study.cells[run.arm.cell].task == name and run not in done]
-        if not left:
-            continue
+    blocks: dict[tuple[str, str], list[Run]] = {}
+    for run in (run for run in runs if run not in done):
+        cell = study.cells[run.arm.cell]
+        blocks.setdefault((cell.task, cell.backend), []).append(run)
+    for (name, backend), left in blocks.items():
         seconds, policy_s = _trial(study, left[0], places, device)
         seeds = len({run.seed for run in left})
         total += len(left) * seconds + seeds * policy_s
-        lines.append(f"task {name}: {len(left)} runs of about {seconds:.0f} s, {seeds} policies of {policy_s:.0f} s")
+        lines.append(
+            f"task {name}, {backend}: {len(left)} runs of about {seconds:.0f} s, {seeds} policies of {policy_s:.0f} s"
+        )
     lines.append(f"about {total / workers / 60:.0f} minutes with {workers} workers")
     return "\n".join([*lines, *_seen(study, list(done.values()))])
 

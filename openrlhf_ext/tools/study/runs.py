@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = "runs.jsonl"
 _PACKAGE = Path(openrlhf_ext.__file__).parent
-# what the numbers of a run depend on
+# what the numbers of a run in one process depend on
 _CODE = ("algorithms", "rewards/tagged.py", "tools/study/training.py", "tools/study/decoding.py")
 _IMPORTED = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 _POLL_S = 0.2
@@ -68,14 +68,16 @@ def key_of(study: Study, run: Run) -> str:
         "seed_offset": cell.seed_offset,
         "placebo": cell.placebo,
     }
+    if cell.backend != "local":
+        settings["backend"] = cell.backend
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for path in _code(task, settings["options"]):
+    for path in _code(task, settings["options"], _CODE if cell.backend == "local" else (".",)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _code(task: Task, options: dict[str, Any]) -> Iterator[Path]:
-    for part in (_PACKAGE / part for part in _CODE):
+def _code(task: Task, options: dict[str, Any], parts: Sequence[str]) -> Iterator[Path]:
+    for part in (_PACKAGE / part for part in parts):
         yield from sorted(part.rglob("*.py")) if part.is_dir() else [part]
     given = [task.maker.split()[0] if task.maker else None, options.get("reward.remote_url")]
     for script in (Path(path) for path in given if path and Path(path).is_file()):
@@ -286,6 +288,8 @@ def _assign(study: Study, run: Run, places: Places, device: str) -> Path:
                 "evaluation": task.evaluation.model_dump(),
                 "short_tokens": task.short_tokens,
                 "placebo": cell.placebo,
+                "backend": cell.backend,
+                "folder": str(places.folder / "jobs" / run.name),
                 "policy": task.policy or str(made / "policy"),
                 "train": task.train or str(made / "data" / "train.jsonl"),
                 "heldout": task.heldout or str(made / "data" / "heldout.jsonl"),

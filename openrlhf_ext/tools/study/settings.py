@@ -21,7 +21,10 @@ from openrlhf_ext.config.sources import flattened
 from openrlhf_ext.tools.study.outcomes import OUTCOMES, is_outcome
 
 LEARNING_RATE = "actor.adam.lr"
-_GIVEN_BY_THE_STUDY = ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "train.seed")
+_GIVEN_BY_THE_STUDY = (
+    "actor.model_name_or_path", "data.prompt_dataset", "data.max_samples", "eval.dataset", "train.seed",
+    "train.num_episodes", "ckpt.output_dir", "logger.metrics_path", "logger.samples_every", "logger.samples_groups",
+)  # fmt: skip
 # what a run in one process reads; the rest would be ignored, so that a study may not set it
 _READ = re.compile(
     r"actor\.(adam\..*|max_norm|lr_scheduler|lr_warmup_ratio|lr_warmup_steps|eps_clip|eps_clip_low_high|dual_clip|"
@@ -89,6 +92,7 @@ class Cell(_Part):
     Attributes:
         learning_rates: an arm for each; none: one arm with that of the options.
         seed_offset: added to the seed of sampling and of the order of prompts, not to that of the policy.
+        backend: ``local``: one process with plain transformers; ``stack``: ``train_ppo_ray``, with any of its options.
         placebo: entropies are exchanged among the tokens of a rollout before the method sees them; what it then still
             does better is not by them.
     """
@@ -97,6 +101,7 @@ class Cell(_Part):
     options: dict[str, Any] = {}
     learning_rates: list[float] = []
     seed_offset: int = 0
+    backend: Literal["local", "stack"] = "local"
     placebo: bool = False
 
 
@@ -243,11 +248,10 @@ def _option_faults(study: Study, arm: Arm) -> Iterator[str]:
     for name in _GIVEN_BY_THE_STUDY:
         if name in options:
             yield f"{arm.name}: {name} is given by the study to each of its runs, got {options[name]}; leave it out"
-    for name in options:
-        if name not in _GIVEN_BY_THE_STUDY and not _READ.fullmatch(name):
-            yield f"{arm.name}: {name} is not read by a study's run, which has no engines and no ranks; leave it out"
-    if (schedule := options.get("actor.lr_scheduler")) not in _SCHEDULES:
-        yield f"{arm.name}: actor.lr_scheduler must be one of {', '.join(_SCHEDULES)} in a study, got {schedule}"
+    if study.cells[arm.cell].backend == "local":
+        yield from _local_faults(arm, options)
+    elif study.cells[arm.cell].placebo:
+        yield f"{arm.name}: placebo must be false with backend stack, which does not exchange entropies; got true"
     try:
         config = resolve({name: value for name, value in options.items() if name not in _GIVEN_BY_THE_STUDY}, seed=0)
         method, own, _ = config.algorithm_options()
@@ -256,6 +260,18 @@ def _option_faults(study: Study, arm: Arm) -> Iterator[str]:
         yield from (f"{arm.name}: {violation.message}" for violation in error.violations)
     except ValueError as error:  # of the method's own options
         yield f"{arm.name}: {error}"
+
+
+def _local_faults(arm: Arm, options: Mapping[str, Any]) -> Iterator[str]:
+    """Of options that a run in one process would ignore."""
+    for name in options:
+        if name not in _GIVEN_BY_THE_STUDY and not _READ.fullmatch(name):
+            yield (
+                f"{arm.name}: {name} is not read by a study's run, which has no engines and no ranks; leave it out, or "
+                "give the cell backend: stack"
+            )
+    if (schedule := options.get("actor.lr_scheduler")) not in _SCHEDULES:
+        yield f"{arm.name}: actor.lr_scheduler must be one of {', '.join(_SCHEDULES)} in a study, got {schedule}"
 
 
 def resolve(options: Mapping[str, Any], seed: int) -> RunConfig:

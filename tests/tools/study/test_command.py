@@ -113,11 +113,34 @@ def test_a_failed_run_is_a_row_and_is_tried_again(whole, tmp_path):
     assert len(table(tmp_path / "out")) == len(set(enumerate(table(tmp_path / "out")))), "one row counts for each run"
 
 
+@pytest.mark.e2e
+def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, tmp_path):
+    reference, cache = whole
+    study = yaml.safe_load(SMOKE.read_text())
+    study["tasks"]["fork"]["seeds"] = 1
+    stack = {"actor.num_gpus_per_node": 1, "megatron.param_dtype": "fp32"}
+    study["cells"]["stack"] = study["cells"]["dapo"] | {"backend": "stack"}
+    study["cells"]["stack"]["options"] = study["cells"]["dapo"]["options"] | stack
+    path = tmp_path / "stack.yaml"
+    path.write_text(yaml.safe_dump(study))
+    done = run(path, tmp_path / "out", cache, "--only", "stack")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = rows(tmp_path / "out")
+    local = next(r for r in rows(reference) if (r["cell"], r["seed"]) == ("dapo", 0))
+    assert row["weights"] == local["weights"]
+    assert row["steps"].keys() >= local["steps"].keys()
+    assert all(len(values) == 4 for values in row["steps"].values())
+    assert [evaluation["step"] for evaluation in row["evaluations"]] == [0, 4]
+    assert row["evaluations"][0].keys() == local["evaluations"][0].keys()
+    for name in ("entropy", "length", "short"):  # of the same policy on 64 completions, drawn by other samplers
+        assert row["steps"][name][0] == pytest.approx(local["steps"][name][0], rel=0.35, abs=0.1), name
+
+
 def test_a_plan_says_how_long_it_takes_and_keeps_nothing(whole, tmp_path):
     _, cache = whole
     done = run(SMOKE, tmp_path, cache, "--plan")
     assert done.returncode == 0, done.stderr
-    assert "6 runs, 0 of them there" in done.stdout and "task fork: 6 runs of about" in done.stdout
+    assert "6 runs, 0 of them there" in done.stdout and "task fork, local: 6 runs of about" in done.stdout
     assert "gtpo_entropy - dapo: 2 seeds see a difference of mean_accuracy of" in done.stdout
     assert not rows(tmp_path)
 
