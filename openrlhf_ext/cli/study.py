@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time a short trial of every task; say how long the study takes and what it can see",
     )
+    add(
+        "--probe",
+        metavar="CELL",
+        help="instead of runs: the angles between the gradients of all methods of its task and that of this cell",
+    )
     add("--report", action="store_true", help="run nothing; write tables and figures of the rows that are there")
     add("--out", type=Path, help="folder of rows and results (default: runs/studies/NAME)")
     add("--run", type=Path, help=argparse.SUPPRESS)
@@ -74,6 +79,14 @@ def _study(arguments: argparse.Namespace) -> int:
     try:
         if arguments.plan:
             _print(plan(study, arms, places, workers=arguments.workers, device=arguments.device))
+            return 0
+        if arguments.probe:
+            from openrlhf_ext.tools.study.probe import probe  # needs torch
+
+            table = probe(
+                study, arguments.probe, places, workers=arguments.workers, device=arguments.device, told=_print
+            )
+            _print(table)
             return 0
         failed = 0
         if not arguments.report:
@@ -96,9 +109,11 @@ def _perform(path: Path) -> int:
     """What the process of one run does."""
     given = json.loads(path.read_text())
     die_with(given["parent"])
-    from openrlhf_ext.tools.study import stack, training  # torch and transformers, which only this process needs
+    # torch and transformers, which only this process needs
+    from openrlhf_ext.tools.study import probe, stack, training
 
-    result = (training if given["backend"] == "local" else stack).run_assignment(given)
+    kinds = {"local": training.run_assignment, "stack": stack.run_assignment, "probe": probe.run_assignment}
+    result = kinds[given["kind"]](given)
     result["weights"] = _digest(Path(given["policy"]))
     partial = Path(given["result"] + ".partial")
     partial.write_text(json.dumps(result))

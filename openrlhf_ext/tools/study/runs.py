@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -11,17 +10,16 @@ import os
 import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openrlhf_ext
 from openrlhf_ext.reporting.lines import JsonLines, read_lines
+from openrlhf_ext.tools.study.jobs import Job, run_jobs
 from openrlhf_ext.tools.study.settings import Arm, Study, StudyError, Task
 
 logger = logging.getLogger(__name__)
@@ -31,8 +29,6 @@ _PACKAGE = Path(openrlhf_ext.__file__).parent
 # what the numbers of a run in one process depend on
 _CODE = ("algorithms", "rewards/tagged.py", "tools/study/training.py", "tools/study/decoding.py")
 _IMPORTED = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
-_POLL_S = 0.2
-_DYING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,14 @@ class Places:
         """What the process of a run or of a policy printed."""
         return self.folder / "logs" / f"{name}.log"
 
+    def assignment(self, name: str) -> Path:
+        """What the process of a run has to do."""
+        return self.folder / "assignments" / f"{name}.json"
+
+    def result(self, name: str) -> Path:
+        """What it found."""
+        return self.folder / "assignments" / f"{name}.result.json"
+
     def made(self, task: str, seed: int) -> Path:
         """Policy and problems of a task's maker."""
         return self.folder / "policies" / f"{task}-s{seed}"
@@ -149,24 +153,6 @@ def finished(study: Study, runs: Sequence[Run], rows: Sequence[dict[str, Any]]) 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Job:
-    """A process to be run: of a maker, or of a run, which waits for its maker.
-
-    Attributes:
-        needs: name of the job that must have succeeded before.
-        done: called when it ended, with what is wrong, or None.
-    """
-
-    name: str
-    command: list[str]
-    log: Path
-    done: Callable[[str | None, float], None]
-    environment: dict[str, str] = field(default_factory=dict)
-    needs: str | None = None
-    timeout_s: float = 3600.0
-
-
 def execute(
     study: Study,
     runs: Sequence[Run],
@@ -190,7 +176,7 @@ def execute(
 
     def ended(run: Run) -> Callable[[str | None, float], None]:
         def done(error: str | None, seconds: float) -> None:
-            result = _assignment(places, run).with_suffix(".result.json")
+            result = places.result(run.name)
             row = {
                 "key": key_of(study, run),
                 "cell": run.arm.cell,
@@ -209,7 +195,7 @@ def execute(
         return done
 
     jobs = list(_jobs(study, runs, places, device, ended, told))
-    _run_jobs(jobs, workers)
+    run_jobs(jobs, workers)
     return len(failed)
 
 
@@ -220,151 +206,99 @@ def _jobs(
     device: str,
     ended: Callable[[Run], Callable[[str | None, float], None]],
     told: Callable[[str], None],
-) -> Iterator[_Job]:
+) -> Iterator[Job]:
     """Policies one seed ahead of the runs that need them, so that no worker waits for one."""
-    limit = 60 * study.run_timeout_minutes
     blocks: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         blocks.setdefault((study.cells[run.arm.cell].task, run.seed), []).append(run)
-    waiting: list[_Job] = []
-    for (task_name, seed), block in blocks.items():
-        task = study.tasks[task_name]
-        maker = None
-        if task.maker is not None and not places.made(task_name, seed).with_suffix(".made").exists():
-            maker = _maker_job(task_name, task, seed, places, limit, told)
+    waiting: list[Job] = []
+    for (task, seed), block in blocks.items():
+        maker = maker_job(study, task, seed, places, told)
+        if maker is not None:
             yield maker
         yield from waiting
-        waiting = [
-            _Job(
-                run.name,
-                [sys.executable, "-m", "openrlhf_ext.cli.study", "--run", str(_assign(study, run, places, device))],
-                places.log(run.name),
-                ended(run),
-                task.environment,
-                maker.name if maker else None,
-                limit,
-            )
-            for run in block
-        ]
+        waiting = [_run_job(study, run, places, device, ended(run), maker) for run in block]
     yield from waiting
 
 
-def _maker_job(name: str, task: Task, seed: int, places: Places, limit: float, told: Callable[[str], None]) -> _Job:
-    folder = places.made(name, seed)
-    words = shlex.split(task.maker or "")
+def maker_job(study: Study, name: str, seed: int, places: Places, told: Callable[[str], None]) -> Job | None:
+    """What makes the policy of a seed; None if it is there, or the task names one."""
+    task, folder = study.tasks[name], places.made(name, seed)
+    if task.maker is None or folder.with_suffix(".made").exists():
+        return None
     paths = ["--seed", str(seed), "--output_dir", str(folder / "policy"), "--data_dir", str(folder / "data")]
+    maker = task.maker
 
     def done(error: str | None, seconds: float) -> None:
         if error is None:
-            folder.with_suffix(".made").write_text(task.maker or "")
+            folder.with_suffix(".made").write_text(maker)
         told(f"{folder.name + ' (policy)':40} {seconds:7.1f} s  {error or ''}".rstrip())
 
-    return _Job(
+    return Job(
         f"{folder.name} (policy)",
-        [sys.executable, *words, *paths],
+        [sys.executable, *shlex.split(maker), *paths],
         places.log(f"{folder.name}-policy"),
         done,
         task.environment,
-        timeout_s=limit,
+        timeout_s=60 * study.run_timeout_minutes,
     )
 
 
-def _assignment(places: Places, run: Run) -> Path:
-    return places.folder / "assignments" / f"{run.name}.json"
+def _run_job(
+    study: Study, run: Run, places: Places, device: str, done: Callable[[str | None, float], None], maker: Job | None
+) -> Job:
+    cell = study.cells[run.arm.cell]
+    given = {
+        "kind": cell.backend,
+        "options": study.options_of(run.arm),
+        "seed": run.seed + cell.seed_offset,
+        "steps": study.tasks[cell.task].steps,
+        "placebo": cell.placebo,
+        "folder": str(places.folder / "jobs" / run.name),
+    }
+    return assigned_job(study, cell.task, run.seed, places, run.name, given | {"device": device}, done, maker)
 
 
-def _assign(study: Study, run: Run, places: Places, device: str) -> Path:
-    """Writes down what the process of a run has to do."""
-    cell, task = study.cells[run.arm.cell], study.task_of(run.arm.cell)
-    made = places.made(cell.task, run.seed)
-    path = _assignment(places, run)
+def assigned_job(
+    study: Study,
+    name: str,
+    seed: int,
+    places: Places,
+    what: str,
+    given: Mapping[str, Any],
+    done: Callable[[str | None, float], None],
+    maker: Job | None,
+) -> Job:
+    """A process that works on the policy of a seed, with what it is told in a file.
+
+    Args:
+        name: of the task.
+        what: name of the job.
+        given: ``kind`` is what ``cli.study`` goes by.
+        maker: what makes the policy, if that is still to be done.
+    """
+    task, made = study.tasks[name], places.made(name, seed)
+    path = places.assignment(what)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {
-                "options": study.options_of(run.arm),
-                "seed": run.seed + cell.seed_offset,
-                "steps": task.steps,
-                "evaluation": task.evaluation.model_dump(),
-                "short_tokens": task.short_tokens,
-                "placebo": cell.placebo,
-                "backend": cell.backend,
-                "folder": str(places.folder / "jobs" / run.name),
-                "policy": task.policy or str(made / "policy"),
-                "train": task.train or str(made / "data" / "train.jsonl"),
-                "heldout": task.heldout or str(made / "data" / "heldout.jsonl"),
-                "device": device,
-                "result": str(path.with_suffix(".result.json")),
-                "parent": os.getpid(),
-            },
-            indent=1,
-        )
+    of_task = {
+        "evaluation": task.evaluation.model_dump(),
+        "short_tokens": task.short_tokens,
+        "policy": task.policy or str(made / "policy"),
+        "train": task.train or str(made / "data" / "train.jsonl"),
+        "heldout": task.heldout or str(made / "data" / "heldout.jsonl"),
+        "result": str(places.result(what)),
+        "parent": os.getpid(),
+    }
+    path.write_text(json.dumps({**given, **of_task}, indent=1))
+    return Job(
+        what,
+        [sys.executable, "-m", "openrlhf_ext.cli.study", "--run", str(path)],
+        places.log(what),
+        done,
+        task.environment,
+        maker.name if maker else None,
+        60 * study.run_timeout_minutes,
     )
-    return path
-
-
-def _run_jobs(jobs: list[_Job], workers: int) -> None:
-    """In order, those that wait for another one later; ends all processes if this one is interrupted."""
-    made = {job.name: False for job in jobs}
-    broken: dict[str, str] = {}
-    waiting = list(jobs)
-    running: dict[str, tuple[_Job, subprocess.Popen[bytes], float]] = {}
-    try:
-        while waiting or running:
-            for job in [job for job in waiting if job.needs in broken]:
-                waiting.remove(job)
-                job.done(f"not run: {broken[job.needs or '']}", 0.0)
-            ready = [job for job in waiting if job.needs is None or made[job.needs]]
-            while ready and len(running) < workers:
-                job = ready.pop(0)
-                waiting.remove(job)
-                running[job.name] = (job, _start(job), time.monotonic())
-            time.sleep(_POLL_S)
-            for job, process, started in list(running.values()):
-                seconds = time.monotonic() - started
-                if process.poll() is None and seconds < job.timeout_s:
-                    continue
-                error = _error(job, process, seconds)
-                del running[job.name]
-                made[job.name] = error is None
-                if error is not None:
-                    broken[job.name] = f"{job.name}: {error}"
-                job.done(error, seconds)
-    finally:
-        for _, process, _ in running.values():
-            _end(process)
-
-
-def _start(job: _Job) -> subprocess.Popen[bytes]:
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    # one thread: as many runs as cores
-    environment = (
-        {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | dict(os.environ) | job.environment
-    )
-    with job.log.open("wb") as log:
-        return subprocess.Popen(
-            job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-
-
-def _error(job: _Job, process: subprocess.Popen[bytes], seconds: float) -> str | None:
-    if process.returncode is None:
-        _end(process)
-        return f"took longer than run_timeout_minutes allows ({seconds:.0f} s); log: {job.log}"
-    if process.returncode == 0:
-        return None
-    lines = [line for line in job.log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1] if lines else f'exit status {process.returncode}'} (log: {job.log})"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_DYING_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def commit() -> str:

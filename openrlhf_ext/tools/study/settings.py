@@ -117,6 +117,8 @@ class Contrast(_Part):
             (``expect none``), a planted effect.
         gates: needed beside the task's.
         survival: learning rates are left out at which the runs of both cells together do not pass it.
+        tuned_on: each cell at its own best learning rate, that with the best mean outcome on the first so many seeds,
+            which are then left out; 0: both at the same learning rates.
     """
 
     cells: tuple[str, str]
@@ -128,6 +130,7 @@ class Contrast(_Part):
     role: Literal["primary", "secondary", "check"] = "secondary"
     gates: list[Gate] = []
     survival: Gate | None = None
+    tuned_on: int = Field(0, ge=0)
 
 
 class Study(_Part):
@@ -225,11 +228,15 @@ def _contrast_faults(name: str, contrast: Contrast, study: Study) -> Iterator[st
     first, second = (study.cells[cell] for cell in contrast.cells)
     if first.task != second.task:
         yield f"{name}.cells must be on one task, got {first.task} and {second.task}: seeds of two tasks are not pairs"
-    if first.learning_rates != second.learning_rates:
+    if first.learning_rates != second.learning_rates and not contrast.tuned_on:
         yield (
             f"{name}.cells must have the same learning_rates, got {first.learning_rates} and {second.learning_rates}: "
-            "pairs are runs at one rate"
+            "pairs are runs at one rate (tuned_on takes the best of each)"
         )
+    if first.task in study.tasks and contrast.tuned_on >= (seeds := study.tasks[first.task].seeds):
+        yield f"{name}.tuned_on must leave seeds of {first.task}'s {seeds} to compare on, got {contrast.tuned_on}"
+    if contrast.tuned_on and contrast.survival is not None:
+        yield f"{name}.survival must not be given with tuned_on, which takes one learning rate of each cell"
     if not is_outcome(contrast.outcome):
         yield f"{name}.outcome must be {_KNOWN_OUTCOMES}, got {contrast.outcome!r}"
     for gate in [*contrast.gates, *([contrast.survival] if contrast.survival else [])]:

@@ -89,7 +89,13 @@ def _measured(study: Study, name: str, contrast: Contrast, rows: Sequence[Row]) 
         f"learning rate {rate or 'of the options'} left out: not {_gate_text(contrast.survival)}" for rate in lost_rates
     ]
     usable = [row for row in usable if row["learning_rate"] in kept]
-    differences, unpaired = _paired(contrast, usable, kept)
+    pairs = [(rate, rate) for rate in kept]
+    if contrast.tuned_on:
+        best = _best_rates(contrast, usable)
+        pairs = [best] if best is not None else []
+        usable = [row for row in usable if row["seed"] >= contrast.tuned_on]
+        notes += [f"{cell} at {rate}" for cell, rate in zip(contrast.cells, best or (), strict=False)]
+    differences, unpaired = _paired(contrast, usable, pairs)
     notes += unpaired
     if not differences:
         verdict: Verdict = "not testable here" if rates and not kept else "no data"
@@ -121,13 +127,37 @@ def _with_verdict(judgment: Judgment, adjusted: float | None, together: int) -> 
     return replace(judgment, verdict="equivalent" if judgment.equivalence_p < LEVEL else "inconclusive")
 
 
-def _paired(contrast: Contrast, rows: Sequence[Row], rates: Sequence[Any]) -> tuple[dict[int, float], list[str]]:
-    """First minus second by seed, where both have all learning rates and began with the same weights."""
+def _best_rates(contrast: Contrast, rows: Sequence[Row]) -> tuple[Any, Any] | None:
+    """Each cell's best learning rate on the seeds that tune; None as long as one of them has no runs there."""
+    sign = -1.0 if contrast.expect == "less" else 1.0
+    best: list[Any] = []
+    for cell in contrast.cells:
+        found: dict[Any, list[float]] = {}
+        for row in rows:
+            if row["cell"] == cell and row["seed"] < contrast.tuned_on:
+                found.setdefault(row["learning_rate"], []).append(sign * outcome(row, contrast.outcome))
+        if not found:
+            return None
+        best.append(max(found, key=lambda rate: math.fsum(found[rate]) / len(found[rate])))  # noqa: B023
+    return best[0], best[1]
+
+
+def _paired(
+    contrast: Contrast, rows: Sequence[Row], rates: Sequence[tuple[Any, Any]]
+) -> tuple[dict[int, float], list[str]]:
+    """First minus second by seed, where both have all learning rates and began with the same weights.
+
+    Args:
+        rates: of the first and of the second cell.
+    """
     by_place = {(row["cell"], row["learning_rate"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     differences, other_weights, incomplete, undefined = {}, 0, 0, 0
-    for seed in seeds:
-        pairs = [[by_place.get((cell, rate, seed)) for cell in contrast.cells] for rate in rates]
+    for seed in seeds if rates else []:
+        pairs = [
+            [by_place.get((cell, rate, seed)) for cell, rate in zip(contrast.cells, both, strict=True)]
+            for both in rates
+        ]
         if any(None in pair for pair in pairs):
             incomplete += 1
         elif any(first["weights"] != second["weights"] for first, second in pairs):  # type: ignore[index]

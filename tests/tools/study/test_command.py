@@ -145,6 +145,24 @@ def test_a_plan_says_how_long_it_takes_and_keeps_nothing(whole, tmp_path):
     assert not rows(tmp_path)
 
 
+def test_a_probe_says_how_far_gradients_point_apart(whole, tmp_path):
+    """A method under two names has one gradient; another rollout has quite another one."""
+    _, cache = whole
+    done = run(SMOKE, tmp_path, cache, "--probe", "dapo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    shown = {name: numbers for name, *numbers in lines}
+    assert [number.split()[0] for number in shown["dapo_again"]] == ["1.000"] * 4
+    seeds = json.loads((tmp_path / "probe.json").read_text())["seeds"]
+    assert sorted(seeds) == ["0", "1"]
+    for step in (0, 2):
+        found = {row["cell"]: row for row in seeds["0"] if row["step"] == step}
+        assert found["dapo_again"]["cosine"] == pytest.approx(1.0)
+        assert abs(found["the same method on another rollout"]["cosine"]) < found["gtpo_entropy"]["cosine"] < 0.99999
+    wrong = run(SMOKE, tmp_path, cache, "--probe", "grpo")
+    assert wrong.returncode == 2 and "--probe must name a cell" in wrong.stderr and "got grpo" in wrong.stderr
+
+
 def test_every_fault_of_a_study_is_reported_at_once(tmp_path):
     study = yaml.safe_load(SMOKE.read_text())
     study["cells"]["dapo"]["options"] |= {"vllm.num_engines": 2, "train.seed": 3, "algo.dapo.clip_lo": 0.1}

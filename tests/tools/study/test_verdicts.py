@@ -115,3 +115,27 @@ def test_the_checks_of_a_study_sound_an_alarm():
     wrong = judge(study(checks), pairs([0.1 + x for x in NOISE]))
     assert checks_failed(wrong) == ["A/A: expected none, found refuted", "planted: expected less, found refuted"]
     assert checks_failed(judge(study(checks), [])) == []
+
+
+def test_each_cell_at_its_own_best_learning_rate_chosen_on_seeds_that_do_not_count():
+    """c is best at the high rate and d at the low one; compared at one rate each of them would win one."""
+    levels = {("c", 1e-4): 0.3, ("c", 1e-3): 0.6, ("d", 1e-4): 0.5, ("d", 1e-3): 0.1}
+    rows = [
+        row(cell, seed, level + noise, rate)
+        for (cell, rate), level in levels.items()
+        for seed, noise in enumerate(NOISE if cell == "c" else [0.0] * 8)
+    ]
+    found = judged(rows, {"cells": ["c", "d"], "role": "primary", "tuned_on": 2})
+    assert sorted(found.differences) == [2, 3, 4, 5, 6, 7]
+    assert found.estimate.mean == pytest.approx(0.1, abs=0.01)
+    assert found.notes[:2] == ("c at 0.001", "d at 0.0001")
+    lucky = [
+        {**made, "steps": {**made["steps"], "accuracy": [0.99] * 4}}
+        if (made["cell"], made["learning_rate"]) == ("d", 1e-3) and made["seed"] >= 2
+        else made
+        for made in rows
+    ]
+    assert judged(lucky, {"cells": ["c", "d"], "role": "primary", "tuned_on": 2}).differences == found.differences
+    assert (
+        judged([made for made in rows if made["seed"] >= 2], {"cells": ["c", "d"], "tuned_on": 2}).verdict == "no data"
+    )
