@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from openrlhf_ext.tools.study.settings import StudyError, read_study
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,7 +164,7 @@ def test_a_probe_says_how_far_gradients_point_apart(whole, tmp_path):
     assert wrong.returncode == 2 and "--probe must name a cell" in wrong.stderr and "got grpo" in wrong.stderr
 
 
-def test_every_fault_of_a_study_is_reported_at_once(tmp_path):
+def test_every_fault_of_a_study_is_reported_at_once(tmp_path, monkeypatch):
     study = yaml.safe_load(SMOKE.read_text())
     study["cells"]["dapo"]["options"] |= {"vllm.num_engines": 2, "train.seed": 3, "algo.dapo.clip_lo": 0.1}
     study["cells"]["dapo_again"]["task"] = "forks"
@@ -178,20 +179,25 @@ def test_every_fault_of_a_study_is_reported_at_once(tmp_path):
         and "cells.dapo_again.task must be one of fork, got 'forks'" in done.stderr
     )
     study["cells"]["dapo_again"]["task"] = "fork"
+    study["cells"]["stack"] = {"task": "fork", "backend": "stack", "placebo": True, "options": {"vllm.num_engines": 1}}
+    study["contrasts"]["tuned"] = study["contrasts"]["A/A"] | {"outcome": "mean_accuracy", "tuned_on": 2}
     path.write_text(yaml.safe_dump(study))
-    error = run(path, tmp_path / "out", tmp_path).stderr
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(StudyError) as error:
+        read_study(path)
     for part in (
         "vllm.num_engines is not read",
         "train.seed is given by the study",
         "clip_lo",
         "A/A.outcome must be one of",
+        "stack: placebo must be false with backend stack",
+        "tuned.tuned_on must leave seeds of fork's 2 to compare on, got 2",
     ):
-        assert part in error, error
+        assert part in str(error.value), error.value
+    assert "stack: vllm" not in str(error.value), "the whole stack reads all options"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in SMOKE.parent.glob("*.yaml")))
 def test_the_studies_that_are_shipped_can_be_read(name, monkeypatch):
-    from openrlhf_ext.tools.study.settings import read_study
-
     monkeypatch.chdir(ROOT)
     assert read_study(SMOKE.with_name(name)).arms
