@@ -26,6 +26,7 @@ LIBRARIES_READ = {
     "on_train_begin": "transformers' Trainer, of a callback",
     "on_pre_optimizer_step": "transformers' Trainer, of a callback",
     "on_optimizer_step": "transformers' Trainer, of a callback",
+    "padding_idx": "torch.nn.Embedding.forward",
     "on_step_end": "transformers' Trainer, of a callback",
     "from_config_dict_json": "vLLM's get_quant_config, of a quantization",
     # set: the library reads it
