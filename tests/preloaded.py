@@ -6,6 +6,5 @@ from openrlhf_ext import patches
 from openrlhf_ext.imports import without_collection
 
 patches.apply()
-with without_collection():
+with without_collection():  # nor Ray: tests/gpu is also for machines that have none
     import openrlhf_ext.megatron.policy  # noqa: F401
-    import openrlhf_ext.ranks.policy  # noqa: F401
