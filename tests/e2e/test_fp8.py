@@ -73,7 +73,7 @@ def test_delayed_scaling_in_two_stages_with_a_reference(tmp_path):
 
 
 TRAINERS = {
-    "none": {},
+    "none": ONE_RANK,
     "same": {"fp8__enable": "true", "fp8__emulate": "true", "megatron__sequence_parallel_enable": "true"},
 }
 
