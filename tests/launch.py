@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.patience import PATIENCE_S
 
-_WORKER = """
-import faulthandler, importlib, os, pickle, sys
-faulthandler.enable()
-module, function, payload, out = sys.argv[1:]
-sys.path.insert(0, {root!r})
-from openrlhf_ext import patches
-patches.apply()
-from openrlhf_ext.imports import without_collection
-with without_collection():
-    module = importlib.import_module(module)
-result = getattr(module, function)(**pickle.load(open(payload, "rb")))
-with open(out, "wb") as file:
-    pickle.dump(result, file)
-import torch.distributed as dist
-if dist.is_initialized():
-    dist.barrier()  # no rank may leave while another still talks to it
-sys.stdout.flush(); sys.stderr.flush()
-os._exit(0)  # gloo's threads may outlive the interpreter's own clean-up, which then aborts ("terminate called ...")
-"""
+# Every rank is forked from a process that has imported what ranks need and done nothing else: it has one thread and no
+# group, and a test's own modules are imported by the rank. A process that has asked CUDA for devices must not fork.
+_START = "spawn" if torch.cuda.is_available() else "forkserver"
+_CONTEXT = multiprocessing.get_context(_START)
+if _START == "forkserver":
+    _CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 def launch(module: str, function: str, world_size: int, /, **kwargs: Any) -> list[Any]:
@@ -43,10 +34,9 @@ def launch(module: str, function: str, world_size: int, /, **kwargs: Any) -> lis
     Raises:
         AssertionError: a rank failed or the deadline passed; the message holds the ranks' stderr.
     """
-    root = Path(__file__).resolve().parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        payload = Path(folder) / "payload"
-        payload.write_bytes(pickle.dumps(kwargs))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "payload").write_bytes(pickle.dumps(kwargs))
         # this process serves the rendezvous, so that nobody else can take the port before the ranks do
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = []
@@ -56,30 +46,47 @@ def launch(module: str, function: str, world_size: int, /, **kwargs: Any) -> lis
                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
             }  # fmt: skip
-            command = [sys.executable, "-c", _WORKER.format(root=str(root)), module, function, str(payload)]
-            stderr = open(f"{folder}/stderr{rank}", "w+")  # noqa: SIM115
-            process = subprocess.Popen([*command, f"{folder}/out{rank}"], env=env, stdout=stderr, stderr=stderr)
-            ranks.append((process, stderr))
-        _join(ranks)
-        return [pickle.loads(Path(f"{folder}/out{rank}").read_bytes()) for rank in range(world_size)]
+            ranks.append(_CONTEXT.Process(target=_work, args=(module, function, folder, rank, env)))
+            ranks[-1].start()
+        _join(ranks, folder)
+        return [pickle.loads((folder / f"out{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _join(ranks: list) -> None:
+def _work(module: str, function: str, folder: Path, rank: int, env: Mapping[str, str]) -> None:
+    with open(folder / f"stderr{rank}", "w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    faulthandler.enable()
+    assert _START == "spawn" or "tests.preloaded" in sys.modules, "multiprocessing passes over what it cannot import"
+    os.environ.clear()
+    os.environ.update(env)
+
+    from openrlhf_ext import patches
+    from openrlhf_ext.imports import without_collection
+
+    patches.apply()
+    with without_collection():
+        called = getattr(importlib.import_module(module), function)
+    result = called(**pickle.loads((folder / "payload").read_bytes()))
+    (folder / f"out{rank}").write_bytes(pickle.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()  # no rank may leave while another still talks to it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive the interpreter's own clean-up, which then aborts ("terminate called ...")
+
+
+def _join(ranks: list[BaseProcess], folder: Path) -> None:
     problems = []
-    for rank, (process, _) in enumerate(ranks):
-        try:
-            if process.wait(timeout=PATIENCE_S if not problems else 20):
-                problems.append(f"rank {rank}: exit code {process.returncode}")
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # faulthandler writes down where every thread is
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
+    for rank, process in enumerate(ranks):
+        process.join(PATIENCE_S if not problems else 20)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGABRT)  # faulthandler writes down where every thread is
+            process.join(10)
             process.kill()
-            process.wait()
+            process.join()
             problems.append(f"rank {rank}: not finished after {PATIENCE_S:g} s")
-    texts = []
-    for rank, (_, stderr) in enumerate(ranks):
-        stderr.seek(0)
-        texts.append(f"--- rank {rank}\n{stderr.read()[-8000:]}")
-        stderr.close()
+        elif process.exitcode:
+            problems.append(f"rank {rank}: exit code {process.exitcode}")
+    texts = [f"--- rank {rank}\n{(folder / f'stderr{rank}').read_text()[-8000:]}" for rank in range(len(ranks))]
     assert not problems, "\n".join(problems + texts)

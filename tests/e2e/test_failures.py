@@ -74,7 +74,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
 
 def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_training(task, tmp_path, monkeypatch):
     monkeypatch.setenv("SPOILED", "small_gpu")
-    colocated = {"train__colocate_all": True, "vllm__num_engines": 2, "vllm__gpu_memory_utilization": 0.5}
+    colocated = {**ONE_RANK, "train__colocate_all": True, "vllm__gpu_memory_utilization": 0.5}
     job = Job(task.options(tmp_path.name, **colocated), tmp_path / "log", module="tests.e2e.spoiled_ranks")
     assert job.finish() == 1
     for part in ("SharedGpuTooSmall", "while sampling: they need 5.", "of 4.0 GiB", "Lower --vllm.gpu_memory_util"):

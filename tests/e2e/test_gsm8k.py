@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, Task
+from tests.e2e.jobs import ONE_RANK, Job, Task
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
@@ -24,6 +24,7 @@ def test_steps_on_gsm8k_with_the_toy_policy(tmp_path, monkeypatch):
     options = Task(tmp_path).options(
         "out", data__prompt_dataset=GSM8K, data__max_samples=40, data__max_len=320, rollout__max_new_tokens=16,
         reward__remote_url=ROOT / "examples/python/reward_gsm8k.py", algo__advantage__estimator="gtpo_entropy",
+        **ONE_RANK,
     )  # fmt: skip
     job = Job(options, tmp_path / "log")
     assert job.finish() == 0, job.text

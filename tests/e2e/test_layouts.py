@@ -1,4 +1,7 @@
-"""The same rollouts give the same training in every layout, also if engines die and hang meanwhile."""
+"""The same rollouts give the same training in every layout, also if engines die and hang meanwhile.
+
+Data parallelism: tests/e2e/test_guide.py.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,8 @@ def wait():
         time.sleep(0.02)
 """
 ONE = {"megatron__tensor_parallel_size": 1}
-BUDGET = {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 100}
 LAYOUTS = {
     "tp2": {},
-    "dp2": {**ONE, **BUDGET},  # micro-batches by tokens instead of samples
     # two stages, on shared bundles; the policy's states are in host memory whenever the engines work, also around a
     # checkpoint; and although an engine is killed and another one stops while they sleep
     "colocated": {
@@ -36,9 +37,11 @@ LAYOUTS = {
         "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true",
         "vllm__num_engines": 2, "vllm__hang_timeout_s": 20, "ckpt__save_steps": 2,
     },
-    # halves of every sequence; while they generate, one engine is killed and another one stops
+    # halves of every sequence, micro-batches by tokens instead of samples; while they generate, one engine is killed
+    # and another one stops
     "engines": {
-        **ONE, **BUDGET, "megatron__context_parallel_size": 2,
+        **ONE, "megatron__context_parallel_size": 2,
+        "train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 100,
         "vllm__num_engines": 2, "vllm__max_restarts": 2, "vllm__hang_timeout_s": 20,
     },
 }  # fmt: skip

@@ -32,7 +32,7 @@ EXACT = (
     "grad_norm", "entropy/mean",
 )  # fmt: skip
 EVALUATIONS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
-# of the first half of the killed run: engines and policy share bundles, and one side sleeps while the other works
+# of the second job: engines and policy share bundles, and one side sleeps while the other works
 COLOCATED = {
     "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true", "vllm__num_engines": 2,
 }  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
     assert job.finish() == 0, job.text
 
     hold_after(task, 1)
-    job = Job(options(task, "cut", **COLOCATED), tmp_path / "cut1.log")
+    job = Job(options(task, "cut"), tmp_path / "cut1.log")
     job.wait_until((tmp_path / "held1").exists, "the second generation")
     kill(job)
     assert newest(task) == 1 and steps_done(job) == 1

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from openrlhf_ext.cli.report import main as report
+from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.e2e.jobs import Job, Task
@@ -71,6 +72,18 @@ def test_the_profiled_step_has_a_trace_of_the_chosen_rank_and_a_line_in_the_tabl
     assert event["rank"] == 1 and sum(event["seconds"].values()) == pytest.approx(event["wall"], rel=0.05)
     assert all(event["seconds"][kind] > 0 for kind in ("GEMM", "attention", "head", "optimizer", "communication"))
     assert re.search(r"step +rank +wall_s +communication .*\n +2 +1 +\d", job.text), job.text
+
+
+def test_a_step_tells_what_every_rank_took(job):
+    folder, _ = job
+    records = [record for _, record in read_lines(folder / "metrics.jsonl") if "loss/policy" in record]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert [name for name in record if not is_documented(name)] == []
+        assert record["rank/slowest"] in (0, 1)
+        for rank in (0, 1):
+            assert 0 < record[f"rank/{rank}/time_train"] <= record["time/train"]
+            assert 0 < record[f"rank/{rank}/time_logprob"] and 0 < record[f"rank/{rank}/time_sync"]
 
 
 def test_nothing_that_a_third_party_prints_stands_on_the_terminal(job):
