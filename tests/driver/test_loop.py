@@ -64,7 +64,7 @@ class World:
             checkpointer=SimpleNamespace(after_step=self.save, finish=lambda: self.told.append("finish"), best_value=0),
         )  # fmt: skip
 
-    def make(self, groups: list[Group], version: int, get: Any, keep_samples: bool) -> Experience:
+    def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
         self.told.append(f"score {[group.prompt.number for group in groups]} at {version}")
         return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0})
 

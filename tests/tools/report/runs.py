@@ -35,7 +35,7 @@ def make_run(
         _events(folder / "events.jsonl", steps, {"algo.advantage.estimator": "dapo"} | (options or {}))
     if samples:
         writer = SampleWriter(folder / "samples.jsonl", None, steps, lambda ids: [_TEXTS[i] for i in ids])
-        for step in filter(writer.is_due, range(1, steps + 1)):
+        for step in filter(writer.groups_due, range(1, steps + 1)):
             writer.write(step, [_completion(step, chance, right) for right in (False, True)])
         writer.close()
     return folder
