@@ -6,6 +6,7 @@ Shape suffix: S = seeds.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate:
     """Describes one number for each seed; raises ValueError if there are none.
 
-    The intervals are BCa bootstrap intervals over seeds (Efron 1987). Learning rates are not strata of their own
-    (Agarwal et al. 2021 draw tasks apart): they share a seed's policy, so that a seed is drawn as a whole.
+    The intervals are BCa bootstrap intervals over seeds (Efron 1987), of percentiles where BCa has none. Learning rates
+    are not strata of their own (Agarwal et al. 2021 draw tasks apart): they share a seed's policy, so that a seed is
+    drawn as a whole.
     """
     values_S = np.asarray(values, dtype=np.float64)
     if not len(values_S):
@@ -63,9 +65,17 @@ def _iqm(values_S: np.ndarray, axis: int = -1) -> np.ndarray:
 def _bootstrap(values_S: np.ndarray, statistic: object) -> Interval:
     if len(values_S) < 2 or np.ptp(values_S) == 0:
         return (float(values_S[0]),) * 2 if np.ptp(values_S) == 0 and len(values_S) > 1 else (-math.inf, math.inf)
-    found = stats.bootstrap((values_S,), statistic, n_resamples=_RESAMPLES, rng=np.random.default_rng(0))
-    low, high = found.confidence_interval
-    return float(low), float(high)
+    # BCa has no value where leaving out a seed never changes the statistic: one run of many collapsed, say
+    for method in ("BCa", "percentile"):
+        with np.errstate(invalid="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+            found = stats.bootstrap(
+                (values_S,), statistic, n_resamples=_RESAMPLES, rng=np.random.default_rng(0), method=method
+            )
+        low, high = map(float, found.confidence_interval)
+        if math.isfinite(low) and math.isfinite(high):
+            break
+    return low, high
 
 
 def sign_flip(differences: Sequence[float]) -> float:

@@ -89,6 +89,9 @@ def test_degenerate_estimates_say_so():
     assert (same.interval, same.iqm_interval, same.deviation) == ((0.5, 0.5), (0.5, 0.5), 0.0)
     one = estimate([0.5])
     assert one.interval == (-math.inf, math.inf) and math.isnan(one.deviation)
+    rare = estimate([0.0] * 7 + [-1 / 3])  # the middle half never changes
+    assert rare.iqm == 0 and rare.iqm_interval[0] < 0 <= rare.iqm_interval[1] < 0.01
+    assert -1 / 3 < rare.interval[0] < rare.interval[1] <= 0
     with pytest.raises(ValueError, match="no values"):
         estimate([])
 
