@@ -4,10 +4,12 @@
 #   bash examples/scripts/study.sh configs/studies/NAME.yaml [--workers N] [--device cuda] [--only CELL ...] [--plan]
 #                                   [--probe CELL]
 #
-#   smoke        a few minutes on two cores: that the runner works; too small to say anything of methods
-#   claims       about four hours on two cores: what the papers claim
-#   ablations    a night: which part of a method does what
+#   smoke        that the runner works; too small to say anything of methods
+#   claims       what the papers claim: hours on two cores
+#   ablations    which part of a method does what: longer than claims
 #   gpu          the entropy papers' contrasts with more seeds, for one GPU
+#
+# --plan times a short trial and says how many minutes a study takes on this machine.
 #
 # The same command goes on where it was ended, killed or not. Results: runs/studies/NAME/study.html, table.md, cells.csv,
 # runs.jsonl and figures.

@@ -23,7 +23,7 @@ from typing import Any
 from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.tools.study.plan import plan
 from openrlhf_ext.tools.study.report import write_report
-from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, read_rows, runs_of
+from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
 from openrlhf_ext.tools.study.settings import StudyError, only, read_study
 
 
@@ -49,18 +49,19 @@ def _parser() -> argparse.ArgumentParser:
     add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="what to compare: configs/studies has some")
     add("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time (default: the cores)")
     add("--device", default="cpu", choices=["cpu", "cuda"], help="of the models; several runs share a GPU")
-    add("--only", nargs="+", default=[], metavar="CELL", help="run these cells; the report has all that are there")
-    add(
+    add("--only", nargs="+", default=[], metavar="CELL", help="these cells; the report has all that are there")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead(
         "--plan",
         action="store_true",
         help="time a short trial of every task; say how long the study takes and what it can see",
     )
-    add(
+    instead(
         "--probe",
         metavar="CELL",
         help="instead of runs: the angles between the gradients of all methods of its task and that of this cell",
     )
-    add("--report", action="store_true", help="run nothing; write tables and figures of the rows that are there")
+    instead("--report", action="store_true", help="run nothing; write tables and figures of the rows that are there")
     add("--out", type=Path, help="folder of rows and results (default: runs/studies/NAME)")
     add("--run", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -83,16 +84,14 @@ def _study(arguments: argparse.Namespace) -> int:
         if arguments.probe:
             from openrlhf_ext.tools.study.probe import probe  # needs torch
 
-            table = probe(
-                study, arguments.probe, places, workers=arguments.workers, device=arguments.device, told=_print
-            )
-            _print(table)
+            workers, device = arguments.workers, arguments.device
+            _print(probe(study, arms, arguments.probe, places, workers=workers, device=device, told=_print))
             return 0
         failed = 0
         if not arguments.report:
             runs = runs_of(study, arms)
             done = finished(study, runs, read_rows(places))
-            left = [run for run in runs if run not in done or "error" in done[run]]
+            left = missing(runs, done)
             _print(f"{len(runs) - len(left)} of {len(runs)} runs are there; {len(left)} to go in {places.folder}")
             failed = execute(study, left, places, rows, workers=arguments.workers, device=arguments.device, told=_print)
     finally:

@@ -283,7 +283,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
         label=config.fp8.training_label,
         events=parts.events,
         samples=SampleWriter(
-            metrics.with_name("samples.jsonl"), every, parts.steps, texts, resume_step, config.logger.samples_groups
+            metrics.with_name("samples.jsonl"), every, parts.steps, texts, config.logger.samples_groups, resume_step
         ),
     )
 

@@ -27,7 +27,7 @@ class SampleWriter:
 
     def __init__(
         self, path: str | Path, every: int | None, total_steps: int, texts: Callable[[list[int]], list[str]],
-        resume_step: int = 0, groups: int = 2,
+        groups: int, resume_step: int = 0,
     ) -> None:  # fmt: skip
         self._every = max(1, math.ceil(total_steps / _PARTS_OF_A_RUN)) if every is None else every
         self._lines = JsonLines(path, keep=lambda record: record.get("step", math.inf) <= resume_step)

@@ -131,7 +131,7 @@ def completion(group: int, tokens: int, **more: object) -> dict:
 
 def test_completions_are_those_that_explain_reads(tmp_path):
     path = tmp_path / "samples.jsonl"
-    writer = SampleWriter(path, 5, 20, lambda ids: [f"t{i}" for i in ids])
+    writer = SampleWriter(path, 5, 20, lambda ids: [f"t{i}" for i in ids], 2)
     for step in filter(writer.groups_due, range(1, 11)):
         writer.write(step, [completion(step, 3), completion(step, 2, logprobs=[1e-9, 0.0], entropies=[-1e-9, 0.1])])
     writer.close()
@@ -150,7 +150,7 @@ def test_completions_are_those_that_explain_reads(tmp_path):
 def test_what_is_not_finite_is_null_and_completions_of_repeated_steps_are_moved_aside(tmp_path):
     path = tmp_path / "samples.jsonl"
     for resume_step in (0, 2):
-        writer = SampleWriter(path, 1, 4, lambda ids: ["t"] * len(ids), resume_step)
+        writer = SampleWriter(path, 1, 4, lambda ids: ["t"] * len(ids), 2, resume_step)
         for step in range(resume_step + 1, 5):
             writer.write(step, [completion(step, 2, entropies=[math.nan, 0.1])])
         writer.close()
@@ -163,7 +163,7 @@ def test_what_is_not_finite_is_null_and_completions_of_repeated_steps_are_moved_
     ("every", "steps", "due"), [(None, 1000, 21), (None, 7, 7), (-1, 1000, 0), (300, 1000, 4), (2000, 1000, 1)]
 )
 def test_steps_whose_completions_are_kept(tmp_path, every, steps, due):
-    writer = SampleWriter(tmp_path / "samples.jsonl", every, steps, lambda ids: [])
+    writer = SampleWriter(tmp_path / "samples.jsonl", every, steps, lambda ids: [], 2)
     assert sum(writer.groups_due(step) == 2 for step in range(1, steps + 1)) == due
     assert sum(writer.groups_due(step) is None for step in range(1, steps + 1)) == steps - due
     writer.close()
@@ -176,7 +176,7 @@ def test_a_thousand_steps_of_long_completions_stay_in_tens_of_megabytes(tmp_path
     assert chosen_groups(lengths, 0) == [0, 1, 2, 3, 4], "all, if all are asked for"
     assert chosen_groups([5, 6, 7], 1) == [0]
     assert chosen_groups([200_000, 150_000], 2) == [1], "none is small enough: the shortest one, never none"
-    writer = SampleWriter(tmp_path / "samples.jsonl", None, 1000, lambda ids: [" longer"] * len(ids))
+    writer = SampleWriter(tmp_path / "samples.jsonl", None, 1000, lambda ids: [" longer"] * len(ids), 2)
     for group in chosen_groups(lengths, 2):
         writer.write(1, [completion(group, lengths[group] // 16, token_ids=[151_643] * (lengths[group] // 16))] * 16)
     writer.close()

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.tools.study.runs import Places, Rows, Run, execute, finished, read_rows, runs_of
+from openrlhf_ext.tools.study.runs import Places, Rows, Run, execute, finished, missing, read_rows, runs_of
 from openrlhf_ext.tools.study.settings import Arm, Study, StudyError
 from openrlhf_ext.tools.study.statistics import detectable
 from openrlhf_ext.tools.study.verdicts import judge
@@ -28,7 +28,7 @@ def plan(study: Study, arms: Sequence[Arm], places: Places, *, workers: int, dev
     lines = [f"{len(runs)} runs, {sum('error' not in row for row in done.values())} of them there"]
     total = 0.0
     blocks: dict[tuple[str, str], list[Run]] = {}
-    for run in (run for run in runs if run not in done):
+    for run in missing(runs, done):
         cell = study.cells[run.arm.cell]
         blocks.setdefault((cell.task, cell.backend), []).append(run)
     for (name, backend), left in blocks.items():

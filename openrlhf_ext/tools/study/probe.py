@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.tools.study.jobs import Job, run_jobs
-from openrlhf_ext.tools.study.runs import Places, assigned_job, maker_job
-from openrlhf_ext.tools.study.settings import Evaluation, Study, StudyError, resolve
+from openrlhf_ext.tools.study.runs import Places, assigned_job, commit, hardware, maker_job
+from openrlhf_ext.tools.study.settings import Arm, Evaluation, Study, StudyError, resolve
 from openrlhf_ext.tools.study.statistics import estimate
 from openrlhf_ext.tools.study.training import Rollout, StudyRun
 
@@ -26,16 +26,28 @@ RESULTS = "probe.json"
 Row = dict[str, Any]
 
 
-def probe(study: Study, cell: str, places: Places, *, workers: int, device: str, told: Callable[[str], None]) -> str:
+def probe(
+    study: Study,
+    arms: Sequence[Arm],
+    cell: str,
+    places: Places,
+    *,
+    workers: int,
+    device: str,
+    told: Callable[[str], None],
+) -> str:
     """The cosine of every method's gradient to that of ``cell``, on the rollouts of the latter, as a table.
 
     At the start and after half of the steps, which are those of ``cell``; every seed of its task. Cells with backend
     ``stack`` and placebos are left out; of a cell with several learning rates the first is taken.
 
+    Args:
+        arms: what is compared, where it is on the task of ``cell``.
+
     Raises:
         StudyError: there is no such cell, or a process failed.
     """
-    name, chosen = _chosen(study, cell)
+    name, chosen = _chosen(study, arms, cell)
     task = study.tasks[name]
     found: dict[int, list[Row]] = {}
     jobs: list[Job] = []
@@ -51,12 +63,13 @@ def probe(study: Study, cell: str, places: Places, *, workers: int, device: str,
     run_jobs(jobs, workers)
     if len(found) < task.seeds:
         raise StudyError(f"the probe of {task.seeds - len(found)} seeds failed; logs: {places.log('probe-*')}")
-    (places.folder / RESULTS).write_text(json.dumps({"reference": cell, "seeds": found}, indent=1))
+    about = {"reference": cell, "commit": commit(), "hardware": hardware(device)}
+    (places.folder / RESULTS).write_text(json.dumps(about | {"seeds": found}, indent=1))
     return _table(cell, [row for rows in found.values() for row in rows])
 
 
-def _chosen(study: Study, cell: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The task of a cell, and options of each cell on it that can be probed."""
+def _chosen(study: Study, arms: Sequence[Arm], cell: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The task of a cell, its options, and those of the arms on the task that can be probed."""
     if cell not in study.cells or study.cells[cell].backend != "local" or study.cells[cell].placebo:
         raise StudyError(
             f"--probe must name a cell with backend local and without placebo ({', '.join(study.cells)}), got {cell}"
@@ -65,7 +78,9 @@ def _chosen(study: Study, cell: str) -> tuple[str, dict[str, dict[str, Any]]]:
     options: dict[str, dict[str, Any]] = {}
     for arm in study.arms:
         other = study.cells[arm.cell]
-        if other.task == name and other.backend == "local" and not other.placebo:
+        if other.task != name or other.backend != "local" or other.placebo:
+            continue
+        if arm in arms or arm.cell == cell:
             options.setdefault(arm.cell, study.options_of(arm))
     return name, options
 

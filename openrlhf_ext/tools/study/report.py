@@ -207,13 +207,11 @@ def _figures(study: Study, rows: Sequence[Row], judgments: Sequence[Judgment], f
 
 
 def _curves(pyplot: Any, task: str, arms: Mapping[tuple[str, Any], Sequence[Row]]) -> Any:
-    """Accuracy, share of short completions, entropy and length over steps: means over seeds, and the middle half."""
+    """What rollouts were like over steps: means over seeds, and the middle half."""
     import numpy as np
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True)
-    for axis, name in zip(
-        axes.flat, ("accuracy", "entropy", "length", "ended" if task.startswith("tags") else "short"), strict=True
-    ):
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 7), sharex=True)
+    for axis, name in zip(axes.flat, ("accuracy", "reward", "entropy", "length", "short", "ended"), strict=True):
         for number, ((cell, rate), rows) in enumerate(arms.items()):
             curves = np.array([row["steps"][name] for row in rows], dtype=float)
             steps = np.arange(1, curves.shape[1] + 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import platform
 import re
@@ -22,9 +21,6 @@ from openrlhf_ext.reporting.lines import JsonLines, read_lines
 from openrlhf_ext.tools.study.jobs import Job, run_jobs
 from openrlhf_ext.tools.study.settings import Arm, Study, StudyError, Task
 
-logger = logging.getLogger(__name__)
-
-ROWS = "runs.jsonl"
 _PACKAGE = Path(openrlhf_ext.__file__).parent
 # what the numbers of a run in one process depend on
 _CODE = ("algorithms", "rewards/tagged.py", "tools/study/training.py", "tools/study/decoding.py")
@@ -91,7 +87,7 @@ class Places:
     @property
     def rows(self) -> Path:
         """A line for every run that ended."""
-        return self.folder / ROWS
+        return self.folder / "runs.jsonl"
 
     def log(self, name: str) -> Path:
         """What the process of a run or of a policy printed."""
@@ -150,6 +146,11 @@ def finished(study: Study, runs: Sequence[Run], rows: Sequence[dict[str, Any]]) 
     return {run: by_key[key] for run, key in keys.items() if key in by_key}
 
 
+def missing(runs: Sequence[Run], done: Mapping[Run, dict[str, Any]]) -> list[Run]:
+    """Runs that are still to be done; those that failed among them."""
+    return [run for run in runs if run not in done or "error" in done[run]]
+
+
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -172,13 +173,16 @@ def execute(
         How many runs failed.
     """
     failed: list[str] = []
+    keys = {run: key_of(study, run) for run in runs}
     common = {"commit": commit(), "hardware": hardware(device), "device": device}
 
     def ended(run: Run) -> Callable[[str | None, float], None]:
         def done(error: str | None, seconds: float) -> None:
             result = places.result(run.name)
+            if error is None and key_of(study, run) != keys[run]:
+                error = "what its numbers depend on (code, task) was changed while the study ran; start it again"
             row = {
-                "key": key_of(study, run),
+                "key": keys[run],
                 "cell": run.arm.cell,
                 "learning_rate": run.arm.learning_rate,
                 "seed": run.seed,

@@ -41,6 +41,7 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         subprocess.CalledProcessError: the job failed.
+        ValueError: it made another number of steps than the task has.
     """
     folder = Path(given["folder"])
     if folder.exists():  # of a run that failed
@@ -51,8 +52,11 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", str(options)]
     # SIGTERM, not SIGKILL: the job has processes of its own to end
     subprocess.run(command, check=True, preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM))
+    steps = curves(folder, given["short_tokens"])
+    if (made := len(steps["accuracy"])) != given["steps"]:  # prompts that are too long, groups that are filtered
+        raise ValueError(f"the job made {made} steps of the task's {given['steps']}: they cannot be compared")
     return {
-        "steps": curves(folder, given["short_tokens"]),
+        "steps": steps,
         "evaluations": [
             evaluated(given, policy) | {"step": step}
             for step, policy in ((0, given["policy"]), (given["steps"], str(folder)))

@@ -34,7 +34,7 @@ def make_run(
     if events:
         _events(folder / "events.jsonl", steps, {"algo.advantage.estimator": "dapo"} | (options or {}))
     if samples:
-        writer = SampleWriter(folder / "samples.jsonl", None, steps, lambda ids: [_TEXTS[i] for i in ids])
+        writer = SampleWriter(folder / "samples.jsonl", None, steps, lambda ids: [_TEXTS[i] for i in ids], 2)
         for step in filter(writer.groups_due, range(1, steps + 1)):
             writer.write(step, [_completion(step, chance, right) for right in (False, True)])
         writer.close()

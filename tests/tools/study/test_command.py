@@ -165,6 +165,8 @@ def test_a_probe_says_how_far_gradients_point_apart(whole, tmp_path):
     for cosines in compared:
         assert cosines["dapo_again"] == pytest.approx(1.0)
         assert abs(cosines["the same method on another rollout"]) < cosines["gtpo_entropy"] < 0.99999
+    both = run(SMOKE, tmp_path, cache, "--probe", "dapo", "--plan")
+    assert both.returncode == 2 and "not allowed with argument" in both.stderr
     wrong = run(SMOKE, tmp_path, cache, "--probe", "grpo")
     assert wrong.returncode == 2 and "--probe must name a cell" in wrong.stderr and "got grpo" in wrong.stderr
 
