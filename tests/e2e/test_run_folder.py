@@ -1,12 +1,19 @@
-"""What one real job leaves in its run folder and on the terminal: events, completions, profiles, the page about it."""
+"""What one real job leaves in its run folder and on the terminal: events, completions, gauges, profiles, the page.
+
+It has learning rate 0, and `train.drift_check` proves that its steps change nothing.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from openrlhf_ext.cli.report import main as report
 from openrlhf_ext.reporting import is_documented
@@ -23,11 +30,15 @@ OURS = r"\d\d:\d\d:\d\d (INFO|WARNING) .*|( *\d+/\d+| *step) .*|( +\d+){2}( +\d+
 def job(tmp_path_factory):
     """Two ranks, three steps, of which the second is profiled on rank 1; a checkpoint and an evaluation on the way."""
     task = Task.make(tmp_path_factory.mktemp("task"))
+    shutil.copy(task.folder / "prompts.jsonl", task.folder / "held_out.jsonl")
+    with (task.folder / "prompts.jsonl").open("a") as prompts:
+        prompts.write(json.dumps({"question": "longer than data.max_len " * 4, "answer": ""}) + "\n")
     options = task.options(
-        "run", eval__dataset=task.folder / "prompts.jsonl", eval__steps=2, ckpt__save_steps=2,
+        "run", eval__dataset=task.folder / "held_out.jsonl", eval__steps=2, ckpt__save_steps=2,
         ckpt__path=task.folder / "checkpoints", logger__samples_every=2, profile__steps=2, profile__ranks=1,
+        train__batch_size=16, logger__peak_tflops=0.01,
     )  # fmt: skip
-    job = Job([*options, "--logger.wandb.project", "secret-free"], task.folder / "log")
+    job = Job([*options, "--logger.wandb.project", "secret-free", "--train.drift_check"], task.folder / "log")
     assert job.finish() == 0, job.text
     return task.folder / "run", job
 
@@ -84,6 +95,24 @@ def test_a_step_tells_what_every_rank_took(job):
         for rank in (0, 1):
             assert 0 < record[f"rank/{rank}/time_train"] <= record["time/train"]
             assert 0 < record[f"rank/{rank}/time_logprob"] and 0 < record[f"rank/{rank}/time_sync"]
+        squares = sum(record[f"grad_norm/{group}"] ** 2 for group in ("embedding", "attention", "mlp", "norms"))
+        # both are means over the two updates of a step: equal up to how much the updates differ
+        assert math.sqrt(squares) <= record["grad_norm"] * 1.00001 <= math.sqrt(2 * squares) * 1.00002
+        assert 0 < record["throughput/train_mfu"] == record["throughput/train_tflops_per_rank"] / 0.01
+        assert record["throughput/train_tokens_per_second"] > 0 and record["mismatch/mean_abs"] < 1e-5
+        assert record["mismatch/ess_tokens"] == pytest.approx(1.0, abs=1e-4)
+        assert 0.05 < record["memory/rank_max_gib"] < 20
+        assert record["prompts/skipped_overlong"] == 1 and record["prompts/consumed"] == 8 * record["step"]
+
+
+def test_steps_with_learning_rate_zero_change_nothing(job):
+    folder, job = job
+    assert "drift check, step 3: weights unchanged" in job.text, job.text
+    records = [record for _, record in read_lines(folder / "metrics.jsonl") if "loss/policy" in record]
+    for record in records:
+        assert record["drift/logprob_max_abs"] <= 1e-6 and record["lr"] == 0.0 and record["grad_norm"] > 0
+    before, after = (load_file(path / "model.safetensors") for path in (folder.parent / "policy", folder))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_nothing_that_a_third_party_prints_stands_on_the_terminal(job):
