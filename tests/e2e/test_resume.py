@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and resumed is, step for step, the run that was never killed."""
+"""A run that is killed and resumed is, step for step, the run that was never killed (in generation: test_guide.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXACT = (
     "grad_norm", "entropy/mean",
 )  # fmt: skip
 EVALUATIONS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
-# of the second job: engines and policy share bundles, and one side sleeps while the other works
+# of the first job that is killed: engines and policy share bundles, and one side sleeps while the other works
 COLOCATED = {
     "train__colocate_all": "true", "ds__enable_sleep": "true", "vllm__enable_sleep": "true", "vllm__num_engines": 2,
 }  # fmt: skip
@@ -61,10 +61,6 @@ def in_call(ranks: list[psutil.Process], call: str) -> bool:
     return any(title(rank).startswith(f"ray::PolicyActor.{call}") for rank in ranks)
 
 
-def steps_done(job: Job) -> int:
-    return sum(line.strip().partition("/")[0].isdigit() for line in job.text.splitlines())
-
-
 def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
     """Two episodes of 22 prompts in batches of 8: six steps, one across both episodes, the last one of 4 prompts."""
     more |= {
@@ -76,22 +72,16 @@ def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
 
 
 @pytest.mark.e2e
-def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
+def test_a_run_killed_in_an_update_a_sync_and_a_save_continues_as_if_never_killed(tmp_path):
     task = Task.make(tmp_path, prompts=22, reward=HOLDING_REWARD)
     job = Job(options(task, "whole"), tmp_path / "whole.log")
     assert job.finish() == 0, job.text
 
     hold_after(task, 1)
-    job = Job(options(task, "cut"), tmp_path / "cut1.log")
+    job = Job(options(task, "cut", "--train.max_restarts", "1", **COLOCATED), tmp_path / "cut1.log")
     job.wait_until((tmp_path / "held1").exists, "the second generation")
-    kill(job)
-    assert newest(task) == 1 and steps_done(job) == 1
-
-    resume = ("--ckpt.load_enable", "--train.max_restarts", "1")
-    hold_after(task, 3)
-    job = Job(options(task, "cut", *resume, **COLOCATED), tmp_path / "cut2.log")
-    job.wait_for(r"resumed from .*global_step1\n")
     ranks = policy_ranks(job)
+    hold_after(task, 3)
     job.wait_until(lambda: in_call(ranks, "fit"), "an update")
     ranks[0].kill()
     job.wait_for(r"restart 1 of 1[\s\S]*resumed from .*global_step[12]\n")
@@ -104,7 +94,7 @@ def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
     assert newest(task) in (3, 4), "4 if the sync was too short to be seen"
 
     hold_after(task, 5)
-    job = Job(options(task, "cut", *resume), tmp_path / "cut3.log")
+    job = Job(options(task, "cut", "--ckpt.load_enable"), tmp_path / "cut2.log")
     job.wait_for(rf"resumed from .*global_step{newest(task)}\n")
     saving = tmp_path / "cut_ckpt/global_step5.incomplete/policy"
     job.wait_until(lambda: saving.exists() or (tmp_path / "held5").exists(), "saving step 5")
@@ -115,7 +105,7 @@ def test_a_run_killed_in_every_phase_continues_as_if_never_killed(tmp_path):
     (tmp_path / "hold").unlink()
     damage(tmp_path / f"cut_ckpt/global_step{last}/policy/rank00001.safetensors")
     resume = ("--ckpt.load_enable", "--ckpt.fallback_enable", "--ckpt.async_enable")
-    job = Job(options(task, "cut", *resume), tmp_path / "cut4.log")
+    job = Job(options(task, "cut", *resume), tmp_path / "cut3.log")
     assert job.finish() == 0, job.text
     assert "rank00001.safetensors is corrupted" in job.text and "going back to the checkpoint before it" in job.text
     assert re.search(rf"resumed from .*global_step{last - 1}\n", job.text), job.text
