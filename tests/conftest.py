@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Generator
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of CPU code, also where there are GPUs: tests/gpu is for those
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from openrlhf_ext import patches  # noqa: E402
+from openrlhf_ext.imports import without_collection  # noqa: E402
 
 patches.apply()
 # ignored where the tests were started in the background by a script; processes that tests start would inherit that
@@ -37,6 +39,13 @@ def same_random_numbers() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The tests' modules import torch, vLLM and Megatron."""
+    with without_collection():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

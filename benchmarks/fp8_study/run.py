@@ -29,6 +29,7 @@ from benchmarks.fp8_study.cells import BF16, BUILD, Cell, cells_of
 from benchmarks.fp8_study.report import write_report
 from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
 from openrlhf_ext import patches
+from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.flops import peak_tflops
 from tests.gpu import older_torch, te_build
 from tests.gpu.kit import Machine
@@ -73,7 +74,8 @@ def measure(name: str, study: dict[str, Any], machine: Machine) -> dict[str, Any
 def _measured(cell: Cell, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """Imports here: the layers need Megatron, which a machine for the products may lack."""
     if cell.kind == "layers":
-        from benchmarks.fp8_study import layers
+        with without_collection():
+            from benchmarks.fp8_study import layers
 
         return layers.measure(machine, cell.recipe(emulate=not machine.on_gpu), cell.tokens, study)
     if cell.kind == "linear":

@@ -13,4 +13,4 @@
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../../tests/gpu/environment.sh"
-exec "$python" -m benchmarks.fp8_study.run "$@"
+exec "$python" -m tests.gpu.start benchmarks.fp8_study.run "$@"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -20,18 +21,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.imports import without_collection
 from openrlhf_ext.rewards.worker import die_with
-from openrlhf_ext.tools.study.plan import plan
-from openrlhf_ext.tools.study.report import write_report
-from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
-from openrlhf_ext.tools.study.settings import StudyError, only, read_study
+
+_KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
+"""What a run is: the module that does it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = _parser().parse_args(argv)
-    if arguments.run:
-        return _perform(arguments.run)
+    # imports are in the functions: the process of a run needs no SciPy, and starts two seconds earlier for it
+    return _perform(arguments.run) if arguments.run else _command(arguments)
+
+
+def _command(arguments: argparse.Namespace) -> int:
+    """What the user asked for, with its errors as lines."""
+    with without_collection():
+        from openrlhf_ext.tools.study.settings import StudyError
     try:
         return _study(arguments)
     except StudyError as error:
@@ -68,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _study(arguments: argparse.Namespace) -> int:
+    with without_collection():
+        from openrlhf_ext.tools.study.plan import plan
+        from openrlhf_ext.tools.study.report import write_report
+        from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
+        from openrlhf_ext.tools.study.settings import StudyError, only, read_study
     if arguments.study is None or arguments.workers < 1:
         raise StudyError(
             f"give a STUDY.yaml, and --workers of 1 or more; got {arguments.study} and {arguments.workers}"
@@ -82,7 +94,7 @@ def _study(arguments: argparse.Namespace) -> int:
             _print(plan(study, arms, places, workers=arguments.workers, device=arguments.device))
             return 0
         if arguments.probe:
-            from openrlhf_ext.tools.study.probe import probe  # needs torch
+            from openrlhf_ext.tools.study.probe import probe  # needs transformers
 
             workers, device = arguments.workers, arguments.device
             _print(probe(study, arms, arguments.probe, places, workers=workers, device=device, told=_print))
@@ -108,11 +120,9 @@ def _perform(path: Path) -> int:
     """What the process of one run does."""
     given = json.loads(path.read_text())
     die_with(given["parent"])
-    # torch and transformers, which only this process needs
-    from openrlhf_ext.tools.study import probe, stack, training
-
-    kinds = {"local": training.run_assignment, "stack": stack.run_assignment, "probe": probe.run_assignment}
-    result = kinds[given["kind"]](given)
+    with without_collection():
+        module = importlib.import_module(f"openrlhf_ext.tools.study.{_KINDS[given['kind']]}")
+    result = module.run_assignment(given)
     result["weights"] = _digest(Path(given["policy"]))
     partial = Path(given["result"] + ".partial")
     partial.write_text(json.dumps(result))

@@ -287,8 +287,8 @@ def test_who_does_not_sleep_is_left_alone() -> None:
     assert told(engines) == [[], []] and policy.told == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("trouble", ["wake_up", "sleep"])
+# both are asked for in one way: of one the engine dies, of the other it hangs
+@pytest.mark.parametrize(("trouble", "how"), [("wake_up", signal.SIGKILL), ("sleep", signal.SIGSTOP)])
 def test_an_engine_that_does_not_wake_up_or_fall_asleep_is_replaced_and_told_again(trouble: str, how: int) -> None:
     policy = FakeGroup()
     sharing, engines = shared_gpus(policy, trouble, how)

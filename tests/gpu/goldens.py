@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from openrlhf_ext.imports import without_collection
+
 FOLDER = "goldens"
 """Its name in a bundle."""
 _STEPS = 3
@@ -52,7 +54,8 @@ def make(folder: Path) -> None:
     Raises:
         RuntimeError: there is a GPU to be seen: they are to be a CPU's.
     """
-    from tests.models import make_tiny_model
+    with without_collection():
+        from tests.models import make_tiny_model
 
     if torch.cuda.is_available():
         raise RuntimeError("goldens are made on a CPU: set CUDA_VISIBLE_DEVICES to nothing")
@@ -63,9 +66,10 @@ def make(folder: Path) -> None:
 
 def three_steps_of(folder: Path):
     """(goldens, policy): three optimizer steps on this process's device, of the model in the folder."""
-    from tests.gpu.alone import build
-    from tests.megatron.parity import WeightedLogprob
-    from tests.megatron.reference import TEMPERATURE, make_batch
+    with without_collection():
+        from tests.gpu.alone import build
+        from tests.megatron.parity import WeightedLogprob
+        from tests.megatron.reference import TEMPERATURE, make_batch
 
     batch, weights_N = make_batch(61)
     shaped = WeightedLogprob(weights_N, batch.responses)

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 import torch
 
 from openrlhf_ext import patches
+from openrlhf_ext.imports import without_collection
 from tests.gpu import older_torch
 from tests.gpu.calls import Check
 from tests.gpu.kit import Machine, NotHere, Partly
@@ -71,8 +72,13 @@ def run_check(name: str, seconds: float, bundle: Path | None, result: Path) -> N
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     patches.apply()
     older_torch.adapt()
+    settle(lambda: _function(name)(Machine(device, bundle, seconds)), result)
+
+
+def _function(name: str) -> Callable[[Machine], dict[str, Any]]:
     module, function = name.split(":")
-    settle(lambda: getattr(importlib.import_module(module), function)(Machine(device, bundle, seconds)), result)
+    with without_collection():
+        return getattr(importlib.import_module(module), function)
 
 
 def settle(work: Callable[[], Any], result: Path) -> NoReturn:

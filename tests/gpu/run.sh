@@ -5,4 +5,4 @@
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec "$python" -m tests.gpu.run "$@"
+exec "$python" -m tests.gpu.start tests.gpu.run "$@"

@@ -1,4 +1,4 @@
-"""``study.sh`` as it is typed."""
+"""``study.sh`` as it is typed; its ``main`` in this process, where shell and import of torch prove nothing more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from openrlhf_ext.cli import study as cli
 from openrlhf_ext.tools.study.settings import StudyError, read_study
 from tests.patience import PATIENCE_S
 
@@ -40,6 +41,22 @@ def run(study: Path, out: Path, cache: Path, *words: str) -> subprocess.Complete
     )
 
 
+class Main:
+    """The command within this process; runs and policies have processes of their own as ever."""
+
+    def __init__(self, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.cache, self.capsys = cache, capsys
+
+    def __call__(self, study: Path, out: Path, *words: str) -> tuple[int, str, str]:
+        """Exit status, what was printed, what was complained of."""
+        self.capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            patch.setenv("OPENRLHF_EXT_CACHE", str(self.cache))
+            code = cli.main([str(study), "--out", str(out), *words])
+        return code, *self.capsys.readouterr()
+
+
 def rows(out: Path) -> list[dict[str, Any]]:
     path = out / "runs.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -57,6 +74,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     done = run(SMOKE, out, cache, "--only", *CELLS)
     assert done.returncode == 0, done.stderr
     return out, cache
+
+
+@pytest.fixture
+def main(whole: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Main:
+    return Main(whole[1], capsys)
 
 
 def test_a_study_leaves_tables_figures_and_a_page(whole):
@@ -77,7 +99,9 @@ def test_a_study_leaves_tables_figures_and_a_page(whole):
 
 def test_a_killed_study_goes_on_to_the_same_table(whole, tmp_path):
     reference, cache = whole
-    process = subprocess.Popen(command(SMOKE, tmp_path, "--only", *CELLS), cwd=ROOT, env=environment(cache))
+    # one run at a time: as little as possible is under way, and done again later
+    words = command(SMOKE, tmp_path, "--only", *CELLS, "--workers", "1")
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(cache))
     deadline = time.monotonic() + PATIENCE_S
     while not rows(tmp_path):
         assert process.poll() is None and time.monotonic() < deadline
@@ -93,8 +117,7 @@ def test_a_killed_study_goes_on_to_the_same_table(whole, tmp_path):
     assert table(tmp_path) == table(reference)
 
 
-def test_a_failed_run_is_a_row_and_is_tried_again(whole, tmp_path):
-    _, cache = whole
+def test_a_failed_run_is_a_row_and_is_tried_again(main, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("raise RuntimeError('no reward today')\n")
     study = yaml.safe_load(SMOKE.read_text())
@@ -105,9 +128,9 @@ def test_a_failed_run_is_a_row_and_is_tried_again(whole, tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text(yaml.safe_dump(study))
     for _ in range(2):
-        done = run(path, tmp_path / "out", cache, "--only", "dapo")
-        assert done.returncode == 1, done.stderr
-        assert "no reward today" in done.stdout
+        code, text, complaints = main(path, tmp_path / "out", "--only", "dapo")
+        assert code == 1, complaints
+        assert "no reward today" in text
     found = rows(tmp_path / "out")
     assert [("no reward today" in row["error"]) for row in found] == [True, True]
     assert "## Failed runs" in (tmp_path / "out" / "table.md").read_text()
@@ -115,8 +138,8 @@ def test_a_failed_run_is_a_row_and_is_tried_again(whole, tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, tmp_path):
-    reference, cache = whole
+def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, main, tmp_path):
+    reference, _ = whole
     study = yaml.safe_load(SMOKE.read_text())
     study["tasks"]["fork"]["seeds"] = 1
     stack = {"actor.num_gpus_per_node": 1, "megatron.param_dtype": "fp32"}
@@ -124,8 +147,8 @@ def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, tmp_path):
     study["cells"]["stack"]["options"] = study["cells"]["dapo"]["options"] | stack
     path = tmp_path / "stack.yaml"
     path.write_text(yaml.safe_dump(study))
-    done = run(path, tmp_path / "out", cache, "--only", "stack")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, text, complaints = main(path, tmp_path / "out", "--only", "stack")
+    assert code == 0, text + complaints
     (row,) = rows(tmp_path / "out")
     local = next(r for r in rows(reference) if (r["cell"], r["seed"]) == ("dapo", 0))
     assert row["weights"] == local["weights"]
@@ -137,21 +160,19 @@ def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, tmp_path):
         assert row["steps"][name][0] == pytest.approx(local["steps"][name][0], rel=0.35, abs=0.1), name
 
 
-def test_a_plan_says_how_long_it_takes_and_keeps_nothing(whole, tmp_path):
-    _, cache = whole
-    done = run(SMOKE, tmp_path, cache, "--plan")
-    assert done.returncode == 0, done.stderr
-    assert "6 runs, 0 of them there" in done.stdout and "task fork, local: 6 runs of about" in done.stdout
-    assert "gtpo_entropy - dapo: 2 seeds see a difference of mean_accuracy of" in done.stdout
+def test_a_plan_says_how_long_it_takes_and_keeps_nothing(main, tmp_path):
+    code, text, complaints = main(SMOKE, tmp_path, "--plan")
+    assert code == 0, complaints
+    assert "6 runs, 0 of them there" in text and "task fork, local: 6 runs of about" in text
+    assert "gtpo_entropy - dapo: 2 seeds see a difference of mean_accuracy of" in text
     assert not rows(tmp_path)
 
 
-def test_a_probe_says_how_far_gradients_point_apart(whole, tmp_path):
+def test_a_probe_says_how_far_gradients_point_apart(main, tmp_path):
     """A method under two names has one gradient; another rollout has quite another one."""
-    _, cache = whole
-    done = run(SMOKE, tmp_path, cache, "--probe", "dapo")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    code, text, complaints = main(SMOKE, tmp_path, "--probe", "dapo")
+    assert code == 0, text + complaints
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     shown = {name: numbers for name, *numbers in lines}
     assert [number.split()[0] for number in shown["dapo_again"]] == ["1.000"] * 4
     seeds = json.loads((tmp_path / "probe.json").read_text())["seeds"]
@@ -165,10 +186,14 @@ def test_a_probe_says_how_far_gradients_point_apart(whole, tmp_path):
     for cosines in compared:
         assert cosines["dapo_again"] == pytest.approx(1.0)
         assert abs(cosines["the same method on another rollout"]) < cosines["gtpo_entropy"] < 0.99999
-    both = run(SMOKE, tmp_path, cache, "--probe", "dapo", "--plan")
-    assert both.returncode == 2 and "not allowed with argument" in both.stderr
-    wrong = run(SMOKE, tmp_path, cache, "--probe", "grpo")
-    assert wrong.returncode == 2 and "--probe must name a cell" in wrong.stderr and "got grpo" in wrong.stderr
+    code, _, complaints = main(SMOKE, tmp_path, "--probe", "grpo")
+    assert code == 2 and "--probe must name a cell" in complaints and "got grpo" in complaints
+
+
+def test_options_that_exclude_each_other_say_so(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(SMOKE), "--out", str(tmp_path), "--probe", "dapo", "--plan"])
+    assert ended.value.code == 2 and "not allowed with argument" in capsys.readouterr().err
 
 
 def test_every_fault_of_a_study_is_reported_at_once(tmp_path, monkeypatch):
