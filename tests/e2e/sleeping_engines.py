@@ -1,4 +1,4 @@
-"""A colocated training job whose engines fail in their sleep: in step 2 one is killed, in step 3 one stops."""
+"""A colocated training job one of whose engines is killed in its sleep, in step 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import ray
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.driver import job
 
-TROUBLES = {1: (0, signal.SIGKILL), 2: (1, signal.SIGSTOP)}
 build_loop = job.build_loop
 
 
@@ -22,9 +21,8 @@ def sabotaged(config: Any, parts: job.Parts) -> Any:
     train = loop.train
 
     def harm_and_train(shards: list) -> dict:
-        if loop.step in TROUBLES:
-            index, how = TROUBLES[loop.step]
-            os.kill(ray.get(loop.supervisor.engines[index].process_info.remote())["pid"], how)
+        if loop.step == 1:
+            os.kill(ray.get(loop.supervisor.engines[0].process_info.remote())["pid"], signal.SIGKILL)
         return train(shards)
 
     loop.train = harm_and_train
