@@ -12,7 +12,7 @@ from openrlhf_ext.checkpoints.plain import read_plain
 from tests.e2e.jobs import ONE_RANK, Job, Task
 from tests.e2e.test_resume import kill
 
-PROMPTS, SAMPLES = 64, 4
+PROMPTS, SAMPLES = 48, 4
 # writes down every completion it grades; the record of a step tells which prompts were trained on;
 # one prompt in sixteen takes its time, so that checkpoints meet groups in flight
 REWARD = """
