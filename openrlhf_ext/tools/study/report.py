@@ -76,7 +76,7 @@ def _table(study: Study, name: str, rows: Sequence[Row], planned: int, judgments
     if alarms := checks_failed(judgments):
         parts += [
             "",
-            "**The study's own checks failed; do not trust its verdicts:**",
+            "**The study's own checks have not passed; do not trust its verdicts:**",
             *(f"- {alarm}" for alarm in alarms),
         ]
     for role, title in _ROLES.items():
