@@ -23,6 +23,8 @@ from typing import Any
 
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.rewards.worker import die_with
+from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
+from openrlhf_ext.tools.study.settings import StudyError, only, read_study
 
 _KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
 """What a run is: the module that does it."""
@@ -31,14 +33,8 @@ _KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = _parser().parse_args(argv)
-    # imports are in the functions: the process of a run needs no SciPy, and starts two seconds earlier for it
-    return _perform(arguments.run) if arguments.run else _command(arguments)
-
-
-def _command(arguments: argparse.Namespace) -> int:
-    """What the user asked for, with its errors as lines."""
-    with without_collection():
-        from openrlhf_ext.tools.study.settings import StudyError
+    if arguments.run:
+        return _perform(arguments.run)
     try:
         return _study(arguments)
     except StudyError as error:
@@ -75,11 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _study(arguments: argparse.Namespace) -> int:
-    with without_collection():
-        from openrlhf_ext.tools.study.plan import plan
-        from openrlhf_ext.tools.study.report import write_report
-        from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
-        from openrlhf_ext.tools.study.settings import StudyError, only, read_study
+    from openrlhf_ext.tools.study.plan import plan  # SciPy, which the processes of runs do without
+    from openrlhf_ext.tools.study.report import write_report
+
     if arguments.study is None or arguments.workers < 1:
         raise StudyError(
             f"give a STUDY.yaml, and --workers of 1 or more; got {arguments.study} and {arguments.workers}"
