@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    command = os.environ["COMMAND"]
+    command = os.environ.get("COMMAND", "tests.gpu.start")
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         sys.exit(f"{command}: Python must be 3.11 or 3.12, {sys.executable} is {sys.version.split()[0]}; set PYTHON")
     try:
