@@ -97,8 +97,9 @@ def _study(arguments: argparse.Namespace) -> int:
         if not arguments.report:
             runs = runs_of(study, arms)
             done = finished(study, runs, read_rows(places))
-            left = missing(runs, done)
-            _print(f"{len(runs) - len(left)} of {len(runs)} runs are there; {len(left)} to go in {places.folder}")
+            left = missing(study, runs, done)
+            there = sum("error" not in row for row in done.values())
+            _print(f"{there} of {len(runs)} runs are there; {len(left)} to go in {places.folder}")
             failed = execute(study, left, places, rows, workers=arguments.workers, device=arguments.device, told=_print)
     finally:
         rows.close()

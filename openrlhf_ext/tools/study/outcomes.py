@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_STAYS = 0.7  # of the best: what falls below it and does not come back has collapsed
+_STAYS = 0.7  # of the best: what ends below it has collapsed
 _WINDOW = 5  # steps over which curves of rollouts are averaged before their best is taken
 
 Row = Mapping[str, Any]
@@ -54,8 +54,11 @@ def _drop(row: Row) -> float:
 
 def _collapsed(name: str) -> Callable[[Row], float]:
     def collapsed(row: Row) -> float:
-        """1 if the curve ends below 0.7 of its best, averaged over five steps; else 0."""
-        curve = smoothed(row["steps"].get(name, []))
+        """1 if the last evaluation is below 0.7 of the best one; else 0.
+
+        Not of rollouts: a step of a few prompts is far above or below what the policy can; the best of many is luck.
+        """
+        curve = _curve(row, name)
         return float(curve[-1] < _STAYS * max(curve)) if curve else math.nan
 
     return collapsed

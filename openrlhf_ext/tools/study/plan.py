@@ -28,7 +28,7 @@ def plan(study: Study, arms: Sequence[Arm], places: Places, *, workers: int, dev
     lines = [f"{len(runs)} runs, {sum('error' not in row for row in done.values())} of them there"]
     total = 0.0
     blocks: dict[tuple[str, str], list[Run]] = {}
-    for run in missing(runs, done):
+    for run in missing(study, runs, done):
         cell = study.cells[run.arm.cell]
         blocks.setdefault((cell.task, cell.backend), []).append(run)
     for (name, backend), left in blocks.items():
@@ -81,16 +81,16 @@ def _seen(study: Study, rows: Sequence[dict]) -> list[str]:
     lines = []
     for judgment in judge(study, rows):
         contrast = judgment.contrast
-        seeds = study.task_of(contrast.cells[0]).seeds
-        if judgment.estimate is None or judgment.estimate.count < 3:
+        seeds = study.task_of(contrast.cells[0]).seeds - contrast.tuned_on
+        known = judgment.estimate
+        size = detectable(1.0, seeds, primary if contrast.role == "primary" else 1)
+        if math.isinf(size):
+            lines.append(f"{judgment.name}: {seeds} seeds are too few to see any difference of {contrast.outcome}")
+            continue
+        sees = f"{size:.2f} standard deviations"
+        if known is not None and known.count > 2:
             sees = (
-                f"{detectable(1.0, seeds, primary if contrast.role == 'primary' else 1):.2f} standard deviations"
-                if seeds > 1
-                else "nothing"
+                f"{size * known.deviation:.3g} (standard deviation {known.deviation:.3g} of {known.count} seeds so far)"
             )
-        else:
-            size = detectable(judgment.estimate.deviation, seeds, primary if contrast.role == "primary" else 1)
-            known = judgment.estimate
-            sees = f"{size:.3g} (standard deviation {known.deviation:.3g} of {known.count} seeds so far)"
         lines.append(f"{judgment.name}: {seeds} seeds see a difference of {contrast.outcome} of {sees}")
     return lines

@@ -1,7 +1,6 @@
 """What methods make of the same completions: the angles between their gradients.
 
-Methods that pull in one direction cannot differ much in what they learn. How near two gradients of one method come on
-two rollouts says how much of an angle is chance.
+Before clipping and Adam. How near two gradients of one method come on two rollouts says how much of an angle is chance.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def probe(
         what = f"probe-{cell}-s{seed}"
         given = {
             "kind": "probe", "reference": cell, "cells": chosen, "seed": seed, "device": device,
-            "at": [0, task.steps // 2],
+            "at": [0, task.steps // 2], "steps": task.steps,
         }  # fmt: skip
         maker = maker_job(study, name, seed, places, told)
         job = assigned_job(study, name, seed, places, what, given, _keeper(found, seed, what, places, told), maker)
@@ -106,9 +105,7 @@ def _table(cell: str, rows: Sequence[Row]) -> str:
             own = [row for row in rows if (row["cell"], row["step"]) == (name, step)]
             numbers += [_mean(own, "cosine"), _mean(own, "norm")]
         lines.append(f"| {name} | {' | '.join(numbers)} |")
-    return "\n".join(
-        [*lines, "", "Means over seeds [95 % bootstrap interval]; norm: over that of the other; -: one is zero."]
-    )
+    return "\n".join([*lines, "", "Means over seeds [95 % interval]; norm: over that of the other; -: one is zero."])
 
 
 def _mean(rows: Sequence[Row], key: str) -> str:
@@ -127,7 +124,7 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of a seed: cell, step, cosine and norm."""
     torch.set_num_threads(1 if given["device"] == "cpu" else torch.get_num_threads())
     last = max(given["at"])
-    runs = {name: _run(given, options, last) for name, options in given["cells"].items()}
+    runs = {name: _run(given, options) for name, options in given["cells"].items()}
     reference = runs[given["reference"]]
     rows: list[Row] = []
     for step in range(last + 1):
@@ -138,10 +135,10 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _run(given: Mapping[str, Any], options: Mapping[str, Any], steps: int) -> StudyRun:
+def _run(given: Mapping[str, Any], options: Mapping[str, Any]) -> StudyRun:
     return StudyRun(
         resolve(options, given["seed"]), policy=given["policy"], train=given["train"], heldout=given["heldout"],
-        steps=steps, evaluation=Evaluation(**given["evaluation"]), short_tokens=given["short_tokens"],
+        steps=given["steps"], evaluation=Evaluation(**given["evaluation"]), short_tokens=given["short_tokens"],
         device=given["device"],
     )  # fmt: skip
 

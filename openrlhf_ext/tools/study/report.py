@@ -113,14 +113,17 @@ def _contrast_lines(judgments: Sequence[Judgment]) -> list[str]:
     for each in judgments:
         contrast, found = each.contrast, each.estimate
         scale = _scale(contrast.outcome)
+        # a hundredth of the margin is the least that is of interest
+        decimals = max(2, 2 - math.floor(math.log10(scale * contrast.margin)))
         if found is None:
             cells = ["-"] * 5
             seeds = "0"
         else:
             p = each.p if each.adjusted is None else each.adjusted
             cells = [
-                _with_interval(found.mean, found.interval, scale), f"{scale * found.deviation:.2f}",
-                _with_interval(found.iqm, found.iqm_interval, scale), f"{p:.3g}", f"{scale * each.detectable:.2f}",
+                _with_interval(found.mean, found.interval, scale, decimals), f"{scale * found.deviation:.{decimals}f}",
+                _with_interval(found.iqm, found.iqm_interval, scale, decimals), f"{p:.3g}",
+                "-" if math.isnan(each.detectable) else f"{scale * each.detectable:.{decimals}f}",
             ]  # fmt: skip
             seeds = str(found.count)
         *numbers, sees = cells
@@ -134,8 +137,9 @@ def _contrast_lines(judgments: Sequence[Judgment]) -> list[str]:
     return [*lines, "", *notes]
 
 
-def _with_interval(value: float, interval: tuple[float, float], scale: float) -> str:
-    return f"{scale * value:+.2f} [{scale * interval[0]:+.2f}, {scale * interval[1]:+.2f}]"
+def _with_interval(value: float, interval: tuple[float, float], scale: float, decimals: int) -> str:
+    shown = (f"{scale * number:+.{decimals}f}" for number in (value, *interval))
+    return "{} [{}, {}]".format(*shown)
 
 
 def _cell_lines(rows: Sequence[Row]) -> list[str]:
@@ -256,7 +260,7 @@ def _collapse(pyplot: Any, task: str, arms: Mapping[tuple[str, Any], Sequence[Ro
         axis.set(title=name, xlabel="learning rate", xscale="log")
     axes[0].set(ylabel="share of runs", ylim=(-0.05, 1.05))
     axes[0].legend(fontsize=7)
-    figure.suptitle(f"{task}: runs that ended below 0.7 of their best (Wilson intervals)")
+    figure.suptitle(f"{task}: runs whose last evaluation is below 0.7 of their best one (Wilson intervals)")
     return figure
 
 

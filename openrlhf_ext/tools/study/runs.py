@@ -102,7 +102,7 @@ class Places:
         return self.folder / "assignments" / f"{name}.result.json"
 
     def made(self, task: str, seed: int) -> Path:
-        """Policy and problems of a task's maker."""
+        """Policy and problems of a task's maker; a file beside the folder says what made them, when they are there."""
         return self.folder / "policies" / f"{task}-s{seed}"
 
 
@@ -140,15 +140,26 @@ def read_rows(places: Places) -> list[dict[str, Any]]:
 
 
 def finished(study: Study, runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[Run, dict[str, Any]]:
-    """The last row of each run that has one with its key; runs that failed among them."""
+    """The last row of each run that has one with its key; runs that failed among them.
+
+    Cells may have equal arms, such as one at its only and one at several learning rates: one row is the row of all.
+    """
     by_key = {row["key"]: row for row in rows}
     keys = {run: key_of(study, run) for run in runs}
-    return {run: by_key[key] for run, key in keys.items() if key in by_key}
+    return {
+        run: by_key[key] | {"cell": run.arm.cell, "learning_rate": run.arm.learning_rate}
+        for run, key in keys.items()
+        if key in by_key
+    }
 
 
-def missing(runs: Sequence[Run], done: Mapping[Run, dict[str, Any]]) -> list[Run]:
-    """Runs that are still to be done; those that failed among them."""
-    return [run for run in runs if run not in done or "error" in done[run]]
+def missing(study: Study, runs: Sequence[Run], done: Mapping[Run, dict[str, Any]]) -> list[Run]:
+    """Runs that are still to be done; those that failed among them, and of equal ones the first."""
+    left: dict[str, Run] = {}
+    for run in runs:
+        if run not in done or "error" in done[run]:
+            left.setdefault(key_of(study, run), run)
+    return list(left.values())
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -228,14 +239,17 @@ def _jobs(
 def maker_job(study: Study, name: str, seed: int, places: Places, told: Callable[[str], None]) -> Job | None:
     """What makes the policy of a seed; None if it is there, or the task names one."""
     task, folder = study.tasks[name], places.made(name, seed)
-    if task.maker is None or folder.with_suffix(".made").exists():
+    if task.maker is None:
+        return None
+    maker, note = task.maker, folder.with_suffix(".made")
+    made_by = _made_by(task)
+    if note.exists() and note.read_text() == made_by:
         return None
     paths = ["--seed", str(seed), "--output_dir", str(folder / "policy"), "--data_dir", str(folder / "data")]
-    maker = task.maker
 
     def done(error: str | None, seconds: float) -> None:
         if error is None:
-            folder.with_suffix(".made").write_text(maker)
+            note.write_text(made_by)
         told(f"{folder.name + ' (policy)':40} {seconds:7.1f} s  {error or ''}".rstrip())
 
     return Job(
@@ -246,6 +260,14 @@ def maker_job(study: Study, name: str, seed: int, places: Places, told: Callable
         task.environment,
         timeout_s=60 * study.run_timeout_minutes,
     )
+
+
+def _made_by(task: Task) -> str:
+    """What a policy depends on: its maker with its options, and a digest of the scripts."""
+    digest = hashlib.sha256()
+    for path in _code(task, {}, ()):
+        digest.update(path.read_bytes())
+    return f"{task.maker} {digest.hexdigest()[:16]}"
 
 
 def _run_job(

@@ -21,7 +21,10 @@ from openrlhf_ext.tools.study.statistics import (
     wilson,
 )
 
-Verdict = Literal["supported", "refuted", "equivalent", "inconclusive", "not testable here", "no data"]
+Verdict = Literal[
+    "supported", "supported, within the margin", "refuted", "refuted, within the margin", "higher", "lower",
+    "equivalent", "inconclusive", "interim", "not testable here", "no data",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def judge(study: Study, rows: Sequence[Row]) -> list[Judgment]:
 
 
 def checks_failed(judgments: Sequence[Judgment]) -> list[str]:
-    """What the study's own checks say against it: a difference within one method, a planted one unseen."""
+    """Checks of the study that have not passed: a difference within one method, a planted one unseen, runs missing."""
     return [
         f"{each.name}: expected {each.contrast.expect}, found {each.verdict}"
         for each in judgments
@@ -74,37 +77,40 @@ def checks_failed(judgments: Sequence[Judgment]) -> list[str]:
 
 def _check_holds(judgment: Judgment) -> bool:
     if judgment.contrast.expect == "none":
-        return judgment.verdict in ("inconclusive", "equivalent", "no data", "not testable here")
-    return judgment.verdict in ("supported", "no data")
+        return judgment.verdict in ("inconclusive", "equivalent")
+    return judgment.verdict == "supported"
 
 
 def _measured(study: Study, name: str, contrast: Contrast, rows: Sequence[Row]) -> Judgment:
     usable = [row for row in rows if row["cell"] in contrast.cells and "error" not in row]
     failures = sum(row["cell"] in contrast.cells and "error" in row for row in rows)
     notes = [f"{failures} runs failed"] if failures else []
-    rates = list(dict.fromkeys(row["learning_rate"] for row in usable))
+    rates = _rates(study, contrast.cells[0])
     kept = [rate for rate in rates if _survives(contrast, [row for row in usable if row["learning_rate"] == rate])]
     lost_rates = [rate for rate in rates if rate not in kept]
     notes += [
         f"learning rate {rate or 'of the options'} left out: not {_gate_text(contrast.survival)}" for rate in lost_rates
     ]
-    usable = [row for row in usable if row["learning_rate"] in kept]
     pairs = [(rate, rate) for rate in kept]
     if contrast.tuned_on:
-        best = _best_rates(contrast, usable)
+        best = _best_rates(study, contrast, usable)
         pairs = [best] if best is not None else []
         usable = [row for row in usable if row["seed"] >= contrast.tuned_on]
         notes += [f"{cell} at {rate}" for cell, rate in zip(contrast.cells, best or (), strict=False)]
-    differences, unpaired = _paired(contrast, usable, pairs)
+    else:
+        usable = [row for row in usable if row["learning_rate"] in kept]
+    seeds = range(contrast.tuned_on, study.task_of(contrast.cells[0]).seeds)
+    differences, incomplete, unpaired = _paired(contrast, usable, pairs, seeds)
     notes += unpaired
     if not differences:
-        verdict: Verdict = "not testable here" if rates and not kept else "no data"
+        verdict: Verdict = "no data" if kept else "not testable here"
         return Judgment(name, contrast, verdict, notes=tuple(notes))
     values = list(differences.values())
     described = estimate(values)
     gates = [*study.task_of(contrast.cells[0]).gates, *contrast.gates]
     failed = [text for gate in gates if (text := _failure(gate, contrast, usable))]
-    verdict = "not testable here" if failed else "inconclusive"
+    # a verdict on some seeds, and another one on more of them, is two chances to be wrong
+    verdict = "interim" if incomplete else "not testable here" if failed else "inconclusive"
     return Judgment(
         name, contrast, verdict, differences, described, sign_flip(values),
         equivalence_p=equivalence(values, contrast.margin),
@@ -121,37 +127,55 @@ def _with_verdict(judgment: Judgment, adjusted: float | None, together: int) -> 
     if judgment.verdict != "inconclusive" or described is None:
         return judgment
     p = judgment.p if judgment.adjusted is None else judgment.adjusted
-    if p < LEVEL:
-        claimed = {"greater": described.mean > 0, "less": described.mean < 0, "none": False}[contrast.expect]
-        return replace(judgment, verdict="supported" if claimed else "refuted")
-    return replace(judgment, verdict="equivalent" if judgment.equivalence_p < LEVEL else "inconclusive")
+    same = judgment.equivalence_p < LEVEL
+    if p >= LEVEL or (same and contrast.expect == "none"):
+        return replace(judgment, verdict="equivalent" if same else "inconclusive")
+    return replace(judgment, verdict=_found(contrast, described.mean, same))
 
 
-def _best_rates(contrast: Contrast, rows: Sequence[Row]) -> tuple[Any, Any] | None:
-    """Each cell's best learning rate on the seeds that tune; None as long as one of them has no runs there."""
+def _found(contrast: Contrast, mean: float, within: bool) -> Verdict:
+    """What a difference that is there says of the claim, or which one is higher where nothing is claimed."""
+    if contrast.role != "check" and not contrast.claim:
+        return "higher" if mean > 0 else "lower"
+    if {"greater": mean > 0, "less": mean < 0, "none": False}[contrast.expect]:
+        return "supported, within the margin" if within else "supported"
+    return "refuted, within the margin" if within else "refuted"
+
+
+def _rates(study: Study, cell: str) -> Sequence[float | None]:
+    return study.cells[cell].learning_rates or (None,)
+
+
+def _best_rates(study: Study, contrast: Contrast, rows: Sequence[Row]) -> tuple[Any, Any] | None:
+    """Each cell's best learning rate on the seeds that tune; None as long as a run of theirs is not there."""
     sign = -1.0 if contrast.expect == "less" else 1.0
+    by_place = {(row["cell"], row["learning_rate"], row["seed"]): row for row in rows}
     best: list[Any] = []
     for cell in contrast.cells:
-        found: dict[Any, list[float]] = {}
-        for row in rows:
-            if row["cell"] == cell and row["seed"] < contrast.tuned_on:
-                found.setdefault(row["learning_rate"], []).append(sign * outcome(row, contrast.outcome))
-        if not found:
+        means: dict[Any, float] = {}
+        for rate in _rates(study, cell):
+            tuning = [by_place.get((cell, rate, seed)) for seed in range(contrast.tuned_on)]
+            values = [math.nan if row is None else sign * outcome(row, contrast.outcome) for row in tuning]
+            means[rate] = math.fsum(values) / len(values)
+        if any(map(math.isnan, means.values())):
             return None
-        best.append(max(found, key=lambda rate: math.fsum(found[rate]) / len(found[rate])))  # noqa: B023
+        best.append(max(means, key=means.__getitem__))
     return best[0], best[1]
 
 
 def _paired(
-    contrast: Contrast, rows: Sequence[Row], rates: Sequence[tuple[Any, Any]]
-) -> tuple[dict[int, float], list[str]]:
+    contrast: Contrast, rows: Sequence[Row], rates: Sequence[tuple[Any, Any]], seeds: Sequence[int]
+) -> tuple[dict[int, float], int, list[str]]:
     """First minus second by seed, where both have all learning rates and began with the same weights.
 
     Args:
         rates: of the first and of the second cell.
+        seeds: that are planned.
+
+    Returns:
+        Differences, the number of seeds that have not all their runs, and notes.
     """
     by_place = {(row["cell"], row["learning_rate"], row["seed"]): row for row in rows}
-    seeds = sorted({row["seed"] for row in rows})
     differences, other_weights, incomplete, undefined = {}, 0, 0, 0
     for seed in seeds if rates else []:
         pairs = [
@@ -169,15 +193,16 @@ def _paired(
             else:
                 differences[seed] = math.fsum(found) / len(found)
     counted = [
-        (incomplete, "seeds are not complete"),
+        (incomplete, f"of {len(seeds)} seeds are not complete"),
         (other_weights, "seeds began with different weights in both cells (made on different machines)"),
         (undefined, f"seeds have no {contrast.outcome}"),
     ]
-    return differences, [f"{count} {what}" for count, what in counted if count]
+    return differences, incomplete, [f"{count} {what}" for count, what in counted if count]
 
 
 def _survives(contrast: Contrast, rows: Sequence[Row]) -> bool:
-    return contrast.survival is None or _failure(contrast.survival, contrast, rows) is None
+    """Whether a learning rate is kept; as long as it has no runs, it is."""
+    return contrast.survival is None or not rows or _failure(contrast.survival, contrast, rows) is None
 
 
 def _failure(gate: Gate, contrast: Contrast, rows: Sequence[Row]) -> str | None:

@@ -22,7 +22,15 @@ def row(cell: str, seed: int, level: float, rate: float | None = None, **curves:
         "step_s": [1.0] * STEPS,
         "clip_fraction": [0.0] * STEPS,
     } | curves
-    evaluation = {"accuracy": level, "greedy_accuracy": level, "pass@8": level, "entropy": 0.2, "short": 0.9}
+    evaluation = {
+        "accuracy": level,
+        "greedy_accuracy": level,
+        "pass@8": level,
+        "entropy": 0.2,
+        "short": 0.9,
+        "tags": 1.0,
+        "ended": 1.0,
+    }
     return {
         "key": f"{cell}{seed}{rate}",
         "cell": cell,
@@ -45,7 +53,7 @@ def study(contrasts: dict[str, dict[str, Any]], seeds: int = 8, gates: list[dict
             "tasks": {"t": {"maker": "make.py", "steps": STEPS, "seeds": seeds, "gates": gates or []}},
             "cells": {"a": {"task": "t"}, "b": {"task": "t"}, "c": {"task": "t", **rates}, "d": {"task": "t", **rates}},
             "contrasts": {
-                name: {"cells": ["a", "b"], "outcome": "mean_accuracy", "margin": 0.05, **given}
+                name: {"cells": ["a", "b"], "outcome": "mean_accuracy", "margin": 0.05, "claim": "better", **given}
                 for name, given in contrasts.items()
             },
         }

@@ -164,7 +164,7 @@ def test_a_plan_says_how_long_it_takes_and_keeps_nothing(main, tmp_path):
     code, text, complaints = main(SMOKE, tmp_path, "--plan")
     assert code == 0, complaints
     assert "6 runs, 0 of them there" in text and "task fork, local: 6 runs of about" in text
-    assert "gtpo_entropy - dapo: 2 seeds see a difference of mean_accuracy of" in text
+    assert "gtpo_entropy - dapo: 2 seeds are too few to see any difference of mean_accuracy" in text
     assert not rows(tmp_path)
 
 

@@ -25,9 +25,12 @@ def test_numbers_of_a_curve():
     ("curve", "collapsed"),
     [([0.8] * 10, 0), ([0.8] * 5 + [0.1] * 10, 1), ([0.8] * 5 + [0.1] * 2 + [0.8] * 8, 0), ([0.1] * 9 + [0.8], 0)],
 )
-def test_what_falls_below_seven_tenths_of_its_best_and_stays_there_has_collapsed(curve, collapsed):
-    assert outcome(with_curves(tags=curve), "tags_collapsed") == collapsed
-    assert outcome(with_curves(accuracy=curve), "accuracy_collapsed") == collapsed
+def test_what_is_below_seven_tenths_of_its_best_evaluation_at_the_end_has_collapsed(curve, collapsed):
+    """Of evaluations; rollouts may be anything."""
+    run = row("a", 0, 0.5, tags=[0.9, 0.1], accuracy=[0.9, 0.1])
+    run["evaluations"] = [{"step": step, "tags": level, "accuracy": level} for step, level in enumerate(curve)]
+    assert outcome(run, "tags_collapsed") == outcome(run, "accuracy_collapsed") == collapsed
+    assert math.isnan(outcome(run, "ended_collapsed"))
 
 
 def test_entropy_at_equal_accuracy_is_that_of_the_first_step_there():

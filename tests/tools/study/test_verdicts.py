@@ -32,11 +32,34 @@ def judged(rows, given=PRIMARY, **kwargs):
         ([-0.1 + x for x in NOISE], "refuted"),
         (NOISE, "equivalent"),
         ([0.3, -0.3, 0.2, -0.2, 0.1, -0.1, 0.25, -0.2], "inconclusive"),
+        ([0.02 + x for x in NOISE], "supported, within the margin"),
+        ([-0.02 + x for x in NOISE], "refuted, within the margin"),
+        ([0.1 + x for x in NOISE[:7]], "interim"),
         ([], "no data"),
     ],
 )
 def test_differences_lead_to_verdicts(differences, verdict):
     assert judged(pairs(differences)).verdict == verdict
+
+
+def test_what_nothing_is_claimed_of_is_higher_or_lower():
+    assert judged(pairs([0.1 + x for x in NOISE]), {"claim": ""}).verdict == "higher"
+    assert judged(pairs([-0.1 + x for x in NOISE]), {"claim": ""}).verdict == "lower"
+
+
+def test_a_difference_that_does_not_matter_is_none():
+    assert judged(pairs([0.02 + x for x in NOISE]), {"role": "secondary", "expect": "none"}).verdict == "equivalent"
+
+
+def test_a_learning_rate_at_which_all_runs_failed_is_missed():
+    rows = pairs([0.1] * 8, "c", "d", 1e-4)
+    failed = [
+        {k: v for k, v in made.items() if k != "steps"} | {"error": "inf"} for made in pairs([0.1] * 8, "c", "d", 1e-3)
+    ]
+    found = judged(rows + failed, {"cells": ["c", "d"]})
+    assert found.verdict == "no data" and "8 of 8 seeds are not complete" in found.notes
+    tuned = {"cells": ["c", "d"], "tuned_on": 2}
+    assert judged(rows + failed, tuned).verdict == "no data", "the other rate is not the best of both"
 
 
 def test_a_claim_of_less_is_supported_by_less():
@@ -47,14 +70,17 @@ def test_a_claim_of_less_is_supported_by_less():
 
 def test_primary_contrasts_are_judged_together_also_with_those_that_have_no_data():
     one_sided = [0.1] * 6  # p = 2 / 2**6 = 0.031
-    alone = judge(study({"it": PRIMARY}), pairs(one_sided))[0]
+    alone = judge(study({"it": PRIMARY}, seeds=6), pairs(one_sided))[0]
     together = judge(
-        study({"it": PRIMARY, "other": {**PRIMARY, "cells": ["b", "a"]}, "none": {**PRIMARY, "cells": ["c", "d"]}}),
+        study(
+            {"it": PRIMARY, "other": {**PRIMARY, "cells": ["b", "a"]}, "none": {**PRIMARY, "cells": ["c", "d"]}},
+            seeds=6,
+        ),
         pairs(one_sided),
     )[0]
     assert (alone.verdict, alone.adjusted) == ("supported", pytest.approx(2 / 64))
     assert (together.verdict, together.adjusted) == ("inconclusive", pytest.approx(6 / 64))
-    secondary = judge(study({"it": {"role": "secondary"}, "other": PRIMARY}), pairs(one_sided))[0]
+    secondary = judge(study({"it": {"role": "secondary"}, "other": PRIMARY}, seeds=6), pairs(one_sided))[0]
     assert (secondary.verdict, secondary.adjusted) == ("supported", None)
 
 
@@ -73,19 +99,21 @@ def test_learning_rates_at_which_nothing_survives_are_left_out_for_both_cells():
     given = {"cells": ["c", "d"], "role": "primary", "survival": survival}
     low = pairs([0.1 + x for x in NOISE], "c", "d", 1e-4)
     high = [
-        {**made, "steps": {**made["steps"], "tags": [1.0, 1.0, 0.0, 0.0]}} for made in pairs([-0.4] * 8, "c", "d", 1e-3)
+        {**made, "evaluations": [*made["evaluations"], {"tags": 0.1}]} for made in pairs([-0.4] * 8, "c", "d", 1e-3)
     ]
+    both = high + [{**made, "learning_rate": 1e-4} for made in high]
     found = judged(low + high, given)
     assert found.verdict == "supported" and found.estimate.mean == pytest.approx(0.1)
     assert "learning rate 0.001 left out: not the tags survive" in found.notes[0]
-    assert judged(high, given).verdict == "not testable here"
+    assert judged(both, given).verdict == "not testable here"
+    assert judged(high, given).verdict == "no data", "of the other rate"
 
 
 def test_several_learning_rates_are_one_difference_for_each_seed():
     rows = pairs([0.1] * 8, "c", "d", 1e-4) + pairs([0.2] * 7, "c", "d", 1e-3)
     found = judged(rows, {"cells": ["c", "d"]})
     assert found.differences == pytest.approx({seed: 0.15 for seed in range(7)})
-    assert "1 seeds are not complete" in found.notes
+    assert "1 of 8 seeds are not complete" in found.notes and found.verdict == "interim"
 
 
 def test_runs_that_failed_or_began_with_other_weights_are_no_pairs():
@@ -94,7 +122,7 @@ def test_runs_that_failed_or_began_with_other_weights_are_no_pairs():
     rows[2] = {"key": "x", "cell": "a", "learning_rate": None, "seed": 1, "seconds": 1.0, "error": "killed"}
     found = judged(rows)
     assert sorted(found.differences) == [2, 3, 4, 5, 6, 7]
-    assert found.notes[0] == "1 runs failed"
+    assert found.verdict == "interim" and found.notes[0] == "1 runs failed"
     assert any("different weights" in note for note in found.notes)
 
 
@@ -114,7 +142,12 @@ def test_the_checks_of_a_study_sound_an_alarm():
     assert checks_failed(judge(study(checks), pairs(NOISE))) == ["planted: expected less, found equivalent"]
     wrong = judge(study(checks), pairs([0.1 + x for x in NOISE]))
     assert checks_failed(wrong) == ["A/A: expected none, found refuted", "planted: expected less, found refuted"]
-    assert checks_failed(judge(study(checks), [])) == []
+    assert checks_failed(judge(study(checks), [])) == [
+        "A/A: expected none, found no data",
+        "planted: expected less, found no data",
+    ]
+    few = judge(study(checks), pairs(NOISE[:7]))
+    assert checks_failed(few) == ["A/A: expected none, found interim", "planted: expected less, found interim"]
 
 
 def test_each_cell_at_its_own_best_learning_rate_chosen_on_seeds_that_do_not_count():
