@@ -3,6 +3,7 @@
 <!-- run here -->                  by this test, in a folder with a small model, data and the repository's examples
 <!-- run here, as a dry run -->    the same with --dry_run behind it
 <!-- run by tests/FILE.py -->      by another test
+<!-- checked by tests/FILE.py -->  its words are, by another test; it takes too long to run
 <!-- needs GPUs -->, <!-- needs a network -->, <!-- needs Slurm --> ...   by nobody here
 """
 
@@ -24,7 +25,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```bash\n(?P<text>.*?)^```", re.DOTALL | re.MULTILINE)
-ELSEWHERE = re.compile(r"run by (tests/[\w/]+\.(?:py|sh))|needs [\w ,]+")
+ELSEWHERE = re.compile(r"(?:run|checked) by (tests/[\w/]+\.(?:py|sh))|needs [\w ,]+")
 MODEL = {
     "model_type": "qwen2", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 99,
     "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 32768,

@@ -274,11 +274,11 @@ def _forest(pyplot: Any, judgments: Sequence[Judgment]) -> Any:
         low, high = (value / margin for value in found.interval)
         axis.plot([low, high], [place, place], color="C0", linewidth=2)
         axis.plot(found.mean / margin, place, "o", color="C0")
-    axis.axvspan(-1, 1, color="grey", alpha=0.15, linewidth=0)
+    axis.axvspan(-1, 1, color="gray", alpha=0.15, linewidth=0)
     axis.axvline(0, color="black", linewidth=0.8)
     labels = [f"{each.name} ({each.contrast.outcome}): {each.verdict}" for each in reversed(shown)]
     axis.set_yticks(range(len(shown)), labels, fontsize=8)
-    axis.set(xlabel="mean difference in units of the margin (grey: too small to matter), 95 % interval")
+    axis.set(xlabel="mean difference in units of the margin (gray: too small to matter), 95 % interval")
     return figure
 
 

@@ -63,7 +63,7 @@ class Gate(_Part):
 
 
 class Task(_Part):
-    """What is learnt, and how long.
+    """What is learned, and how long.
 
     Attributes:
         maker: Python script with its options; called with ``--seed S --output_dir POLICY --data_dir DATA`` it writes a
