@@ -49,5 +49,5 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole jobs first: the short files then fill what they leave free of the two workers (tests/run.sh)."""
+    """Whole jobs first: the short files then fill what they leave free of the workers (tests/run.sh)."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
