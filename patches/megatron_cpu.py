@@ -15,22 +15,28 @@ SP (found by tracing):
   "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:167, distrib_optimizer.py:361,420,582
   CUDA random states           tensor_parallel/random.py:44,73,235-240,422
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
+And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which overlap.param_gather leads to
+(param_and_grad_buffer.py:285), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
+six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000.
 
 Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
 random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
-not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch. With a
-CUDA device present the modules are loaded as they are.
+not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch.
+Parameters are gathered bucket by bucket, and waited for together as before. With a CUDA device present the modules are
+loaded as they are.
 
-Remove when: megatron-core takes the device from one place.
+Remove when: megatron-core takes the device from one place; the gathers, when gloo's coalesced ones can be in flight.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import logging
 import sys
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -82,7 +88,10 @@ PATCH = Patch(
         'CUDA is hard-wired: torch.cuda.current_device(), device="cuda", .cuda(), CUDA random states and type names; '
         "for instance pipeline_parallel/schedules.py:596, tensor_parallel/random.py:44, optimizer/clip_grads.py:103"
     ),
-    change="compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches jit fusion off",
+    change=(
+        "compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches jit fusion off; gathers "
+        "parameters bucket by bucket, because coalesced gathers in flight corrupt the heap in torch 2.13's gloo"
+    ),
     removal="megatron-core takes the device from one place",
     install=_install,
     need=_need,
@@ -242,7 +251,31 @@ def _switch_off_jit_fusion(module: ModuleType) -> None:
     module.disable_jit_fuser()
 
 
+def _gather_bucket_by_bucket(module: ModuleType) -> None:
+    """distributed.param_and_grad_buffer: all-gathers pass by torch's coalescing manager, which then waits for them."""
+    import torch
+
+    coalesce, begun = module._coalescing_manager, []
+
+    def all_gather(
+        output: torch.Tensor, part: torch.Tensor, group: torch.distributed.ProcessGroup, async_op: bool
+    ) -> None:
+        begun.append(group._allgather_base(output, part))
+
+    @contextlib.contextmanager
+    def coalesce_reductions(group: torch.distributed.ProcessGroup, async_ops: bool) -> Iterator[object]:
+        with coalesce(group, async_ops=async_ops) as manager:
+            yield manager
+        while begun:
+            manager.append(begun.pop(0))
+        if not async_ops:
+            manager.wait()
+
+    vars(module).update(dist_all_gather_func=all_gather, _coalescing_manager=coalesce_reductions)
+
+
 _AFTER_IMPORT = {
+    "megatron.core.distributed.param_and_grad_buffer": _gather_bucket_by_bucket,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
     "megatron.core.jit": _switch_off_jit_fusion,
 }
