@@ -60,6 +60,7 @@ def _work(module: str, function: str, folder: Path, rank: int, env: Mapping[str,
     assert _START == "spawn" or "tests.preloaded" in sys.modules, "multiprocessing passes over what it cannot import"
     os.environ.clear()
     os.environ.update(env)
+    torch.set_num_threads(1)  # a forked rank has torch already, which reads OMP_NUM_THREADS when it is imported
 
     from openrlhf_ext import patches
     from openrlhf_ext.imports import without_collection

@@ -118,7 +118,7 @@ def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp
 
 def test_an_engine_that_hangs_is_replaced_and_the_phase_gets_its_time_anew() -> None:
     deadline = Deadline()
-    recovering = supervisor(FakePolicy(), hang_timeout_s=20.0, deadline=deadline)
+    recovering = supervisor(FakePolicy(), hang_timeout_s=8.0, deadline=deadline)
     with deadline.limit(PATIENCE_S, "waiting", "x"):
         got = dict(answers(sequential(recovering), ["stop", "b", "c"]))
         left = deadline.remaining

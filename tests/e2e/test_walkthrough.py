@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +14,17 @@ import pytest
 
 from tests.e2e.jobs import Job
 from tests.e2e.test_resume import EXACT
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
+# puts a policy of 60 steps where the cache has the one of 290, which takes a minute: here it need not know much
+LEARN_LITTLE = """
+import sys, toy_policy
+name = f"toy_policy-{toy_policy.cache_key(toy_policy.PolicySettings())}"
+words = "--knowledge_steps 40 --careless_steps 20 --heldout_size 8".split()
+toy_policy.main(["--output_dir", f"{sys.argv[1]}/{name}", "--cache_dir", sys.argv[1], *words])
+"""
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
@@ -37,16 +45,21 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.e2e
 def test_a_node_and_the_driver_are_killed_and_the_run_ends_as_if_undisturbed(tmp_path, monkeypatch) -> None:
+    cache = tmp_path / "cache"
+    learn = [sys.executable, "-c", LEARN_LITTLE, str(cache)]
+    subprocess.run(learn, cwd=ROOT / "examples/python", check=True, timeout=PATIENCE_S)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     # the nodes get this checkout by name: another one may be installed in the environment
     settings = {"RAY_PORT": port, "FORWARD": "PYTHONPATH", "PYTHONPATH": ROOT, "WALKTHROUGH_DIR": tmp_path}
+    settings |= {"OPENRLHF_EXT_CACHE": cache}
     for name, value in (settings | {"OPENRLHF_EXT_VENV": sys.prefix}).items():
         monkeypatch.setenv(name, str(value))
     # tests/conftest.py empties it: `ray start --num-gpus 1` refuses then (ray 2.55, resource_and_label_spec.py)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     job = Job([], tmp_path / "log", program=("bash", str(ROOT / "examples/scripts/walkthrough.sh")))
     assert job.finish() == 0, job.text
+    assert f"cached in {cache}" in job.text and "warm start" not in job.text
     run = tmp_path / "run"
     until(lambda: not processes_of(run), "the end of all processes of the nodes")
 

@@ -51,7 +51,7 @@ def unwritable(machine: Machine) -> dict[str, Any]:
 
 CHECKS = (
     *(Check(f"{NAME}:{name}", 1, 60) for name in ("wrong", "crashing", "leaving", "unwritable")),
-    Check(f"{NAME}:hanging", 1, 20),
+    Check(f"{NAME}:hanging", 1, 12),  # a process takes two or three seconds to begin
     Check(f"{NAME}:elsewhere", 1, 60),
     Check(f"{NAME}:lacking", 1, 60, ("no_such_package",)),  # there is no such function either: it is not called
     Check(f"{NAME}:good", 1, 60),

@@ -112,7 +112,7 @@ def test_a_bad_check_fails_alone_and_the_others_go_on(tmp_path: Path) -> None:
     assert "signal 11 (SIGSEGV)" in checks["crashing"]["error"] and "in crashing" in checks["crashing"]["output"]
     assert "without a result" in checks["leaving"]["error"]
     assert "not JSON serializable" in checks["unwritable"]["error"]
-    assert "limit of 20 s" in checks["hanging"]["error"] and "in hanging" in checks["hanging"]["output"]
+    assert "limit of 12 s" in checks["hanging"]["error"] and "in hanging" in checks["hanging"]["output"]
     assert checks["elsewhere"]["error"] == "it needs a machine of another kind"
     assert "not installed here: no_such_package (--bundle)" in checks["lacking"]["error"]
     assert checks["good"]["measured"] == {"device": "cpu", "bundle": str(tmp_path)}

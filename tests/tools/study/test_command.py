@@ -97,24 +97,28 @@ def test_a_study_leaves_tables_figures_and_a_page(whole):
     assert (out / "cells.csv").read_text().count("mean_accuracy") == 2
 
 
-def test_a_killed_study_goes_on_to_the_same_table(whole, tmp_path):
-    reference, cache = whole
+def test_a_killed_study_goes_on_to_the_same_table(whole, main, tmp_path):
+    (reference, cache), (cell, _) = whole, CELLS
+    cut, undisturbed = tmp_path / "cut", tmp_path / "undisturbed"
     # one run at a time: as little as possible is under way, and done again later
-    words = command(SMOKE, tmp_path, "--only", *CELLS, "--workers", "1")
-    process = subprocess.Popen(words, cwd=ROOT, env=environment(cache))
+    process = subprocess.Popen(command(SMOKE, cut, "--only", cell, "--workers", "1"), cwd=ROOT, env=environment(cache))
     deadline = time.monotonic() + PATIENCE_S
-    while not rows(tmp_path):
+    while not rows(cut):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait(PATIENCE_S)
-    before = rows(tmp_path)
-    assert len(before) < 4
-    done = run(SMOKE, tmp_path, cache, "--only", *CELLS)
+    before = rows(cut)
+    assert len(before) == 1
+    done = run(SMOKE, cut, cache, "--only", cell)
     assert done.returncode == 0, done.stderr
-    assert f"{len(before)} of 4 runs are there" in done.stdout
-    assert rows(tmp_path)[: len(before)] == before, "nothing is run twice"
-    assert table(tmp_path) == table(reference)
+    assert "1 of 2 runs are there" in done.stdout
+    assert rows(cut)[:1] == before, "nothing is run twice"
+    undisturbed.mkdir()
+    kept = [json.dumps(row) + "\n" for row in rows(reference) if row["cell"] == cell]
+    (undisturbed / "runs.jsonl").write_text("".join(kept))
+    assert main(SMOKE, undisturbed, "--report")[0] == 0
+    assert len(kept) == 2 and table(cut) == table(undisturbed)
 
 
 def test_a_failed_run_is_a_row_and_is_tried_again(main, tmp_path):
