@@ -16,7 +16,6 @@ from typing import Any
 
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rewards.worker import die_with
-from openrlhf_ext.tools.evaluate.problems import load_problems
 from openrlhf_ext.tools.study.settings import Evaluation, resolve
 from openrlhf_ext.tools.study.training import SHAPED, StudyRun
 
@@ -65,26 +64,26 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What ``train_ppo_ray`` is told: the arm's options, the policy and as many prompts as the steps take."""
-    options = given["options"]
-    there = len(load_problems(given["train"], options["data.input_key"], options["data.label_key"]))
-    prompts, episodes = _data(given["steps"] * options["rollout.batch_size"], there)
+    """What ``train_ppo_ray`` is told: the arm's options, the policy, and the prompts that a run in one process samples.
+
+    The job shuffles them once more: both see the same prompts in the end, at other steps.
+    """
+    options, path = given["options"], folder / "prompts.jsonl"
+    # a file's first prompts need not be like the others: those of toy_task.py are easier, for it makes no prompt twice
+    there = _study_run(given, given["policy"], "cpu").train_problems
+    chosen = [there[i % len(there)] for i in range(given["steps"] * options["rollout.batch_size"])]
+    input_key, label_key = options["data.input_key"], options["data.label_key"]
+    path.write_text("".join(json.dumps({input_key: one.prompt, label_key: one.label}) + "\n" for one in chosen))
     return options | {
         "actor.model_name_or_path": given["policy"],
-        "data.prompt_dataset": given["train"],
-        "data.max_samples": prompts,
-        "train.num_episodes": episodes,
+        "data.prompt_dataset": str(path),
+        "data.max_samples": len(chosen),
+        "train.num_episodes": 1,
         "train.seed": given["seed"],
         "ckpt.output_dir": str(folder),
         "logger.samples_every": 1,
         "logger.samples_groups": 0,
     }
-
-
-def _data(needed: int, there: int) -> tuple[int, int]:
-    """Prompts and episodes that make exactly ``needed`` prompts of a file with ``there``."""
-    episodes = next(e for e in range(math.ceil(needed / there), needed + 1) if needed % e == 0)
-    return needed // episodes, episodes
 
 
 def curves(folder: Path, short_tokens: int) -> dict[str, list[float | None]]:
@@ -121,9 +120,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def evaluated(given: Mapping[str, Any], policy: str) -> dict[str, Any]:
     """The evaluation of a checkpoint, as that after the last step of a run in one process."""
-    run = StudyRun(
+    return _study_run(given, policy, given["device"]).run()["evaluations"][0]
+
+
+def _study_run(given: Mapping[str, Any], policy: str, device: str) -> StudyRun:
+    """The run in one process that this is compared with, without its steps."""
+    return StudyRun(
         resolve(given["options"], given["seed"]), policy=policy, train=given["train"], heldout=given["heldout"],
-        steps=0, evaluation=Evaluation(**given["evaluation"]), short_tokens=given["short_tokens"],
-        device=given["device"],
+        steps=0, evaluation=Evaluation(**given["evaluation"]), short_tokens=given["short_tokens"], device=device,
     )  # fmt: skip
-    return run.run()["evaluations"][0]

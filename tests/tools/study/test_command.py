@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from openrlhf_ext.cli import study as cli
+from openrlhf_ext.tools.evaluate.problems import load_problems
 from openrlhf_ext.tools.study.settings import StudyError, read_study
 from tests.patience import PATIENCE_S
 
@@ -156,6 +158,11 @@ def test_a_cell_by_the_whole_stack_has_the_same_curves(whole, main, tmp_path):
     (row,) = rows(tmp_path / "out")
     local = next(r for r in rows(reference) if (r["cell"], r["seed"]) == ("dapo", 0))
     assert row["weights"] == local["weights"]
+    (job,) = (tmp_path / "out" / "jobs").iterdir()
+    samples = [json.loads(line) for line in (job / "samples.jsonl").read_text().splitlines()]
+    problems = load_problems(tmp_path / "out" / "policies" / "fork-s0" / "data" / "train.jsonl")
+    random.Random(0).shuffle(problems)  # by the run's seed, as a run in one process does
+    assert {sample["prompt"] for sample in samples} == {problem.prompt for problem in problems[:32]}, "4 steps of 8"
     assert row["steps"].keys() >= local["steps"].keys()
     assert all(len(values) == 4 for values in row["steps"].values())
     assert [evaluation["step"] for evaluation in row["evaluations"]] == [0, 4]
