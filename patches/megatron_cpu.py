@@ -258,8 +258,8 @@ def _gather_bucket_by_bucket(module: ModuleType) -> None:
     coalesce, begun = module._coalescing_manager, []
 
     def all_gather(
-        output: torch.Tensor, part: torch.Tensor, group: torch.distributed.ProcessGroup, async_op: bool
-    ) -> None:
+        output: torch.Tensor, part: torch.Tensor, group: torch.distributed.ProcessGroup, **_: object
+    ) -> None:  # Megatron tells it async_op; who waits is decided below
         begun.append(group._allgather_base(output, part))
 
     @contextlib.contextmanager
