@@ -25,7 +25,7 @@ not touched. The compiled code is cached per environment. jit fusion is switched
 Parameters are gathered bucket by bucket, and waited for together as before. With a CUDA device present the modules are
 loaded as they are.
 
-Remove when: megatron-core takes the device from one place; the gathers, when gloo's coalesced ones can be in flight.
+Remove when: megatron-core takes the device from one place; the gathers, when coalesced ones of gloo may be in flight.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ PATCH = Patch(
         "compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches jit fusion off; gathers "
         "parameters bucket by bucket, because coalesced gathers in flight corrupt the heap in torch 2.13's gloo"
     ),
-    removal="megatron-core takes the device from one place",
+    removal="megatron-core takes the device from one place, and coalesced gathers of gloo may be in flight",
     install=_install,
     need=_need,
 )

@@ -72,7 +72,7 @@ def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
 
 
 @pytest.mark.e2e
-def test_a_run_killed_in_an_update_and_a_save_continues_as_if_never_killed(tmp_path):
+def test_a_run_killed_in_an_update_a_sync_and_a_save_continues_as_if_never_killed(tmp_path):
     task = Task.make(tmp_path, prompts=22, reward=HOLDING_REWARD)
     job = Job(options(task, "whole"), tmp_path / "whole.log")
     assert job.finish() == 0, job.text
@@ -87,7 +87,15 @@ def test_a_run_killed_in_an_update_and_a_save_continues_as_if_never_killed(tmp_p
     job.wait_for(r"restart 1 of 1[\s\S]*resumed from .*global_step[12]\n")
     assert "policy rank" in job.text and "dead processes" in job.text, job.text
     job.wait_until((tmp_path / "held3").exists, "the fourth generation")
+    ranks = policy_ranks(job)
+    hold_after(task, 4)
+    job.wait_until(lambda: in_call(ranks, "send_weights") or (tmp_path / "held4").exists(), "the sync of step 4")
+    kill(job)
+    assert newest(task) in (3, 4), "4 if the sync was too short to be seen"
+
     hold_after(task, 5)
+    job = Job(options(task, "cut", "--ckpt.load_enable"), tmp_path / "cut2.log")
+    job.wait_for(rf"resumed from .*global_step{newest(task)}\n")
     saving = tmp_path / "cut_ckpt/global_step5.incomplete/policy"
     job.wait_until(lambda: saving.exists() or (tmp_path / "held5").exists(), "saving step 5")
     kill(job)
@@ -97,7 +105,7 @@ def test_a_run_killed_in_an_update_and_a_save_continues_as_if_never_killed(tmp_p
     (tmp_path / "hold").unlink()
     damage(tmp_path / f"cut_ckpt/global_step{last}/policy/rank00001.safetensors")
     resume = ("--ckpt.load_enable", "--ckpt.fallback_enable", "--ckpt.async_enable")
-    job = Job(options(task, "cut", *resume), tmp_path / "cut2.log")
+    job = Job(options(task, "cut", *resume), tmp_path / "cut3.log")
     assert job.finish() == 0, job.text
     assert "rank00001.safetensors is corrupted" in job.text and "going back to the checkpoint before it" in job.text
     assert re.search(rf"resumed from .*global_step{last - 1}\n", job.text), job.text
