@@ -48,7 +48,7 @@ def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
             "seconds_per_step": {name: spread(values) for name, values in seconds.items()},
             "tokens_per_second": spread([record["throughput/tokens_per_second"] for record in steps[1:]]),
             "kl_rollout_max_abs": max(record["kl/rollout_max_abs"] for record in steps),
-            "weight_sync_probe_max_abs_diff": max(record["weight_sync/probe_max_abs_diff"] for record in steps),
+            "weight_sync_probe_diff": max(record["weight_sync/probe_diff"] for record in steps),
         },
     }
 

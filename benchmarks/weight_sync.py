@@ -119,7 +119,7 @@ class PolicyRank:
         settings = PolicySettings(path, ParallelLayout(self.world_size, self.world_size))
         initialize_distributed(settings.layout, TIMEOUT_S, 0)
         self.policy = MegatronPolicy(replace(settings, param_dtype="bf16", optimizer=None))
-        self.sync = SyncSettings("gloo", 1, bucket_mib << 20, TIMEOUT_S, 1.0, 16)
+        self.sync = SyncSettings("gloo", 1, bucket_mib << 20, TIMEOUT_S, 1.0, ())
         self.version = 0
 
     def connect(self, engines: list) -> dict[str, int]:

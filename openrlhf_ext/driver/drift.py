@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
+from openrlhf_ext.rollout.probe import weighed_difference
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -33,7 +32,7 @@ class DriftCheck:
     """Compares before and after each training step.
 
     Attributes:
-        tolerance: largest difference between log-probs of the same weights that counts as none, nats.
+        tolerance: difference between log-probs of the same weights that counts as none, nats (`weighed_difference`).
         mismatch_tolerance: the same between policy and engines, on average.
         timeout_s: longest wait for the ranks.
     """
@@ -60,7 +59,7 @@ class DriftCheck:
             DriftError: lists what moved and on which ranks.
         """
         self.steps += 1
-        moved = max_difference(old.logprobs_N, new.logprobs_N)
+        moved = weighed_difference(old.logprobs_N, new.logprobs_N).mean
         problems = [
             *changed_ranks(self._before, self._digests()),
             *logprob_problems(moved, self.tolerance, mean_mismatch, self.mismatch_tolerance),
@@ -71,15 +70,10 @@ class DriftCheck:
                 + "\n".join(f"- {problem}" for problem in problems)
             )
         logger.info("drift check, step %d: weights unchanged, log-probs moved by %.1e nats", self.steps, moved)
-        return {"drift/logprob_max_abs": moved}
+        return {"drift/logprob_diff": moved}
 
     def _digests(self) -> list[str]:
         return call_ranks(self.policy, "policy", "weight_digest", self.timeout_s)
-
-
-def max_difference(one_N: Tensor, other_N: Tensor) -> float:
-    """Largest absolute difference."""
-    return float((one_N - other_N).abs().max())
 
 
 def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:

@@ -188,13 +188,14 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
         steps = training_steps(config, len(prompts))
         check_frozen_steps(config, steps)
         start.doing = "starting the rollout engines"
-        await_engines(config, session, engines, start)
+        first = tokenizer(prompts.dataset.prompts[0], add_special_tokens=False)["input_ids"]
+        probe = await_engines(config, session, engines, first, start)
     logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
     if label := config.fp8.training_label:
         logger.info("the policy's linear layers: %s", label)
     ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
     with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
-        initialize_policy(config, session, policy, engines, steps, start)
+        initialize_policy(config, session, policy, engines, probe, steps, start)
     with start.limit(config.weight_sync.timeout_s, "comparing policy and engines", "weight_sync.timeout_s"):
         prove_start(config, policy, engines, start)
     with start.limit(config.vllm.start_timeout_s, "starting the guide's engines", "vllm.start_timeout_s"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from openrlhf_ext.ranks.messages import SleepModes
 from openrlhf_ext.ranks.policy import PolicyActor
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rewards.grading import RewardSettings
+from openrlhf_ext.rollout.probe import end_of_probe
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup, Reservation
@@ -203,21 +204,40 @@ def _start_ranks(
     return group
 
 
-def await_engines(config: RunConfig, session: RaySession, engines: EngineFleet, deadline: Deadline) -> None:
-    """Waits for the rollout engines. Those that give up memory sleep afterwards: the policy is about to be loaded."""
+def await_engines(
+    config: RunConfig, session: RaySession, engines: EngineFleet, prompt: Sequence[int], deadline: Deadline
+) -> list[int]:
+    """Waits for the rollout engines. Those that give up memory sleep afterwards: the policy is about to be loaded.
+
+    Args:
+        prompt: tokens of the run's first prompt.
+
+    Returns:
+        The text of the probe (``rollout.probe``): the end of the prompt and what the model itself says after it.
+    """
     _await_engines(config, session, engines, deadline, "rollout engine")
+    begin = prompt[-(config.probe_length // 2) :]
+    asked = engines[0].continuation.remote(begin, config.probe_length - len(begin), config.train.seed)
+    ((tokens, logprobs),) = deadline.get([asked])
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
+    return [*begin, *tokens[: end_of_probe(logprobs)]]
 
 
 def initialize_policy(
-    config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, steps: int, deadline: Deadline
-) -> None:
-    """Loads the policy on every rank and connects it to the engines."""
+    config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, probe: Sequence[int], steps: int,
+    deadline: Deadline,
+) -> None:  # fmt: skip
+    """Loads the policy on every rank and connects it to the engines.
+
+    Args:
+        probe: the text that proves every weight sync.
+        steps: training steps of the run.
+    """
     refs = policy.async_run_method(
         "init_model",
         policy_settings(config, steps),
-        sync_settings(config, session.use_gpu),
+        sync_settings(config, session.use_gpu, probe),
         config.train.max_epochs,
         engines,
         SleepModes(
@@ -234,8 +254,8 @@ def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, dead
 
     Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
     """
-    gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_max_abs_diff"]
-    logger.info("policy and engines agree on the starting weights: largest log-prob difference %.1e", gauge)
+    gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_diff"]
+    logger.info("policy and engines agree on the starting weights: log-probs differ by %.1e nats on average", gauge)
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -200,10 +201,10 @@ def training_steps(config: RunConfig, prompts: int) -> int:
     return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
 
 
-def sync_settings(config: RunConfig, use_gpu: bool) -> SyncSettings:
+def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
     """How weights travel."""
     transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)
     return SyncSettings(
         transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
-        config.probe_tolerance, config.probe_length,
+        config.probe_tolerance, tuple(probe),
     )  # fmt: skip

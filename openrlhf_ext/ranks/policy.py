@@ -192,10 +192,10 @@ class PolicyActor(TrainedActor):
 
     @phase("probe of the weight sync")
     def prove_sync(self) -> dict[str, float]:
-        """Compares the engines' log-probs of a fixed prompt with the policy's; raises WeightSyncMismatch."""
+        """Compares the engines' log-probs of a fixed text with the policy's; raises WeightSyncMismatch."""
         self.reload_states("parameters")
         gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleeping.engines)
-        return {"weight_sync/probe_max_abs_diff": gauge, "weight_sync/version": float(self.version)}
+        return {"weight_sync/probe_diff": gauge, "weight_sync/version": float(self.version)}
 
     def _make_room(self) -> None:
         """Colocated engines need their KV caches for the probe, and right afterwards for the next rollouts."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.deadlines.gate import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
-from openrlhf_ext.rollout.probe import check_sync, limit_of_probe, probe_tokens
+from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
 from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
@@ -47,8 +47,8 @@ class SyncSettings:
         engine_tensor_parallel_size: workers per engine.
         bucket_bytes: size of a packed bucket.
         timeout_s: limit of connecting, of one update, and of one probe.
-        probe_tolerance: see `limit_of_probe`, nats.
-        probe_length: tokens of the probe.
+        probe_tolerance: see `check_sync`, nats.
+        probe: tokens that policy and engines score after every update.
     """
 
     transport: str
@@ -56,7 +56,7 @@ class SyncSettings:
     bucket_bytes: int
     timeout_s: float
     probe_tolerance: float
-    probe_length: int
+    probe: tuple[int, ...]
 
 
 class WeightPublisher:
@@ -140,9 +140,10 @@ class WeightPublisher:
         before_asking: Callable[[], None] = lambda: None,
         wake: bool = False,
     ) -> float:
-        """Compare the engines' log-probs of a fixed prompt with the policy's.
+        """Compare the engines' log-probs of the probe with the policy's.
 
-        What the first call finds is the baseline of the later ones (`limit_of_probe`).
+        What the first call finds, when engines have the weights that they read from the disk, is the baseline of the
+        later ones: above `limit_of_probe` they are said, above the tolerance they end the run.
 
         Args:
             version: of the weights, for messages.
@@ -151,14 +152,14 @@ class WeightPublisher:
             wake: the engines sleep: wake them up before they are asked.
 
         Returns:
-            The largest difference, in nats; 0 on ranks other than 0.
+            What `check_sync` returns, nats; 0 on ranks other than 0.
 
         Raises:
-            WeightSyncMismatch: it exceeds the limit.
+            WeightSyncMismatch: it exceeds the tolerance.
             EnginesAtFault: an engine died or did not answer; its position counts among those asked.
         """
         policy, settings = self._policy, self._settings
-        tokens = probe_tokens(policy.shape.vocab_size, settings.probe_length, policy.settings.seed)
+        tokens, tolerance = settings.probe, settings.probe_tolerance
         row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
         ours = policy.logprobs(row, temperature=1.0).logprobs_N
         before_asking()
@@ -170,7 +171,8 @@ class WeightPublisher:
                 waking = f"waking up before {what}"
                 EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, settings.timeout_s).finish()
             calls = EngineCalls.start(asked, "probe_logprobs", [(tokens,)] * len(asked), what, settings.timeout_s)
-            found = check_sync(ours, calls.finish(), limit_of_probe(settings.probe_tolerance, self._baseline), version)
+            limit = limit_of_probe(tolerance, self._baseline)
+            found = check_sync(ours, calls.finish(), tolerance, version, limit)
             if self._baseline is None:
                 self._baseline = found
             return found

@@ -88,9 +88,9 @@ METRICS = (
         "completion tokens whose exp(d) lies outside the thresholds of the importance correction (0.5 to 5 if none "
         "goes by this ratio): what it drops or clamps, or would"
     )),
-    Metric("drift/logprob_max_abs", "nats", (
-        "with `train.drift_check`: largest change of the policy's log-prob of any completion token by a step with "
-        "learning rate 0"
+    Metric("drift/logprob_diff", "nats", (
+        "with `train.drift_check`: how far the policy's log-probs of the completion tokens moved by a step with learning "
+        "rate 0, mean over the tokens, weighed by their probability"
     )),
     Metric("grad_norm/embedding", "norm",
         "L2 norm, before clipping, of the gradient of the input embedding (and of the head where they are tied)"),
@@ -139,8 +139,10 @@ METRICS = (
     Metric("lr", "1", "learning rate of the step"),
     Metric("prompts/consumed", "prompts", "prompts taken from the data set since the start of the run"),
     Metric("prompts/skipped_overlong", "prompts", "prompts left out because they are too long, since the start"),
-    Metric("weight_sync/probe_max_abs_diff", "nats",
-        "after the sync: largest difference between the engine's and the policy's log-probs on a fixed prompt"),
+    Metric("weight_sync/probe_diff", "nats", (
+        "after the sync: difference between an engine's and the policy's log-probs of a fixed text of the model's own, "
+        "mean over its tokens, weighed by their probability; the engine that differs most"
+    )),
     Metric("weight_sync/version", "version", "number of weight updates the rollout engines have received"),
     Metric("weight_sync/seconds", "s", "from the first bucket until the last engine samples from the new weights"),
     Metric("weight_sync/bytes", "bytes", "all tensors of one update; every engine worker receives so many"),

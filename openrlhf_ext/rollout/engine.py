@@ -274,23 +274,35 @@ class RolloutEngine(compat.RolloutRayActor):
         scored = zip(token_ids[1:-1], whole.prompt_logprobs[1:-1], strict=True)
         return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 
+    async def continuation(self, token_ids: Sequence[int], length: int, seed: int) -> tuple[list[int], list[float]]:
+        """What the model itself says after a text, past its end too: (length,) tokens sampled at temperature 1.
+
+        Returns:
+            The tokens, and their log-probs.
+        """
+        said = {"max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": seed, "logprobs": 0}
+        request = await self._add_request(list(token_ids), _FIRST, **said)
+        output: Any = await self._finish(request.output.get(), request.params)
+        (completion,) = output.outputs
+        logprobs = [at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs, strict=True)]
+        return list(completion.token_ids), logprobs
+
     async def _queue_probe(self) -> tuple[_Request, _Request]:
         """Put the probe in front of vLLM's queue: first what reads the prefix cache, then what fills it."""
         *prefix, final = self._probe_tokens
-        last = await self._add_greedy(prefix, _FIRST, logprobs=1, logprob_token_ids=[final])
-        return last, await self._add_greedy([*prefix, final], _FIRST + 1, prompt_logprobs=0)
+        greedy: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
+        last = await self._add_request(prefix, _FIRST, logprobs=1, logprob_token_ids=[final], **greedy)
+        return last, await self._add_request([*prefix, final], _FIRST + 1, prompt_logprobs=0, **greedy)
 
-    async def _add_greedy(self, token_ids: list[int], priority: int, **params: Any) -> _Request:
+    async def _add_request(self, token_ids: list[int], priority: int, **params: Any) -> _Request:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
         from vllm.utils import random_uuid
 
-        greedy = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params
-        )
+        asked = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
         prompt = TokensPrompt(prompt_token_ids=token_ids)
-        return _Request(await self.llm.add_request(random_uuid(), prompt, greedy, priority=priority), greedy)
+        return _Request(await self.llm.add_request(random_uuid(), prompt, asked, priority=priority), asked)
 
     def _require_valid_weights(self) -> None:
         if self._weight_error is not None and not self._updating.locked():

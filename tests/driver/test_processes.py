@@ -97,7 +97,7 @@ def test_the_experience_maker_gets_only_what_the_run_needs(task):
     assert (parts["reference"].group, parts["reference"].method) == ("own", "forward")
 
 
-PROBE = {"weight_sync/probe_max_abs_diff": 0.0}
+PROBE = {"weight_sync/probe_diff": 0.0}
 
 
 def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_loaded(monkeypatch) -> None:
@@ -111,6 +111,7 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
         ping=Recorder("ping"),
         sleep=Recorder("engine sleeps"),
         process_info=Recorder("info", {"pid": 1, "host": "here"}),
+        continuation=Recorder("continuation", ([7, 8, 9], [-0.1, -0.7, -3.0])),
     )
     policy = SimpleNamespace(
         async_run_method=lambda name, *_: order.append(name) or [{"rank": 0, "phases": None, **PROBE}]
@@ -121,10 +122,11 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
     monkeypatch.setattr(processes, "policy_settings", lambda *_: None)
     monkeypatch.setattr(processes, "sync_settings", lambda *_: None)
     deadline = SimpleNamespace(get=lambda references: references)
-    processes.await_engines(config, session, [engine], deadline)
-    processes.initialize_policy(config, session, policy, [engine], steps=1, deadline=deadline)
+    probe = processes.await_engines(config, session, [engine], [1, 2, 3], deadline)
+    assert probe == [1, 2, 3, 7, 8], "the last token's probability is the nearest to one half"
+    processes.initialize_policy(config, session, policy, [engine], probe, steps=1, deadline=deadline)
     processes.prove_start(config, policy, [engine], deadline)
-    assert order == ["info", "engine sleeps", "init_model", "prove_sync", "engine sleeps"]
+    assert order == ["info", "continuation", "engine sleeps", "init_model", "prove_sync", "engine sleeps"]
 
 
 def test_the_workspace_of_the_head_is_an_option(task):

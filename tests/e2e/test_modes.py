@@ -53,7 +53,7 @@ def steps_of(task: Task, name: str) -> list[dict]:
     assert [record["step"] for record in records] == list(range(first, first + STEPS))
     for record in records:
         assert all(map(is_documented, record)), [key for key in record if not is_documented(key)]
-        assert record["weight_sync/probe_max_abs_diff"] < 1e-4
+        assert record["weight_sync/probe_diff"] < 1e-4
         assert record["algorithm/correction_filtered"] >= 0, "importance correction is on by default"
         assert 0 <= record["time/wait_rollouts"] <= record["time/step"]
         assert record["groups/in_flight"] + record["groups/queued"] <= 16 and record["groups/dropped_late"] == 0

@@ -110,7 +110,7 @@ def test_steps_with_learning_rate_zero_change_nothing(job):
     assert "drift check, step 3: weights unchanged" in job.text, job.text
     records = [record for _, record in read_lines(folder / "metrics.jsonl") if "loss/policy" in record]
     for record in records:
-        assert record["drift/logprob_max_abs"] <= 1e-6 and record["lr"] == 0.0 and record["grad_norm"] > 0
+        assert record["drift/logprob_diff"] <= 1e-6 and record["lr"] == 0.0 and record["grad_norm"] > 0
     before, after = (load_file(path / "model.safetensors") for path in (folder.parent / "policy", folder))
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -25,7 +25,7 @@ from tests.gpu.run import commit, hardware, versions
 ROOT = Path(__file__).resolve().parent.parent.parent
 # metric -> how its values of all steps become one number
 METRICS: dict[str, Callable[[list[float]], float]] = {
-    "kl/rollout": max, "kl/rollout_max_abs": max, "weight_sync/probe_max_abs_diff": max, "drift/logprob_max_abs": max,
+    "kl/rollout": max, "kl/rollout_max_abs": max, "weight_sync/probe_diff": max, "drift/logprob_diff": max,
     "weight_sync/seconds": statistics.median, "time/step": statistics.median, "memory/rank_max_gib": max,
     "offload/freed_mib": min, "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
 }  # fmt: skip
