@@ -262,14 +262,14 @@ def test_derived_sizes(load):
 
 def test_dtype_and_probe_tolerance_follow_the_policy(load):
     assert load().rollout_dtype == "bf16"
-    assert load().probe_tolerance == 0.2
+    assert load().probe_tolerance == 0.1
     assert load("--megatron.param_dtype", "fp32").probe_tolerance == 1e-4
-    assert load("--megatron.param_dtype", "fp32", "--vllm.dtype", "bf16").probe_tolerance == 0.2
-    assert load("--fp8.rollout_enable").probe_tolerance == 3.0
+    assert load("--megatron.param_dtype", "fp32", "--vllm.dtype", "bf16").probe_tolerance == 0.1
+    assert load("--fp8.rollout_enable").probe_tolerance == 0.4
     assert load("--fp8.rollout_enable", "--weight_sync.probe_tolerance", "0.01").probe_tolerance == 0.01
     assert load("--weight_sync.probe_tolerance", "0.01").probe_tolerance == 0.01
-    assert load("--fp8.rollout_enable").repeat_tolerance == load("--fp8.enable").repeat_tolerance == 0.2
-    assert load("--fp8.enable", "--fp8.recipe", "delayed").repeat_tolerance == 3.0
+    assert load("--fp8.rollout_enable").repeat_tolerance == load("--fp8.enable").repeat_tolerance == 0.1
+    assert load("--fp8.enable", "--fp8.recipe", "delayed").repeat_tolerance == 0.4
     assert load("--weight_sync.probe_tolerance", "0.01").repeat_tolerance == 0.01
 
 

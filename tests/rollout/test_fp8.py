@@ -29,7 +29,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnline
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.rollout import fp8, launch
 from openrlhf_ext.rollout.errors import EngineStartError, NotFP8
-from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync, weighed_difference
+from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.patience import PATIENCE_S
@@ -76,7 +76,6 @@ class Rig:
         return float((torch.tensor(self.logprobs()) - tiny.logprobs(model, PROBE)).abs().mean())
 
     def check(self, policy: Any) -> float:
-        found = weighed_difference(tiny.logprobs(policy, PROBE), torch.tensor(self.logprobs())); print("DIFF", found)
         return check_sync(tiny.logprobs(policy, PROBE), [self.logprobs()], TOLERANCE, self.version)
 
 

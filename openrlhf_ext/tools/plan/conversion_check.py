@@ -23,7 +23,9 @@ from torch import Tensor
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows
 
-LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.2}  # nats; largest difference of one token
+LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
+"""Nats, mean over the tokens. One token's rounding grows with the model: of SmolLM2-135M in bf16 the mean is 0.02, the
+largest of 159 random tokens 0.06 to 0.38, and two exchanged layers make a mean of 0.57."""
 _SEED = 20260101
 
 
@@ -34,7 +36,7 @@ class CheckSettings:
     Attributes:
         dtype: 'fp32' or 'bf16', of the policy and of transformers' model.
         sequences, tokens: random sequences whose log-probs are compared, and the length of the longest.
-        tolerance: largest log-prob difference that passes, nats.
+        tolerance: mean log-prob difference that passes, nats.
         timeout_s: longest wait in one collective call, and for all ranks together.
     """
 
@@ -67,7 +69,7 @@ class CheckReport:
 
     def passed(self, tolerance: float) -> bool:
         """Whether both proofs hold; a NaN difference fails."""
-        return not self.different and not self.missing and self.max_logprob_difference <= tolerance
+        return not self.different and not self.missing and self.mean_logprob_difference <= tolerance
 
 
 def check_conversion(settings: CheckSettings) -> CheckReport:
