@@ -2,8 +2,8 @@
 
     python benchmarks/probe.py MODEL --output benchmarks/results/probe_cpu.json    # a Llama; two minutes for 135M
 
-The scale of ``weight_sync.probe_tolerance``: the same text is scored by the policy and by transformers, in bf16 and fp32,
-then by transformers in bf16 with one fault at a time. The text is what the model says after a question, sampled and
+The scale of ``weight_sync.probe_tolerance``: policy and transformers score the same text, in bf16 and fp32, and
+then transformers does in bf16 with one fault at a time. The text is what the model says after a question, sampled and
 greedy, 160 tokens in all; each difference is the mean over its tokens, weighed by their probability
 (``openrlhf_ext/rollout/probe.py``). "largest" is what one token shows, without weights.
 """
@@ -126,10 +126,11 @@ def faults(model: Any) -> Iterator[tuple[str, Any]]:
     yield "positions doubled", options_of(stretch=2)
     layers, middle = model.model.layers, len(model.model.layers) // 3
     one, other = layers[middle], layers[middle + 1]
-    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
-    yield "two layers exchanged", weights_as([(a, b.data.clone()) for a, b in pairs] + [(b, a.data.clone()) for a, b in pairs])
+    pairs = list(zip([*one.parameters(), *other.parameters()], [*other.parameters(), *one.parameters()], strict=True))
+    yield "two layers exchanged", weights_as([(to, source.data.clone()) for to, source in pairs])
     key, head = one.self_attn.k_proj.weight, one.self_attn.head_dim
-    yield "two key heads exchanged", weights_as([(key, torch.cat([key[head : 2 * head], key[:head], key[2 * head :]]).detach())])
+    first, second, *others = key.detach().split(head)
+    yield "two key heads exchanged", weights_as([(key, torch.cat([second, first, *others]))])
     gate, up = one.mlp.gate_proj.weight, one.mlp.up_proj.weight
     yield "gate and up exchanged", weights_as([(gate, up.data.clone()), (up, gate.data.clone())])
     for step in STEPS:

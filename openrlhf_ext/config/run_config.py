@@ -213,10 +213,8 @@ class RunConfig(Section):
         """Largest difference of log-probs that rounding explains (nats), with its default resolved.
 
         A mean over the tokens of a text of the model's own, weighed by their probability (``rollout.probe``). fp32 on
-        both sides agrees to 1e-4. SmolLM2-135M in bf16 differs by 0.011 to 0.014 between policy and vLLM, by 0.010 to
-        0.021 between three implementations on three texts; another temperature makes 0.04 (0.95) or 0.08 (0.9), two
-        exchanged layers 0.26, doubled positions 0.40. FP8 on one side makes 0.07 to 0.10 of that model and 0.10 to
-        0.12 of a random one of three layers, of which one layer of another model makes 0.89 (emulated, on CPU).
+        both sides agrees to 1e-4. SmolLM2-135M in bf16 differs by 0.010 to 0.021 between three implementations, with
+        FP8 on one side by 0.07 to 0.10; two exchanged layers make 0.26 (benchmarks/probe.py; docs/weight_sync.md).
         """
         if self.weight_sync.probe_tolerance is not None:
             return self.weight_sync.probe_tolerance

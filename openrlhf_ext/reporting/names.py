@@ -89,8 +89,8 @@ METRICS = (
         "goes by this ratio): what it drops or clamps, or would"
     )),
     Metric("drift/logprob_diff", "nats", (
-        "with `train.drift_check`: how far the policy's log-probs of the completion tokens moved by a step with learning "
-        "rate 0, mean over the tokens, weighed by their probability"
+        "with `train.drift_check`: how far a step with learning rate 0 moved the policy's log-probs of the completion "
+        "tokens, mean over the tokens, weighed by their probability"
     )),
     Metric("grad_norm/embedding", "norm",
         "L2 norm, before clipping, of the gradient of the input embedding (and of the head where they are tied)"),

@@ -1,9 +1,9 @@
 """The proof that the engines sample from the policy's weights: both score the same fixed text.
 
-Run after every weight sync. The text is what the model says itself at the start of the run: a language model finds random
-tokens so unlikely (log-probs of -15 to -20) that two sound implementations differ there by tenths of nats in bf16. A
-difference counts by the probability of its token, as it does in sampling. The engine's last value is computed from its
-prefix cache where the text is longer than a cache block, so that keys and values of older weights show too
+Run after every weight sync. The text is what the model says itself at the start of the run: a language model finds
+random tokens so unlikely (log-probs of -15 to -20) that two sound implementations differ there by tenths of nats in
+bf16. A difference counts by the probability of its token, as it does in sampling. The engine's last value is computed
+from its prefix cache where the text is longer than a cache block, so that keys and values of older weights show too
 (`RolloutEngine.probe_logprobs`).
 """
 

@@ -20,8 +20,8 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import sequence_batch
 from openrlhf_ext.ranks import publishing
-from openrlhf_ext.rollout import probe
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
+from openrlhf_ext.rollout import probe
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError
 from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
@@ -208,7 +208,7 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
 
 
 def _probe_problems(publisher: WeightPublisher) -> list[str]:
-    """A difference is rounding at the start, and said when there was next to none; above the tolerance it ends the run."""
+    """A difference is rounding at the start, and said where there was none; above the tolerance it ends the run."""
     tokens = SYNC.probe
     ours_N = publisher._policy.logprobs(sequence_batch([np.array(tokens)], [[(1, len(tokens))]]), 1.0).logprobs_N
 

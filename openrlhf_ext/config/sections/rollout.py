@@ -95,16 +95,16 @@ class WeightSync(Section):
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(
         None,
-        "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text of "
-        "the model's own, mean over its tokens, weighed by their probability; a larger one ends the run. Later on, one "
-        "above a quarter of this plus three times what was found at the start is warned of",
+        "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text "
+        "of the model's own, mean over its tokens, weighed by their probability; a larger one ends the run. Later on, "
+        "one above a quarter of this plus three times what was found at the start is warned of",
         gt=0,
         default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8",
     )
     probe_length: Int | None = added(
         None,
-        "most tokens of the fixed text that is compared after every sync, half of them of the first prompt at most; more "
-        "than a cache block (16 on GPU, 128 on CPU) and 16 prove the prefix cache too",
+        "most tokens of the fixed text that is compared after every sync, at most half of them of the first prompt; "
+        "more than a cache block (16 on GPU, 128 on CPU) and 16 prove the prefix cache too",
         ge=2,
         default_text="160, or data.max_len - 1 if that is less",
     )
