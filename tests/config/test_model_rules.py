@@ -143,7 +143,7 @@ def renamed(tokenizer: dict[str, Any], **model: Any) -> dict[str, Any]:
         (renamed(TOKENIZER, merges=[]), "the same tokens and other merges"),
         (renamed(TOKENIZER, vocab={"a": 1, "b": 0, "ab": 2}), "2 token ids mean different tokens, id 0 is 'b' and 'a'"),
         ({**TOKENIZER, "added_tokens": []}, "1 token ids mean different tokens, id 3 is None and '<end>'"),
-        ({"model": None}, "one of them cannot be read"),
+        ({"model": None}, "model must be a map, got null"),
     ],
 )
 def test_a_token_is_the_same_to_both(problems, run_dir, tokenizer, difference):
