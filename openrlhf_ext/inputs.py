@@ -139,9 +139,7 @@ def reading(path: str | Path, how: str = "") -> Iterator[None]:
     except InputError:
         raise
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8"
-        ) from error
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except BaseException as error:
@@ -225,7 +223,9 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         while line := file.readline(LINE_BYTES + 1):
             number += 1
             if len(line) > LINE_BYTES:
-                raise InputError(f"{path}, line {number}: longer than {LINE_BYTES} bytes; write one object on each line")
+                raise InputError(
+                    f"{path}, line {number}: longer than {LINE_BYTES} bytes; write one object on each line"
+                )
             if not line.isspace():
                 yield number, line
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from openrlhf_ext.config.files import (
     DATA_SUFFIXES,
-    DatasetRef,
     dataset_refs,
     is_http_url,
     is_hub_name,

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
 from openrlhf_ext.inputs import (
     MAP,
@@ -125,6 +126,12 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     path = Path(folder)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"
+    if (file := path / "tokenizer.json").is_file():
+        try:
+            with reading(file, "as a tokenizer"):
+                Tokenizer.from_file(str(file))
+        except InputError as error:
+            return f"has a file that cannot be used: {error}"
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None
     settings = path / "tokenizer_config.json"

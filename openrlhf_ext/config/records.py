@@ -14,7 +14,7 @@ from typing import Any
 from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, json_array, json_lines, reading, type_name
 
 _FAULTS_KEPT = 6
-_CSV_ROWS = 10_000  # datasets/packaged_modules/csv/csv.py:64: the types of a column are found for so many rows at a time
+_CSV_ROWS = 10_000  # datasets/packaged_modules/csv/csv.py:64; the types of a column are found for so many rows
 _COLUMNS_BYTES = 10 << 20  # datasets/packaged_modules/json/json.py:55: later lines bring no new columns
 Records = Iterator[tuple[str, Any, bool]]  # a place, such as "line 3"; what stands there; whether keys may be new
 
@@ -164,7 +164,9 @@ def _csv_records(path: str, wanted: Wanted) -> Records:
     with reading(path, "as CSV"), pandas.read_csv(path, chunksize=_CSV_ROWS) as parts:
         for part in parts:
             if not isinstance(part.index, pandas.RangeIndex):
-                raise InputError(f"{path}: its rows have more fields than its first line; put texts with commas in quotes")
+                raise InputError(
+                    f"{path}: its rows have more fields than its first line; put texts with commas in quotes"
+                )
             plain = part.astype(object).where(part.notna(), None)
             for row in plain.to_dict("records"):
                 yield f"record {next(number)}", {str(key): value for key, value in row.items()}, True

@@ -82,7 +82,9 @@ class ConfigLoader(yaml.SafeLoader):
         if self._level > _LEVELS:
             raise ComposerError(None, None, f"nested deeper than {_LEVELS} levels", mark)
         if self.check_event(yaml.AliasEvent) and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of:
-            raise ComposerError(None, None, f"the alias *{self.peek_event().anchor} has no anchor that ends before", mark)
+            raise ComposerError(
+                None, None, f"the alias *{self.peek_event().anchor} has no anchor that ends before", mark
+            )
         node = super().compose_node(parent, index)
         self._nodes += self._size_of.get(id(node), 0)  # of an alias
         self._size_of.setdefault(id(node), self._nodes - before)
@@ -103,7 +105,9 @@ def _node_fault(node: yaml.Node | None) -> str | None:
         is_good = form is not None and form.fullmatch(node.value) is not None
         return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
-    return None if node is None or node.tag == _TAG + kind else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+    return (
+        None if node is None or node.tag == _TAG + kind else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+    )
 
 
 ConfigLoader.yaml_implicit_resolvers = {}
