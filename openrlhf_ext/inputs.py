@@ -71,7 +71,7 @@ TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NUMBER = Kind("a finite number", is_number)
 INTEGER = Kind("an integer", is_integer)
-COUNT = Kind("an integer of at least 1", lambda value: is_integer(value) and value >= 1)
+TEXT_OR_INTEGER = Kind("a text or an integer", lambda value: isinstance(value, str) or is_integer(value))
 MAP = Kind("a map", lambda value: isinstance(value, dict))
 FILE_NAME = Kind(
     "the name of a file in the same folder",
@@ -280,4 +280,8 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-_DECODER = json.JSONDecoder(parse_int=_integer)
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer, parse_constant=_no_constant)

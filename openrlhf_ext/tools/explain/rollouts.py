@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from openrlhf_ext.inputs import decode, is_integer, is_number, read_text, type_name
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
@@ -40,13 +40,14 @@ def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
     """
     rollouts: list[Rollout] = []
     # Not splitlines: it also splits at line separators that may stand inside a JSON string.
-    lines = _read_text(path).split("\n")
+    lines = read_text(path).split("\n")
     if lines[0].startswith(_OF_A_RUN):
         lines[-1] = ""  # unfinished, or nothing
     for number, line in enumerate(lines, start=1):
         if line.strip():
+            record = decode(line, f"{path}, line {number}")
             try:
-                rollouts.append(_parse_line(line, number))
+                rollouts.append(_rollout(record, number))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not rollouts:
@@ -68,20 +69,9 @@ def _of_step(path: Path, rollouts: list[Rollout], step: int | None) -> list[Roll
     return [rollout for rollout in rollouts if rollout.record["step"] == wanted]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def _parse_line(line: str, number: int) -> Rollout:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+def _rollout(record: Any, number: int) -> Rollout:
     if not isinstance(record, dict):
-        raise ValueError(f"a completion must be a JSON object, got {type(record).__name__}")
+        raise ValueError(f"a completion must be a JSON object, got a {type_name(record)}")
     if missing := [key for key in _REQUIRED if key not in record]:
         raise ValueError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
     for key in ("tokens", *record):
@@ -116,40 +106,32 @@ def _check_list(key: str, values: Any, tokens: int) -> None:
             raise ValueError(f"{key}[{index}] must be {wanted}, got {value!r}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_logprob(value: Any) -> bool:
     # Rounding may leave the log-prob of a certain token a little above 0.
-    return _is_number(value) and value <= 1e-3
+    return is_number(value) and value <= 1e-3
 
 
 def _is_entropy(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return is_number(value) and value >= 0
 
 
 _Rule = tuple[str, Callable[[Any], bool]]
 _OF_A_RUN = '{"step": '
 _TEXT: _Rule = ("a text", lambda value: isinstance(value, str))
 _FLAG: _Rule = ("true or false", lambda value: isinstance(value, bool))
-_NUMBER: _Rule = ("a finite number", _is_number)
+_NUMBER: _Rule = ("a finite number", is_number)
 _LOGPROB: _Rule = ("a log-probability: a finite number, at most 0", _is_logprob)
 _SCALARS: dict[str, _Rule] = {
-    "group": ("an integer or a text", lambda value: isinstance(value, str) or _is_id(value)),
+    "group": ("an integer or a text", lambda value: isinstance(value, str) or is_integer(value)),
     "prompt": _TEXT,
     "reward": _NUMBER,
     "truncated": _FLAG,
     "from_guide": _FLAG,
-    "step": ("a step: an integer", _is_id),
+    "step": ("a step: an integer", is_integer),
 }
 _LISTS: dict[str, _Rule] = {
     "tokens": _TEXT,
-    "token_ids": ("an integer", _is_id),
+    "token_ids": ("an integer", is_integer),
     "logprobs": _LOGPROB,
     "entropies": ("an entropy in nats: a finite number, at least 0", _is_entropy),
     "ref_logprobs": _LOGPROB,
