@@ -89,6 +89,18 @@ def map_of(kind: Kind) -> Kind:
     return Kind(f"a map, each value {kind.words}", lambda v: isinstance(v, dict) and all(map(kind.holds, v.values())))
 
 
+def map_with(required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> Kind:
+    """A map with these keys; it may have others."""
+    wanted = {**required, **(optional or {})}
+
+    def holds(value: Any) -> bool:
+        is_whole = isinstance(value, dict) and all(key in value for key in required)
+        return is_whole and all(kind.holds(value[key]) for key, kind in wanted.items() if key in value)
+
+    words = ", ".join(f"{key} ({kind.words}{'' if key in required else ', if any'})" for key, kind in wanted.items())
+    return Kind(f"a map with {words}", holds)
+
+
 def or_null(kind: Kind) -> Kind:
     """The kind, or null."""
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
@@ -145,7 +157,7 @@ def reading(path: str | Path, how: str = "") -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error.__cause__ or error).split())  # of datasets' "An error occurred"
         raise InputError(f"{path} cannot be read{how and ' '}{how}: {type(error).__name__}: {reason:.500}") from error
 
 

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from openrlhf_ext.inputs import (
+    INTEGER,
     MAP,
     TEXT,
     InputError,
@@ -23,6 +24,7 @@ from openrlhf_ext.inputs import (
     check,
     is_integer,
     list_of,
+    map_with,
     or_null,
     read_json,
     read_text,
@@ -103,10 +105,7 @@ def dataset_refs(value: str) -> Iterator[DatasetRef]:
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # what is read of tokenizer.json
-_ADDED_TOKEN = Kind(
-    "a map with an integer 'id' and a text 'content'",
-    lambda v: isinstance(v, dict) and is_integer(v.get("id")) and isinstance(v.get("content"), str),
-)
+_ADDED_TOKEN = map_with({"id": INTEGER, "content": TEXT})
 _PAIR = Kind("a token and its score", lambda v: isinstance(v, list) and len(v) == 2 and isinstance(v[0], str))
 _VOCABULARY = Kind(
     "a map of tokens to integers, or a list of tokens with scores",

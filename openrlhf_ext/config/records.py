@@ -193,7 +193,7 @@ def _arrow_records(path: str, wanted: Wanted) -> Records:
 
 
 def _columns(schema: Any, wanted: Wanted) -> list[str]:
-    return [name for name in (wanted.prompt, wanted.label) if name in schema.names]
+    return [name for name in (wanted.prompt, wanted.label) if name is not None and name in schema.names]
 
 
 def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted) -> Records:

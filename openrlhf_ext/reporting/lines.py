@@ -79,7 +79,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Record]]:
 
 def step_of(record: Record) -> float:
     """The step of a record; infinite, after all steps, where it has none."""
-    step = record.get("step")
+    step: Any = record.get("step")
     return step if is_number(step) else math.inf
 
 
