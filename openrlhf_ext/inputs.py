@@ -75,7 +75,7 @@ TEXT_OR_INTEGER = Kind("a text or an integer", lambda value: isinstance(value, s
 MAP = Kind("a map", lambda value: isinstance(value, dict))
 FILE_NAME = Kind(
     "the name of a file in the same folder",
-    lambda value: isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\\", "\0"},
+    lambda v: isinstance(v, str) and 0 < len(v.encode()) < 256 and v not in (".", "..") and not set(v) & set("/\\\0"),
 )
 
 

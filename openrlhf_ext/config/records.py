@@ -182,7 +182,7 @@ def _parquet_records(path: str, wanted: Wanted) -> Records:
 def _arrow_records(path: str, wanted: Wanted) -> Records:
     import pyarrow
 
-    with reading(path, "as Arrow"), pyarrow.memory_map(path) as file:
+    with reading(path, "as Arrow"), pyarrow.OSFile(path) as file:
         try:
             opened = pyarrow.ipc.open_stream(file)
             batches = iter(opened)
@@ -200,6 +200,7 @@ def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted) -> Records:
     """Rows of the columns that are read, under all names of the schema in the first of them."""
     number, columns = count(1), _columns(schema, wanted)
     for batch in batches:
+        batch.validate(full=True)  # or offsets of a damaged file are followed out of the buffers, and the process dies
         for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
             place = next(number)
             yield f"record {place}", {**(dict.fromkeys(schema.names) if place == 1 else {}), **row}, True

@@ -63,8 +63,9 @@ def load_prompts(
         )
         records = records.select(range(min(args.data.max_samples, len(records))))
     wanted = Wanted(args.data.input_key, args.data.label_key, args.data.apply_chat_template)
+    # of a folder or from the hub: files were looked at before Ray started
     columns = [name for name in (wanted.prompt, wanted.label) if name in records.column_names]
-    for number, record in enumerate(records.select_columns(columns), start=1):  # of a folder or from the hub: files were looked at before
+    for number, record in enumerate(records.select_columns(columns), start=1):
         if (fault := record_fault(record, wanted)) is not None:
             raise InputError(f"record {number} of {paths} {fault}; mend or remove it")
     how = f"with data.input_key {wanted.prompt} and data.apply_chat_template {wanted.chat}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.inputs import decode, is_integer, is_number, read_text, type_name
+from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, read_text, type_name
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
@@ -36,7 +36,7 @@ def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
             = those of the last step.
 
     Raises:
-        ValueError: naming the line, the key and the rule that it breaks.
+        InputError: naming the line, the key and the rule that it breaks.
     """
     rollouts: list[Rollout] = []
     # Not splitlines: it also splits at line separators that may stand inside a JSON string.
@@ -48,10 +48,10 @@ def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
             record = decode(line, f"{path}, line {number}")
             try:
                 rollouts.append(_rollout(record, number))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+            except InputError as error:
+                raise InputError(f"{path}, line {number}: {error}") from error
     if not rollouts:
-        raise ValueError(f"{path} holds no completion")
+        raise InputError(f"{path} holds no completion")
     rollouts = _of_step(path, rollouts, step)
     _check_together(path, rollouts)
     return rollouts
@@ -62,18 +62,18 @@ def _of_step(path: Path, rollouts: list[Rollout], step: int | None) -> list[Roll
     if step is None and steps == [None]:
         return rollouts
     if None in steps:
-        raise ValueError(f"{path}: step is on some lines and missing on others; give it for every completion or none")
+        raise InputError(f"{path}: step is on some lines and missing on others; give it for every completion or none")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
-        raise ValueError(f"--step {step} is not in {path}; its steps are {', '.join(map(str, steps))}")
+        raise InputError(f"--step {step} is not in {path}; its steps are {', '.join(map(str, steps))}")
     return [rollout for rollout in rollouts if rollout.record["step"] == wanted]
 
 
 def _rollout(record: Any, number: int) -> Rollout:
     if not isinstance(record, dict):
-        raise ValueError(f"a completion must be a JSON object, got a {type_name(record)}")
+        raise InputError(f"a completion must be a JSON object, got a {type_name(record)}")
     if missing := [key for key in _REQUIRED if key not in record]:
-        raise ValueError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
+        raise InputError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
     for key in ("tokens", *record):
         _check_key(key, record[key], record)
     return Rollout(str(record["group"]), number, record)
@@ -84,11 +84,11 @@ def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
     if key not in known:
         close = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
+        raise InputError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
     if key in _SCALARS:
         wanted, holds = _SCALARS[key]
         if not holds(value):
-            raise ValueError(f"{key} must be {wanted}, got {value!r}")
+            raise InputError(f"{key} must be {wanted}, got {value!r}")
     elif key not in _IGNORED:
         _check_list(key, value, len(record["tokens"]) if isinstance(record["tokens"], list) else 0)
 
@@ -96,14 +96,14 @@ def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
 def _check_list(key: str, values: Any, tokens: int) -> None:
     wanted, holds = _LISTS[key]
     if not isinstance(values, list):
-        raise ValueError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
+        raise InputError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
     if not values:
-        raise ValueError(f"{key} is empty; every completion needs at least one token")
+        raise InputError(f"{key} is empty; every completion needs at least one token")
     if len(values) != tokens:
-        raise ValueError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
+        raise InputError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
     for index, value in enumerate(values):
         if not holds(value):
-            raise ValueError(f"{key}[{index}] must be {wanted}, got {value!r}")
+            raise InputError(f"{key}[{index}] must be {wanted}, got {value!r}")
 
 
 def _is_logprob(value: Any) -> bool:
@@ -147,14 +147,14 @@ def _check_together(path: Path, rollouts: Sequence[Rollout]) -> None:
     for rollout in rollouts:
         leader = first_of.setdefault(rollout.group, rollout)
         if rollout.record["prompt"] != leader.record["prompt"]:
-            raise ValueError(
+            raise InputError(
                 f"{path}, line {rollout.line}: prompt differs from that of line {leader.line}, both are of group "
                 f"{rollout.group}; the completions of a group answer one prompt"
             )
         for key in TOKEN_NUMBERS:
             if (key in rollout.record) != (key in first.record):
                 having, lacking = (rollout, first) if key in rollout.record else (first, rollout)
-                raise ValueError(
+                raise InputError(
                     f"{path}: {key} is on line {having.line} and missing on line {lacking.line}; give it for every "
                     "completion or for none"
                 )
