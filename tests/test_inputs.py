@@ -45,7 +45,7 @@ from tests.tools.report.runs import make_run
 
 ASKED = os.environ.get("OPENRLHF_EXT_MUTATIONS")
 MUTATIONS = int(ASKED or 10_000)
-COMMANDS = MUTATIONS // 50  # through a whole command each
+COMMANDS = MUTATIONS // 20  # through a whole command each
 LONGEST_S = 30  # of one mutation; they take milliseconds
 
 BOMB = "[&a [1,1,1,1,1,1,1,1,1,1], " + ", ".join(
@@ -286,7 +286,7 @@ THROUGH: list[tuple[Callable[[Path], int], list[str]]] = [
 @pytest.mark.parametrize("command", [command for command, _ in THROUGH], ids=lambda command: command.__name__)
 def test_a_command_ends_with_0_or_2(good: Path, command: Callable, monkeypatch, capsys) -> None:
     """Up to where a model would be loaded, or processes started."""
-    monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: [])
+    monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: [SimpleNamespace(to_json=dict)])
     monkeypatch.setattr("openrlhf_ext.cli.evaluate._tables", lambda results: "")
     monkeypatch.setattr("openrlhf_ext.tools.plan.conversion_check.check_conversion", lambda settings: Passed())
     names = dict(THROUGH)[command]
