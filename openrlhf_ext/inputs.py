@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ _DIGITS = 100  # tokenizer_config.json has a model_max_length of 10^30
 _CHUNK = 1 << 20
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 100
+_SHOWN_CHARACTERS = 100
 _NAMES = {dict: "map", list: "list", str: "text", bool: "true or false", int: "number", float: "number"}
 
 
@@ -42,7 +40,9 @@ def type_name(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value for an error message, its middle left out where it is long."""
-    return "null" if value is None else _SHOWN.repr(value)
+    text = "null" if value is None else repr(value)
+    half = _SHOWN_CHARACTERS // 2
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 # ---- kinds of values -------------------------------------------------------------------------------------------------

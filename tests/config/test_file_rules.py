@@ -43,6 +43,13 @@ def test_a_hub_name_skips_the_rules_about_the_model_with_a_warning(load):
     [
         ({"model_type": "mixtral"}, "model_type must be one of llama, qwen2, qwen3, got 'mixtral'"),
         ({"num_hidden_layers": None}, "needs num_hidden_layers, has "),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024, got 1000000000"),
+        ({"rope_parameters": [1]}, "rope_parameters must be a map, or null, got [1]"),
+        ({"rope_scaling": {"rope_type": 7}}, "rotary settings: rope_type must be a text, or null, got 7"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3 rotary scaling needs a factor"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, got 'small'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 8 and 3"),
+        ({"model_type": ["qwen2"]}, "model_type must be a text, got ['qwen2']"),
         ({"num_attention_heads": "8"}, "num_attention_heads must be an integer from 1 to 4096, got '8'"),
     ],
 )
