@@ -93,8 +93,9 @@ def _plain(record: Record) -> Record:
 def _restored(record: Record, path: str | Path, number: int) -> Record:
     """The record with what is not finite; its values are numbers."""
     where = f"{path}, line {number}"
-    check(record, where, {STEP: INTEGER}, {TIME: NUMBER, LABEL: TEXT, NONFINITE: map_of(_NONFINITE)})
+    check(record, where, {}, {NONFINITE: map_of(_NONFINITE)})
     record.update((name, float(text)) for name, text in record.pop(NONFINITE, {}).items())
+    check(record, where, {STEP: INTEGER}, {TIME: NUMBER, LABEL: TEXT})
     if wrong := [n for n, value in record.items() if n != LABEL and not (is_number(value) or isinstance(value, float))]:
         raise InputError(f"{where}: {wrong[0]} must be a number, got {shown(record[wrong[0]])}")
     return record

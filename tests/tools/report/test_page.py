@@ -152,6 +152,7 @@ def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path
         ("metrics.jsonl", {"reward/mean": "high"}, "reward/mean must be a number, got 'high'"),
         ("metrics.jsonl", {"time": "now"}, "time must be a finite number, got 'now'"),
         ("metrics.jsonl", {"nonfinite": {"reward/mean": [1]}}, "nonfinite must be a map, each value nan, inf or -inf"),
+        ("metrics.jsonl", {"nonfinite": {"step": "nan"}}, "step must be an integer, got nan"),
         ("metrics.jsonl", {"time/step": 10**400}, "not JSON that can be read: an integer of 401 digits"),
         ("events.jsonl", {"event": []}, "event must be a text"),
         ("events.jsonl", {"event": "start", "options": [1]}, "options must be a map, got [1]"),
