@@ -19,9 +19,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 # "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
 PathKind = Literal["input", "output"]
@@ -204,8 +204,16 @@ def _no_flag(value: Any) -> Any:
     return value
 
 
+def _bounded(value: int) -> int:
+    if abs(value) > LARGEST_INT:
+        raise PydanticCustomError("too_large", "")
+    return value
+
+
+LARGEST_INT = 2**31 - 1
+"""Of any option; those that something is allocated for have tighter bounds: 1 TiB, more than any cluster has."""
 Float = Annotated[float, BeforeValidator(_no_flag), Field(allow_inf_nan=False)]
-Int = Annotated[int, BeforeValidator(_no_flag)]
+Int = Annotated[int, BeforeValidator(_no_flag), AfterValidator(_bounded)]
 Pair = tuple[Float, Float]
 
 
@@ -458,5 +466,6 @@ def _fault(model: type[BaseModel], detail: Any) -> Fault:
     if detail["type"] == "missing":
         return Fault(name, f" is required ({described.help})", None)
     near = nearest(str(value), map(str, described.choices))
-    hint = f"did you mean {near}?" if near else ""
+    too_large = f"the largest integer is {LARGEST_INT}" if detail["type"] in ("too_large", "int_parsing_size") else ""
+    hint = f"did you mean {near}?" if near else too_large
     return Fault(name, f": expected {described.expects}, got {value_text(value)}", value, hint)

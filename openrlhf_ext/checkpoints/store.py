@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.checkpoints.files import VISIBLE_S, CheckpointError, FileEntry, absent_files, fsync_folder, write_file
+from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, check, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ BEST = "best.json"
 _FORMAT = "openrlhf_ext checkpoint"
 _VERSION = 1
 _INCOMPLETE = ".incomplete"
+_BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
 _NAME = re.compile(r"global_step(\d+)")
 
 
@@ -169,7 +171,15 @@ class CheckpointStore:
     def best(self) -> dict[str, Any] | None:
         """What :meth:`mark_best` was told last: ``step``, ``metric``, ``value``."""
         path = self.folder / BEST
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return read_json(path, _BEST_KEYS)
+        except InputError as error:  # a run goes on saving; the next best one is marked anew
+            aside = _free_name(path.with_name(f"{BEST}.superseded"))
+            logger.warning("%s; it is moved to %s, and no checkpoint counts as the best any more", error, aside)
+            path.rename(aside)
+            return None
 
     def recover_best(self, folder: Path) -> None:
         """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed.
@@ -179,7 +189,8 @@ class CheckpointStore:
         """
         best = read_manifest(folder).about.get("best")
         if best is not None and best != self.best():
-            self.mark_best(**best)
+            check(best, f"{folder / MANIFEST}, best", _BEST_KEYS, remedy="give another checkpoint")
+            self.mark_best(best["step"], best["metric"], best["value"])
 
     def set_aside_all(self) -> Path | None:
         """Moves an earlier run's checkpoints out of the way of a run that starts anew; returns where to."""

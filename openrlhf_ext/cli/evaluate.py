@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.inputs import reading
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
 from openrlhf_ext.tools.evaluate.request import Request
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if faults := list(request.faults()):
             raise ValueError("\n".join(faults))
-        before = json.loads(Path(arguments.compare).read_text()) if arguments.compare else None
+        before = request.before
         results = _results(request)
         _write_results(arguments, results)
     except (ValueError, OSError, RewardFailureLimit, RewardImportError, RolloutError) as error:
@@ -147,7 +148,8 @@ def _chat_tokenizer(arguments: argparse.Namespace) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(arguments.model)
+    with reading(arguments.model, "as a tokenizer"):
+        return AutoTokenizer.from_pretrained(arguments.model)
 
 
 def _tables(results: Sequence[EvaluationResult]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.driver import preflight
+from openrlhf_ext.inputs import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +70,7 @@ def dry_run(config: RunConfig) -> int:
 
     try:
         print("\n".join(layout_proofs(config, policy)))
-    except LayoutProofError as error:
+    except (LayoutProofError, InputError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -6,17 +6,11 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from openrlhf_ext.config.files import (
     DATA_SUFFIXES,
-    DatasetRef,
-    InputError,
-    count_records,
     dataset_refs,
-    faulty_records,
-    first_record,
     is_http_url,
     is_hub_name,
     is_url,
@@ -24,8 +18,10 @@ from openrlhf_ext.config.files import (
     require_definition,
     tokenizer_fault,
 )
+from openrlhf_ext.config.records import Scan, Wanted, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections import Data
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options import Violation, value_of
 
 _FAULTS_SHOWN = 5
@@ -64,17 +60,23 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
             "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
         )
     else:
-        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data)
-        yield from _prompt_count_violations(data.prompt_dataset, data.max_samples, config.rollout.batch_size)
+        counts: list[int | None] = []
+        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data, counts)
+        yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
         yield from _split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
     if config.eval.dataset is not None:
-        yield from _dataset_violations("eval.dataset", config.eval.dataset, data)
+        yield from _dataset_violations("eval.dataset", config.eval.dataset, data, [])
         yield from _split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.dataset)
 
 
-def _dataset_violations(option: str, value: str, data: Data) -> Iterator[Violation]:
-    """Each dataset exists, and its first record has the keys and the prompt form that will be read."""
+def _dataset_violations(option: str, value: str, data: Data, counts: list[int | None]) -> Iterator[Violation]:
+    """Each dataset exists, and all of its records have the keys and the prompt form that will be read.
+
+    Args:
+        counts: gets the number of records of each dataset, None where it is not known.
+    """
     for dataset in dataset_refs(value):
+        counts.append(None)
         if is_hub_name(dataset.path):
             continue
         if not Path(dataset.path).exists():
@@ -88,7 +90,14 @@ def _dataset_violations(option: str, value: str, data: Data) -> Iterator[Violati
                 f"{option} must be one of {', '.join(DATA_SUFFIXES)}, a folder or a hub name: got {dataset.path}",
             )
         else:
-            yield from _record_violations(option, dataset, data)
+            try:
+                scan = scan_records(dataset.path, Wanted(data.input_key, data.label_key, data.apply_chat_template))
+            except InputError as error:
+                yield Violation((option,), f"{option}: {error}")
+                continue
+            if scan is not None:
+                yield from _record_violations(option, dataset.path, scan, data)
+                counts[-1] = scan.records if not scan.faults else None
 
 
 def _split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
@@ -102,9 +111,8 @@ def _split_violations(option: str, split: str, dataset_option: str, value: str) 
             )
 
 
-def _prompt_count_violations(datasets: str, max_samples: int, prompts: int) -> Iterator[Violation]:
-    """There are prompts for one batch of rollouts; seen for .jsonl files only."""
-    counts = [count_records(ref.path, prompts) for ref in dataset_refs(datasets)]
+def _prompt_count_violations(counts: Sequence[int | None], max_samples: int, prompts: int) -> Iterator[Violation]:
+    """There are prompts for one batch of rollouts, where all datasets are files."""
     known = [count for count in counts if count is not None]
     if len(known) == len(counts) and (have := min(sum(known), max_samples)) < prompts:
         yield Violation(
@@ -135,40 +143,31 @@ def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterat
         yield from _remote_url_violations(remote_url)
 
 
-def _record_violations(option: str, dataset: DatasetRef, data: Data) -> Iterator[Violation]:
-    try:
-        record = first_record(dataset.path)
-    except InputError as error:
-        yield Violation((option,), f"{option}: {error}")
-        return
-    if record is None:
-        return
+def _record_violations(option: str, path: str, scan: Scan, data: Data) -> Iterator[Violation]:
+    missing = False
     for key_option, key in (("data.input_key", data.input_key), ("data.label_key", data.label_key)):
-        if key is not None and key not in record:
+        if key is not None and key not in scan.keys:
+            missing = True
             yield Violation(
                 (option, key_option),
                 f"{key_option} must be a key of the records of {option}: got {key!r}, the first record of "
-                f"{dataset.path} has {', '.join(record) or 'no keys'}",
+                f"{path} has {', '.join(scan.keys) or 'no keys'}",
             )
-    prompt = record.get(data.input_key) or ""
-    if not isinstance(prompt, str) and not data.apply_chat_template:
+    if missing:  # every record would be complained about
+        return
+    if isinstance(scan.first_prompt, list) and not data.apply_chat_template:
         yield Violation(
             (option, "data.input_key", "data.apply_chat_template"),
             f"data.input_key must name a text unless data.apply_chat_template is on: {data.input_key!r} in "
-            f"{dataset.path} is a {type(prompt).__name__}; switch data.apply_chat_template on for lists of messages",
+            f"{path} is a list; switch data.apply_chat_template on for lists of messages",
         )
-    if data.input_key in record:
-        yield from _fault_violations(option, dataset.path, data.input_key)
-
-
-def _fault_violations(option: str, path: str, input_key: str) -> Iterator[Violation]:
-    faults = list(islice(faulty_records(path, input_key), _FAULTS_SHOWN + 1))
-    if faults:
-        more = ", ..." if len(faults) > _FAULTS_SHOWN else ""
+    elif scan.faults:
+        more = ", ..." if len(scan.faults) > _FAULTS_SHOWN else ""
+        label = "" if data.label_key is None else f" and a label (data.label_key {data.label_key})"
         yield Violation(
             (option,),
-            f"{option}: every record of {path} must be a JSON object with a prompt: {', '.join(faults[:_FAULTS_SHOWN])}"
-            f"{more}; mend or remove these lines",
+            f"{option}: every record of {path} must be a JSON object with a prompt (data.input_key {data.input_key})"
+            f"{label}: {', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records",
         )
 
 

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import ast
-import csv
-import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from openrlhf_ext.inputs import (
+    INTEGER,
+    MAP,
+    TEXT,
+    InputError,
+    Kind,
+    check,
+    is_integer,
+    list_of,
+    map_with,
+    or_null,
+    read_json,
+    read_text,
+    reading,
+)
 from openrlhf_ext.options import PathKind
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -88,14 +103,16 @@ def dataset_refs(value: str) -> Iterator[DatasetRef]:
 
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
-_JSON_HEAD_BYTES = 1 << 20
-_SCAN_BYTES = 16 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# what is read of tokenizer.json
+_ADDED_TOKEN = map_with({"id": INTEGER, "content": TEXT})
+_PAIR = Kind("a token and its score", lambda v: isinstance(v, list) and len(v) == 2 and isinstance(v[0], str))
+_VOCABULARY = Kind(
+    "a map of tokens to integers, or a list of tokens with scores",
+    lambda v: list_of(_PAIR).holds(v) or (isinstance(v, dict) and all(map(is_integer, v.values()))),
+)
+_MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_of(TEXT).holds(v))
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-
-
-class InputError(ValueError):
-    """A file that is absent or does not hold what it should. The message names the file."""
 
 
 def has_weights(folder: str) -> bool:
@@ -103,69 +120,25 @@ def has_weights(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
-def first_record(path: str) -> dict[str, Any] | None:
-    """The first record of a .jsonl, .json or .csv file; None for the binary forms, which are not opened here.
-
-    Raises:
-        InputError: the file is empty, malformed, or its first record is no mapping.
-    """
-    suffix = Path(path).suffix.lower()
-    try:
-        if suffix == ".csv":
-            record = _first_csv_record(path)
-        elif suffix in (".json", ".jsonl"):
-            record = _first_json_record(path)
-        else:
-            return None
-    except (OSError, ValueError, StopIteration) as error:
-        reason = "it is empty" if isinstance(error, StopIteration) else error
-        raise InputError(f"{path} has no readable first record: {reason}") from error
-    if not isinstance(record, dict):
-        raise InputError(f"the first record of {path} must be a mapping, got {type(record).__name__}")
-    return record
-
-
-def faulty_records(path: str, input_key: str) -> Iterator[str]:
-    """What is wrong with records of a .jsonl file, one text for each, as far as ``_SCAN_BYTES`` reach.
-
-    A record is faulty if its line is no JSON object, or if its prompt is missing, null or empty. Other forms are read
-    by ``datasets`` alone, and what lies behind is seen when the prompts are loaded.
-    """
-    if Path(path).suffix.lower() != ".jsonl" or not Path(path).is_file():
-        return
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip() and (fault := _record_fault(line, input_key)) is not None:
-                yield f"line {number} {fault}"
-            if file.tell() > _SCAN_BYTES:
-                return
-
-
-def _record_fault(line: bytes, input_key: str) -> str | None:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        return f"is no JSON ({error})"
-    if not isinstance(record, dict):
-        return f"holds a {type(record).__name__}, not a mapping"
-    if not record.get(input_key):
-        return f"has {'no' if input_key not in record else 'an empty'} {input_key!r}"
-    return None
-
-
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template; None if it can."""
     path = Path(folder)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"
+    if (file := path / "tokenizer.json").is_file():
+        try:
+            with reading(file, "as a tokenizer"):
+                Tokenizer.from_file(str(file))
+        except InputError as error:
+            return f"has a file that cannot be used: {error}"
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None
+    settings = path / "tokenizer_config.json"
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}
-    if isinstance(settings, dict) and settings.get("chat_template"):
-        return None
+        if settings.is_file() and read_json(settings).get("chat_template"):
+            return None
+    except InputError as error:
+        return f"has a file that cannot be used: {error}"
     return (
         "has a tokenizer without a chat template (a base model?): leave data.apply_chat_template out and use "
         "data.input_template, or take the instruct model's tokenizer"
@@ -190,9 +163,15 @@ def tokenizer_difference(one: str, other: str) -> str | None:
     if common[0] != "tokenizer.json":
         return f"{paths[0]} and {paths[1]} differ"
     try:
-        return _vocabulary_difference(*(json.loads(file) for file in files))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return f"{paths[0]} and {paths[1]} differ, and one of them cannot be read"
+        return _vocabulary_difference(*map(_tokenizer_json, paths))
+    except InputError as error:
+        return f"they differ, and one cannot be read: {error}"
+
+
+def _tokenizer_json(path: Path) -> dict[str, Any]:
+    tokenizer = read_json(path, {"model": MAP}, {"added_tokens": or_null(list_of(_ADDED_TOKEN))})
+    check(tokenizer["model"], f"{path}, model", {"vocab": _VOCABULARY}, {"merges": or_null(list_of(_MERGE))})
+    return tokenizer
 
 
 def _vocabulary_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
@@ -220,46 +199,15 @@ def _merges(tokenizer: dict[str, Any]) -> list[str]:
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
-def count_records(path: str, limit: int) -> int | None:
-    """Records of a .jsonl file, at most ``limit``; None for other forms and for what is no file."""
-    if Path(path).suffix.lower() != ".jsonl" or not Path(path).is_file():
-        return None
-    with Path(path).open("rb") as file:
-        return sum(1 for _ in islice((line for line in file if line.strip()), limit))
-
-
-def _first_csv_record(path: str) -> dict[str, Any]:
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        return next(csv.DictReader(file))
-
-
-def _first_json_record(path: str) -> Any:
-    """One record per line, or one array: the first record is decoded from the head of the file when it fits there."""
-    with Path(path).open(encoding="utf-8") as file:
-        head = file.read(_JSON_HEAD_BYTES).lstrip()
-        if not head:
-            raise StopIteration
-        start = head.removeprefix("[").lstrip()
-        try:
-            return json.JSONDecoder().raw_decode(start)[0]
-        except json.JSONDecodeError:
-            if len(head) < _JSON_HEAD_BYTES // 2:
-                raise
-            return json.JSONDecoder().raw_decode(start + file.read())[0]
-
-
 def require_definition(path: str, name: str) -> None:
     """Sees, without running it, that the Python file ``path`` defines ``name`` at top level.
 
     Raises:
         InputError: the file is absent, is no valid Python, or does not define the name.
     """
-    try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"), filename=path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (SyntaxError, ValueError) as error:
-        raise InputError(f"{path} is not valid Python: {error}") from error
+    text = read_text(path)
+    with reading(path, "as Python"):
+        tree = ast.parse(text, filename=path)
     defined = set(_top_level_names(tree.body))
     if name not in defined and "*" not in defined:
         found = ", ".join(sorted(defined)) or "nothing"
@@ -286,13 +234,11 @@ def parameter_count(folder: str | None) -> int | None:
     files = sorted(Path(folder).glob("*.safetensors")) if folder is not None else []
     try:
         return sum(map(_elements, files)) or None
-    except (OSError, ValueError, KeyError, AttributeError):
+    except InputError:
         return None  # whether the model can be loaded is checked, and reported, elsewhere
 
 
 def _elements(path: Path) -> int:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length)) if length < path.stat().st_size else {}
-    tensors = [t for name, t in header.items() if name != "__metadata__" and t["dtype"] in _FLOATING]
-    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+    with reading(path, "as safetensors"), safe_open(path, framework="numpy") as file:
+        tensors = [file.get_slice(name) for name in file.keys()]
+        return sum(math.prod(tensor.get_shape()) for tensor in tensors if tensor.get_dtype() in _FLOATING)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.files import resolve_path
+from openrlhf_ext.config.files import is_url, resolve_path
 from openrlhf_ext.config.rules import Findings, check_config, check_settings
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections.algo import UPSTREAM_ESTIMATORS
@@ -91,7 +91,7 @@ def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequ
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
     _collect(draft, settings)
-    _refuse_blank_paths(draft)
+    _resolve_paths(draft)
     _derive(draft.values)
     config = _typed(draft)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
@@ -117,7 +117,7 @@ def _collect(draft: _Draft, settings: Iterable[Setting]) -> None:
             continue
         for name in [other for other in draft.values if _overlap(other, setting.name)]:
             del draft.values[name], draft.origins[name]
-        draft.values[setting.name] = _resolved(option, setting.value)
+        draft.values[setting.name] = setting.value
         draft.origins[setting.name] = setting.origin
 
 
@@ -125,21 +125,32 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _refuse_blank_paths(draft: _Draft) -> None:
-    """No path, and none of several inputs separated by commas, is empty: it would mean the current directory."""
+def _resolve_paths(draft: _Draft) -> None:
+    """Makes local paths absolute; refuses those that mean nothing."""
     for name, value in list(draft.values.items()):
         kind = option_table()[name].info.path if name in option_table() else None
         if kind is None or not isinstance(value, str):
             continue
-        if not all(part.strip() for part in (value.split(",") if kind == "input" else [value])):
-            message = f"{name} must not be or hold an empty path: got {value!r} ({draft.origins[name]}); leave it out"
-            draft.reject(Violation((name,), message), name)
+        if (fault := _path_fault(value.split(",") if kind == "input" else [value])) is not None:
+            got = f"got {value_text(value)!r:.200} ({draft.origins[name]})"
+            draft.reject(Violation((name,), f"{name} must not be or hold {fault}: {got}; leave it out"), name)
+        else:
+            draft.values[name] = resolve_path(value, kind)
 
 
-def _resolved(option: Option, value: Any) -> Any:
-    if option.info.path is None or not isinstance(value, str):
-        return value
-    return resolve_path(value, option.info.path)
+def _path_fault(parts: Iterable[str]) -> str | None:
+    """What is wrong with one of several paths: it is empty (the current directory?), or no name of a file at all."""
+    for part in parts:
+        if not part.strip():
+            return "an empty path"
+        try:
+            os.stat(os.path.expanduser(part.strip()))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:  # too long, a NUL, links that go round
+            if not is_url(part):
+                return f"a path that cannot be looked up ({getattr(error, 'strerror', None) or error})"
+    return None
 
 
 def _derive(values: dict[str, Any]) -> None:

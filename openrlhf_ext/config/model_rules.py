@@ -8,7 +8,8 @@ from openrlhf_ext.config.file_rules import tokenizer_violations
 from openrlhf_ext.config.files import has_weights, is_hub_name, tokenizer_difference
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections import FP8, Megatron
-from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import Violation
 
 _FP8_UNIT, _FP8_BLOCK = 16, 128
@@ -38,7 +39,7 @@ def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[
         return None, []
     try:
         return read_model_shape(path), []
-    except ModelError as error:
+    except InputError as error:
         return None, [Violation((option,), f"{option}: {error}")]
 
 

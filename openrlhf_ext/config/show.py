@@ -16,8 +16,9 @@ from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.table import option_table
 from openrlhf_ext.fp8.recipe import BF16Layers
 from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
-from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import (
     Option,
     describe,
@@ -278,7 +279,7 @@ def _local_model(config: RunConfig) -> ModelShape | None:
     """Facts of the model when it is a local folder, None when it is still on the hub."""
     try:
         return read_model_shape(config.actor.model_name_or_path or "")
-    except ModelError:
+    except InputError:
         return None
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from openrlhf_ext.config.openrlhf import present_name
 from openrlhf_ext.config.table import UsageError, find_option, from_words, is_section, nearest_option, option_table
+from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import Violation
 
 COMMAND_LINE = "command line"
@@ -43,31 +45,81 @@ class CommandLine:
     violations: list[Violation] = field(default_factory=list)
 
 
-class ConfigLoader(yaml.SafeLoader):
-    """YAML with the scalars of YAML 1.2's core schema.
-
-    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text: an
-    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says.
-    """
-
-
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 _SCALARS = (  # tag, form, first characters
     ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
+    ("int", r"[-+]?[0-9]{1,40}", [*"-+0123456789"]),
     ("float", _FLOAT, [*"-+.0123456789"]),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
 )
+_TAG = "tag:yaml.org,2002:"
+_FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}  # half of a UTF-16 pair is no character
+_FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
+_FILE_BYTES = 1 << 20
+_LEVELS, _NODES = 20, 20_000  # the longest configuration of this repository has 5 and some 200
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML with the scalars of YAML 1.2's core schema, of bounded size.
+
+    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text: an
+    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says. An alias counts as what it stands for.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._level = self._nodes = 0
+        self._size_of: dict[int, int] = {}  # of a node that is complete, with all below it
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """One node and those below it.
+
+        Raises:
+            ComposerError: they are too many or too deep, refer to themselves, or are none of the core schema.
+        """
+        mark, before = self.peek_event().start_mark, self._nodes
+        self._level, self._nodes = self._level + 1, self._nodes + 1
+        if self._level > _LEVELS:
+            raise ComposerError(None, None, f"nested deeper than {_LEVELS} levels", mark)
+        if self.check_event(yaml.AliasEvent) and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of:
+            raise ComposerError(
+                None, None, f"the alias *{self.peek_event().anchor} has no anchor that ends before", mark
+            )
+        node = super().compose_node(parent, index)
+        self._nodes += self._size_of.get(id(node), 0)  # of an alias
+        self._size_of.setdefault(id(node), self._nodes - before)
+        if self._nodes > _NODES:
+            raise ComposerError(None, None, f"more than {_NODES} values, aliases included", mark)
+        if isinstance(parent, yaml.MappingNode) and index is None and not isinstance(node, yaml.ScalarNode):
+            raise ComposerError(None, None, "a name must be a text", mark)
+        if (fault := _node_fault(node)) is not None:
+            raise ComposerError(None, None, fault, mark)
+        self._level -= 1
+        return node
+
+
+def _node_fault(node: yaml.Node | None) -> str | None:
+    """Why a node is none of the core schema; explicit tags (``!!int abc``) need not fit what they stand before."""
+    if isinstance(node, yaml.ScalarNode):
+        form = _FORMS.get(node.tag)
+        is_good = form is not None and form.fullmatch(node.value) is not None
+        return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
+    kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
+    return (
+        None if node is None or node.tag == _TAG + kind else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+    )
+
+
 ConfigLoader.yaml_implicit_resolvers = {}
-for _tag, _form, _first in _SCALARS:
-    ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_form})$"), _first)
+for _name, _form, _first in _SCALARS:
+    ConfigLoader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_form})$"), _first)
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(loader.construct_scalar(node))
 
 
-ConfigLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+ConfigLoader.add_constructor(f"{_TAG}int", _integer)
 
 
 def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
@@ -77,11 +129,10 @@ def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
         The settings in the order of the file, and what is wrong with the file itself (absent, no YAML, a key twice).
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        loader = ConfigLoader(text)
+        loader = ConfigLoader(read_text(os.path.expanduser(path), _FILE_BYTES))
         root = loader.get_single_node()
-    except (OSError, UnicodeDecodeError) as error:
-        return [], [Violation((), f"--config must name a readable file: {path} ({error})")]
+    except InputError as error:
+        return [], [Violation((), f"--config must name a readable file: {error}")]
     except yaml.YAMLError as error:
         return [], [Violation((), f"--config {_yaml_fault(path, error)}")]
     if root is None:
@@ -137,7 +188,7 @@ class _YamlReader:
 
     @staticmethod
     def _is_null(node: yaml.Node) -> bool:
-        return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+        return isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:

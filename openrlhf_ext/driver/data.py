@@ -9,12 +9,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasets.exceptions import DatasetGenerationError
-from jinja2 import TemplateError
-
 from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.records import Wanted, record_fault
 from openrlhf_ext.driver.settings import required
+from openrlhf_ext.inputs import InputError, reading
 
 logger = logging.getLogger(__name__)
 
@@ -54,27 +53,28 @@ def load_prompts(
 
     Raises:
         OverlongPromptError: there are such prompts and ``overlong`` is 'error'.
-        ValueError: the records cannot be read, a prompt is empty or cannot be formed, or nothing is left.
+        InputError: the records cannot be read, one has no prompt or label, a prompt cannot be formed.
+        ValueError: nothing is left.
     """
     args = strategy.args
-    try:
+    with reading(paths, "as data"):
         records = blending_datasets(
             paths, probabilities, strategy, args.train.seed, max_count=args.data.max_samples, dataset_split=split
         )
         records = records.select(range(min(args.data.max_samples, len(records))))
-    except DatasetGenerationError as error:
-        raise ValueError(f"{paths} cannot be read: {error.__cause__ or error}") from error
-    try:
+    wanted = Wanted(args.data.input_key, args.data.label_key, args.data.apply_chat_template)
+    # of a folder or from the hub: files were looked at before Ray started
+    columns = [name for name in (wanted.prompt, wanted.label) if name in records.column_names]
+    for number, record in enumerate(records.select_columns(columns), start=1):
+        if (fault := record_fault(record, wanted)) is not None:
+            raise InputError(f"record {number} of {paths} {fault}; mend or remove it")
+    how = f"with data.input_key {wanted.prompt} and data.apply_chat_template {wanted.chat}"
+    with reading(f"the prompts of {paths}", how):
         dataset = PromptDataset(records, tokenizer, strategy, input_template=args.data.input_template)
-    except (TemplateError, ValueError) as error:
-        raise ValueError(
-            f"the prompts of {paths} cannot be formed with data.input_key {args.data.input_key} and "
-            f"data.apply_chat_template {args.data.apply_chat_template}: {type(error).__name__}: {error}"
-        ) from error
     if empty := [i for i, prompt in enumerate(dataset.prompts) if not prompt]:
-        raise ValueError(
-            f"{len(empty)} of {len(dataset.prompts)} records of {paths} have an empty prompt (data.input_key "
-            f"{args.data.input_key}), the first is record {empty[0] + 1}; remove them"
+        raise InputError(
+            f"{len(empty)} of {len(dataset.prompts)} prompts of {paths} are empty once they are formed, the first is "
+            f"that of record {empty[0] + 1}; remove them"
         )
     lengths = [len(ids) for ids in tokenizer(dataset.prompts, add_special_tokens=False)["input_ids"]]
     keep = [i for i, n in enumerate(lengths) if n <= max_prompt_tokens]

@@ -11,7 +11,8 @@ from openrlhf_ext.config.files import has_weights
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.sections.algo import CUSTOM
-from openrlhf_ext.megatron.model.shape import ModelError, read_model_shape, read_value_shape
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 
 
@@ -185,10 +186,12 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
         if folder is None or not os.path.isdir(folder):
             continue
         try:
-            check_model(folder, value_head)
-        except ModelError:
+            shape = read_model_shape(folder) if value_head is None else read_value_shape(folder, value_head)
+        except InputError:
             continue  # reported by the configuration's own rules
-        except ValueError as error:
+        try:
+            check_files(folder, shape)
+        except InputError as error:
             yield Violation((option,), f"{option}: {error}")
 
 
@@ -199,7 +202,7 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
         return
     try:
         guide, policy = (dataclasses.asdict(read_model_shape(folder)) for folder in folders)
-    except ModelError:
+    except InputError:
         return  # reported by other rules
     names = [name for name in guide if guide[name] != policy[name] and name != "max_positions"]
     if names:
@@ -212,21 +215,20 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def check_model(folder: str, value_head: str | None) -> None:
-    """The model is one that is built, and the files hold its tensors; a folder without weights is warned about only.
+def check_files(folder: str, shape: ModelShape) -> None:
+    """The files of a model hold its tensors; a folder without weights is warned about only.
 
     Args:
-        value_head: HF name of a critic's value head, which the files need not hold; None for a policy.
+        shape: of the model; the files need not hold a critic's value head.
 
     Raises:
-        ValueError: says what does not fit.
+        InputError: says what does not fit.
     """
     from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 
-    shape = read_model_shape(folder) if value_head is None else read_value_shape(folder, value_head)
     if has_weights(folder) and (problems := unaccounted_tensors(HFCheckpoint(folder), shape)):
-        raise ValueError(f"{folder}: {describe(problems)}")
+        raise InputError(f"{folder}: {describe(problems)}")
 
 
 def _require(violations: Iterable[Violation]) -> None:

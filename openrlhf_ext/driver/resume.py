@@ -24,6 +24,7 @@ from openrlhf_ext.driver.checkpoints import (
     saves_checkpoints,
 )
 from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted
 from openrlhf_ext.reporting import EventLog
 
@@ -96,7 +97,7 @@ def clean_up(config: RunConfig) -> None:
     store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
-    except OSError as error:
+    except (OSError, InputError) as error:
         logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
 
 

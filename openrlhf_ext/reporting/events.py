@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.reporting.lines import JsonLines
+from openrlhf_ext.reporting.lines import JsonLines, step_of
 
 EVENTS = {
     "start": "the command began: `options` (without secrets), those `set`, `versions`, `hardware`, `layout`, and "
@@ -73,7 +72,7 @@ class EventLog:
         """Moves aside the events of later steps, which will be made again."""
         self.step = step
         if self._lines is not None:
-            self._lines.keep(lambda r: r.get("event") in _OF_THE_RUN or r.get("step", math.inf) <= step)
+            self._lines.keep(lambda r: str(r.get("event")) in _OF_THE_RUN or step_of(r) <= step)
 
     def close(self) -> None:
         """Close the file."""

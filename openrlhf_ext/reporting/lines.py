@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from openrlhf_ext.inputs import InputError, check, decode, is_number, json_lines
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -22,10 +25,8 @@ class JsonLines:
 
     Args:
         path: the file; folders are made.
-        keep: which records of an existing file stay; the others are moved to ``<path>.superseded.<n>``.
-
-    Raises:
-        ValueError: a line of the existing file, other than an unfinished last one, is not a JSON object.
+        keep: which records of an existing file stay; the others are moved to ``<path>.superseded.<n>``, and with them
+            lines that are no JSON objects.
     """
 
     def __init__(self, path: str | Path, keep: Callable[[Record], bool]) -> None:
@@ -70,42 +71,48 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Record]]:
     """Line numbers, from 1, and objects; a last line that a dying run left unfinished is left out.
 
     Raises:
-        ValueError: a line other than the last is not a JSON object; names file and line.
+        InputError: a line other than the last is not a JSON object; names file and line.
     """
     for number, line in _complete_lines(Path(path)):
         yield number, _object(line, path, number)
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8", newline="\n", errors="strict") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                logger.warning("%s: the last line is unfinished and is left out", path)
-                return
-            yield number, line
+def step_of(record: Record) -> float:
+    """The step of a record; infinite, after all steps, where it has none."""
+    step: Any = record.get("step")
+    return step if is_number(step) else math.inf
 
 
-def _object(line: str, path: str | Path, number: int) -> Record:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}, line {number}: not a JSON object, but {type(record).__name__}")
-    return record
+def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    for number, line in json_lines(path):
+        if not line.endswith(b"\n"):
+            logger.warning("%s: the last line is unfinished and is left out", path)
+            return
+        yield number, line
+
+
+def _object(line: bytes, path: str | Path, number: int) -> Record:
+    where = f"{path}, line {number}"
+    return check(decode(line, where), where, {})
 
 
 def _set_aside(path: Path, keep: Callable[[Record], bool]) -> None:
-    kept: list[str] = []
-    superseded: list[str] = []
+    """What cannot be read is moved as well: it may be of anyone, and nothing that is kept depends on it."""
+    kept: list[bytes] = []
+    superseded: list[bytes] = []
     for number, line in _complete_lines(path):
-        (kept if keep(_object(line, path, number)) else superseded).append(line)
+        try:
+            is_kept = keep(_object(line, path, number))
+        except InputError as error:
+            logger.warning("%s; the line is moved aside", error)
+            is_kept = False
+        (kept if is_kept else superseded).append(line)
     if superseded:
         aside = _free_name(path)
-        aside.write_text("".join(superseded), encoding="utf-8")
+        aside.write_bytes(b"".join(superseded))
         logger.info("%s: %d records of an earlier run moved to %s", path, len(superseded), aside)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     os.replace(partial, path)
 
 

@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines
+from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, Kind, check, is_number, map_of, shown
+from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, step_of
 from openrlhf_ext.reporting.names import LABEL, NONFINITE, STEP, TIME
+
+_NONFINITE = Kind("nan, inf or -inf", lambda value: value in ("nan", "inf", "-inf"))
 
 
 class MetricsWriter:
@@ -36,7 +39,7 @@ class MetricsWriter:
     ) -> None:
         self._label = {LABEL: label} if label else {}
         self._now = now
-        self._lines = JsonLines(path, keep=lambda record: resume_step > 0 and record.get(STEP, math.inf) <= resume_step)
+        self._lines = JsonLines(path, keep=lambda record: resume_step > 0 and step_of(record) <= resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Record:
         """Write one record and flush it.
@@ -77,7 +80,7 @@ def read_metrics(path: str | Path) -> list[Record]:
         Records in file order, NaN and infinities restored.
 
     Raises:
-        ValueError: a line other than the last is not a JSON object; names file and line.
+        InputError: a line other than the last is not a JSON object of numbers; names file and line.
     """
     return [_restored(record, path, number) for number, record in read_lines(path)]
 
@@ -88,9 +91,13 @@ def _plain(record: Record) -> Record:
 
 
 def _restored(record: Record, path: str | Path, number: int) -> Record:
-    if STEP not in record:
-        raise ValueError(f"{path}, line {number}: not a metrics record (an object with {STEP!r})")
+    """The record with what is not finite; its values are numbers."""
+    where = f"{path}, line {number}"
+    check(record, where, {}, {NONFINITE: map_of(_NONFINITE)})
     record.update((name, float(text)) for name, text in record.pop(NONFINITE, {}).items())
+    check(record, where, {STEP: INTEGER}, {TIME: NUMBER, LABEL: TEXT})
+    if wrong := [n for n, value in record.items() if n != LABEL and not (is_number(value) or isinstance(value, float))]:
+        raise InputError(f"{where}: {wrong[0]} must be a number, got {shown(record[wrong[0]])}")
     return record
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.reporting.lines import JsonLines
+from openrlhf_ext.reporting.lines import JsonLines, step_of
 
 _PARTS_OF_A_RUN = 20
 _TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no more take 50 MB
@@ -30,7 +30,7 @@ class SampleWriter:
         groups: int, resume_step: int = 0,
     ) -> None:  # fmt: skip
         self._every = max(1, math.ceil(total_steps / _PARTS_OF_A_RUN)) if every is None else every
-        self._lines = JsonLines(path, keep=lambda record: record.get("step", math.inf) <= resume_step)
+        self._lines = JsonLines(path, keep=lambda record: step_of(record) <= resume_step)
         self._texts, self._groups = texts, groups
 
     def groups_due(self, step: int) -> int | None:

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 FAILED_KEY = "reward_failed"
 """In ``extra_logs``: 1 for a sample that could not be graded."""
 
+LARGEST = 1e15
+"""Of rewards, scores and logs: advantages are made of their squares and sums in fp32, which ends at 3.4e38."""
+
 # and keys that OpenRLHF 0.11.2's samples generator and experience maker write into the same dictionary
 RESERVED_LOG_KEYS = frozenset(
     {"group_reward_std", "kl", "logprobs_diff", "response_clip_ratio", "return", "reward", "score", FAILED_KEY}
@@ -99,7 +102,7 @@ def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
         seconds: time the function took.
 
     Raises:
-        InvalidAnswer: missing ``rewards``, wrong type or size, NaN or infinity, reserved or non-string log key.
+        InvalidAnswer: missing ``rewards``, wrong type or size, NaN, above 1e15, reserved or non-string log key.
     """
     if not isinstance(answer, Mapping):
         raise InvalidAnswer(
@@ -126,6 +129,8 @@ def finite_number(value: Any, name: str) -> float:
     number = _to_float(scalar, name)
     if not math.isfinite(number):
         raise InvalidAnswer(f"returned {name} = {number}; it must be finite")
+    if abs(number) > LARGEST:
+        raise InvalidAnswer(f"returned {name} = {number:g}; it must be at most {LARGEST:g}, whose square fp32 can hold")
     return number
 
 

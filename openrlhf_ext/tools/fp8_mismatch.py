@@ -8,11 +8,11 @@ Shape suffixes: T = tokens, K = input features, N = tokens of all completions.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from openrlhf_ext.fp8.emulation import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.fp8.tiles import BY_COLUMNS, LayerShape, Run, differing_tensors, engine_shards, trainer_shards
+from openrlhf_ext.inputs import INTEGER, TEXT, InputError, check, decode, json_lines, list_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,26 +81,21 @@ def read_completions(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int 
         ValueError: a line is wrong (named), or there is none.
     """
     found: list[Completion] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip() and (limit is None or len(found) < limit):
-            try:
-                found.append(_completion(json.loads(line), tokenizer))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: needs 'prompt' (a text) and 'token_ids' (a list of at least one token of "
-                    f"the model): {error!r}"
-                ) from error
+    for number, line in islice(json_lines(path), limit):
+        where = f"{path}, line {number}"
+        record = check(decode(line, where), where, {"prompt": TEXT, "token_ids": list_of(INTEGER)})
+        found.append(_completion(record, where, tokenizer))
     if not found:
         raise ValueError(f"{path} holds no completion")
     return found
 
 
-def _completion(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Completion:
+def _completion(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Completion:
     prompt_ids, response_ids = tokenizer(record["prompt"], add_special_tokens=False)["input_ids"], record["token_ids"]
     if not prompt_ids or not response_ids:
-        raise ValueError("no tokens")
-    if wrong := [i for i in response_ids if not isinstance(i, int) or not 0 <= i < len(tokenizer)]:
-        raise ValueError(f"{wrong[0]!r} is none of the tokenizer's {len(tokenizer)} tokens")
+        raise InputError(f"{where}: prompt and token_ids must have at least one token")
+    if wrong := [i for i in response_ids if not 0 <= i < len(tokenizer)]:
+        raise InputError(f"{where}: token_ids: {wrong[0]} is none of the tokenizer's {len(tokenizer)} tokens")
     return Completion(prompt_ids, response_ids)
 
 

@@ -147,3 +147,15 @@ def test_a_file_may_appear_late(tmp_path):
     (folder / "policy").rename(tmp_path / "on its way")
     Timer(0.3, (tmp_path / "on its way").rename, (folder / "policy",)).start()
     assert store.commit(Manifest(1, (entry,))) == tmp_path / "global_step1"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"step": "x", "metric": "m", "value": 1}', '{"step": 1, "metric": "m"}'])
+def test_a_best_json_that_cannot_be_used_is_named_and_stops_no_save(tmp_path, caplog, text):
+    store = CheckpointStore(tmp_path, keep=1)
+    (tmp_path / "best.json").write_text(text)
+    for step in (1, 2):
+        save(store, step)
+    assert f"{tmp_path}/best.json" in caplog.text and "is moved to" in caplog.text
+    assert names(store) == ["best.json.superseded.1", "global_step2"] and store.best() is None
+    store.mark_best(2, "m", 0.5)
+    assert store.best() == {"step": 2, "metric": "m", "value": 0.5}

@@ -107,6 +107,9 @@ def test_saved_completions_are_counted_as_by_hand(
       "--model must be a folder"]),
     (["--engine", "vllm", "--device", "cuda:1"], ["--device must be cpu or cuda with --engine vllm: got cuda:1"]),
     (["--data", "{aime}"], ["give either --benchmark", "--data needs --reward", "(--input_key, --label_key)"]),
+    (["--compare", "{aime}"], ["--compare: {aime}: not JSON (Extra data"]),
+    (["--compare", "{model}/config.json"],
+     ["--compare: {model}/config.json: needs accuracy, standard_error, prompts, samples_per_prompt, has "]),
     (["--completions", "{aime}.gone"], ["--completions: there is no file"]),
     (["--entropy", "--engine", "vllm", "--temperature", "0", "--short_tokens", "64"],
      ["--short_tokens must be below --max_new_tokens (64), where every completion is short: got 64",
@@ -114,22 +117,22 @@ def test_saved_completions_are_counted_as_by_hand(
       "--entropy needs --temperature above 0"]),
     (["--reference", "gone", "--temperature", "0"],
      ["--reference needs --temperature above 0", "--reference must be a folder with a Hugging Face checkpoint: gone"]),
-    (["--reference", "{aime.parent}"], ["the vocabulary of {aime.parent} cannot be read from its config.json"]),
+    (["--reference", "{aime.parent}"], ["{aime.parent}/config.json cannot be read: No such file"]),
     (["--completions", "{aime}", "--greedy", "--reference", "gone"],
      ["--greedy, --reference: --completions has texts without tokens; sample them with --model", "line 1: needs"]),
-    (["--completions", "{aime}"], ["{aime}, line 1: needs {{\"problem\": 0"]),
+    (["--completions", "{aime}"], ["{aime}, line 1: needs completions, has 'problem', 'answer'"]),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_at_once_before_a_model_is_loaded(
     model: Path, aime: Path, tmp_path: Path, more: list[str], complaints: list[str],
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: pytest.fail("goes on"))
-    given = [word.format(aime=aime) for word in more]
+    given = [word.format(aime=aime, model=model) for word in more]
     base = ["--benchmark", f"aime24={aime}", "--model", str(model), "--out", str(tmp_path / "out"), "--n", "4"]
     assert main([*base, *given]) == 2
     shown = capsys.readouterr().err
     for complaint in complaints:
-        assert complaint.format(aime=aime) in shown
+        assert complaint.format(aime=aime, model=model) in shown
     assert len(shown.splitlines()) == len(complaints) and not (tmp_path / "out").exists()
 
 

@@ -141,13 +141,13 @@ GOOD = completion(["a", "b"], 1, [0.1, 0.2])
 
 
 @pytest.mark.parametrize(("record", "complaint"), [
-    ("{", "line 3: not JSON: "),
-    ("[1]", "line 3: a completion must be a JSON object, got list"),
+    ("{", "line 3: not JSON ("),
+    ("[1]", "line 3: a completion must be a JSON object, got a list"),
     ({key: value for key, value in GOOD.items() if key != "reward"}, "line 3: missing reward"),
     ({**GOOD, "entropy": [1, 2]}, "line 3: unknown key 'entropy'; did you mean entropies?"),
     ({**GOOD, "logprobs": [-1]}, "line 3: logprobs has 1 entries, tokens has 2"),
     ({**GOOD, "logprobs": [-1, 0.5]}, "line 3: logprobs[1] must be a log-probability"),
-    ({**GOOD, "entropies": [0.1, float("nan")]}, "line 3: entropies[1] must be an entropy in nats"),
+    ({**GOOD, "entropies": [0.1, float("nan")]}, "line 3: not JSON that can be read: NaN is no number of JSON"),
     ({**GOOD, "entropies": [0.1, -0.1]}, "line 3: entropies[1] must be an entropy in nats"),
     ({**GOOD, "entropies": 0.1}, "line 3: entropies must be a list"),
     ({**GOOD, "token_ids": [1, True]}, "line 3: token_ids[1] must be an integer, got True"),

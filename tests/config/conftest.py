@@ -22,14 +22,26 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": 3, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": True,
+        }
+    ],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+}  # fmt: skip
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, a dataset, a reward function and ``run.yaml``; it is the current directory."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
-    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+    for name in ("model.safetensors", "chat_template.jinja"):
         (tmp_path / "model" / name).touch()
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(TOKENIZER))
     records = [{"question": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "reward.py").write_text(

@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 
 from openrlhf_ext.config.file_rules import checkpoint_bytes
 from openrlhf_ext.config.files import (
-    InputError,
-    count_records,
-    first_record,
     parameter_count,
     require_definition,
 )
+from openrlhf_ext.config.records import Wanted, scan_records
+from openrlhf_ext.inputs import InputError
 
 
 def test_the_model_must_be_there(problems):
@@ -43,8 +42,15 @@ def test_a_hub_name_skips_the_rules_about_the_model_with_a_warning(load):
     ("change", "complaint"),
     [
         ({"model_type": "mixtral"}, "model_type must be one of llama, qwen2, qwen3, got 'mixtral'"),
-        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer, got None"),
-        ({"num_attention_heads": "8"}, "num_attention_heads must be a positive integer, got '8'"),
+        ({"num_hidden_layers": None}, "needs num_hidden_layers, has "),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024, got 1000000000"),
+        ({"rope_parameters": [1]}, "rope_parameters must be a map, or null, got [1]"),
+        ({"rope_scaling": {"rope_type": 7}}, "rotary settings: rope_type must be a text, or null, got 7"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3 rotary scaling needs a factor"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, got 'small'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 8 and 3"),
+        ({"model_type": ["qwen2"]}, "model_type must be a text, got ['qwen2']"),
+        ({"num_attention_heads": "8"}, "num_attention_heads must be an integer from 1 to 4096, got '8'"),
     ],
 )
 def test_the_model_must_be_of_a_supported_kind(run_dir: Path, problems, change, complaint):
@@ -59,7 +65,7 @@ def test_a_model_without_config_or_weights(run_dir: Path, problems, load):
     (run_dir / "model/model.safetensors").unlink()
     assert "no *.safetensors" in load().warnings[0]
     (run_dir / "model/config.json").write_text("{")
-    assert "cannot be read" in problems()[0]
+    assert "config.json: not JSON (Expecting property name" in problems()[0]
     (run_dir / "model/config.json").unlink()
     assert "cannot be read" in problems()[0]
 
@@ -86,47 +92,133 @@ def test_every_record_of_a_jsonl_file_is_looked_at(run_dir: Path, problems):
     good = path.read_text()
     path.write_text(good + '\n{"answer": "1"}\n{"question": null}\n{"question": "1+\n[1]\n')
     (message,) = problems()
-    assert "line 42 has no 'question', line 43 has an empty 'question', line 44 is no JSON" in message
+    assert "line 42 has no 'question', line 43 has an empty 'question', line 44 cannot be read: " in message
     assert "line 45 holds a list" in message and "mend or remove" in message
-    path.write_text(good + "{}\n" * 6)
+    path.write_text(good + "{}\n" * 7)
     assert "line 45 has no 'question', ...; mend" in problems()[0]
     path.write_text(good + "\n\n")
     assert problems() == []
 
 
+FORMS = ["a.jsonl", "lines.json", "array.json", "a.csv", "a.parquet", "a.arrow"]
+
+
+def write_records(path: Path, records: list[dict]) -> str:
+    """The records in the form that the file's name says."""
+    import pandas
+    import pyarrow
+
+    frame = pandas.DataFrame(records)
+    if path.name == "array.json":
+        path.write_text(f"\n {json.dumps(records, indent=1)}\n")
+    elif path.suffix in (".jsonl", ".json"):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    elif path.suffix == ".parquet":
+        frame.to_parquet(path, index=False)
+    else:
+        table = pyarrow.Table.from_pandas(frame, preserve_index=False)
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_record_of_every_form_is_looked_at(tmp_path: Path, name):
+    wanted = Wanted("q", "a")
+    records = [{"q": f"{i}+1=", "a": str(i), "b": i} for i in range(3000)]
+    scan = scan_records(write_records(tmp_path / name, records), wanted)
+    assert (scan.records, scan.keys, scan.faults) == (3000, ("q", "a", "b"), [])
+    records[2500]["a"] = None
+    records[2700]["q"] = ""
+    place = "line" if name in ("a.jsonl", "lines.json") else "record"
+    faults = scan_records(write_records(tmp_path / name, records), wanted).faults
+    assert faults == [f"{place} 2501 has an empty 'a'", f"{place} 2701 has an empty 'q'"]
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "1+1"}], 7, {"a": "1"}, True])
+def test_a_prompt_that_is_no_text_is_named_whatever_its_number(run_dir: Path, problems, prompt):
+    with (run_dir / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"question": prompt, "answer": "2"}) + "\n")
+    (message,) = problems()
+    assert "train.jsonl" in message and "line 41 has a " in message and "which must be a text" in message
+    (message,) = problems("--data.apply_chat_template")
+    assert "line 41 has a " in message
+
+
+def test_messages_have_roles_and_contents(run_dir: Path, problems):
+    good = {"question": [{"role": "user", "content": "1+1"}], "answer": "2"}
+    bad = {"question": [{"role": "user", "text": "1+1"}], "answer": "2"}
+    (run_dir / "train.jsonl").write_text((json.dumps(good) + "\n") * 8 + json.dumps(bad))
+    assert "line 9 has a list under 'question', which must be a list of messages" in problems(
+        "--data.apply_chat_template"
+    )[0]
+
+
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("record", "fault"),
     [
-        ("a.jsonl", '{"q": "1", "a": "2"}\n{"other": 3}\n'),
-        ("a.json", '\n[ {"q": "1", "a": "2"}, {"other": 3}]'),
-        ("lines.json", '{"q": "1", "a": "2"}\n{"q": "1", "a": "2"}\n'),
-        ("a.csv", "q,a\n1,2\n"),
+        ({"question": "1+1"}, "has no 'answer'"),
+        ({"question": "1+1", "answer": None}, "has an empty 'answer'"),
+        ({"question": "1+1", "answer": 2}, "has a number under 'answer', where earlier records have a text"),
+        ({"question": "1+1", "answer": "2", "n": 10**30}, "has a number under 'n' that 64 bits do not hold"),
     ],
 )
-def test_the_first_record_of_each_form(tmp_path: Path, name, text):
-    (tmp_path / name).write_text(text)
-    assert first_record(str(tmp_path / name)) == {"q": "1", "a": "2"}
+def test_labels_and_types_of_all_records(run_dir: Path, problems, record, fault):
+    with (run_dir / "train.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    (message,) = problems()
+    assert f"line 41 {fault}" in message
 
 
-def test_a_first_record_larger_than_the_head_of_the_file(tmp_path: Path):
-    record = {"q": "x" * (3 << 20)}
-    (tmp_path / "a.json").write_text(json.dumps([record]))
-    assert first_record(str(tmp_path / "a.json")) == record
+def test_what_makes_csv_rows_longer_than_the_first_line(run_dir: Path, problems):
+    rows = ["question,answer", *(f"{i}+1=,{i + 1}" for i in range(40))]
+    words = ["--data.prompt_dataset", "train.csv"]
+    (run_dir / "train.csv").write_text("\n".join(rows))
+    assert problems(*words) == []
+    (run_dir / "train.csv").write_text("\n".join([*rows, "1, and 2,3"]))
+    for key in ([], ["--data.input_key", "prompt"]):
+        assert any("line 42, saw 3" in message for message in problems(*words, *key))
+    (run_dir / "train.csv").write_text("\n".join([rows[0], *("1, and 2,3" for _ in range(40))]))
+    assert "put texts with commas in quotes" in problems(*words)[0]
+    (run_dir / "train.csv").write_text("\n".join([*rows, "Who?,None"]))
+    assert "record 41 has an empty 'answer'" in problems(*words)[0]
+
+
+def test_a_record_of_an_array_may_be_larger_than_what_is_read_at_a_time(tmp_path: Path):
+    records = [{"q": "x" * (3 << 20)}, {"q": "]"}]
+    assert scan_records(write_records(tmp_path / "array.json", records), Wanted("q")).records == 2
+
+
+def test_new_keys_come_within_the_first_ten_mebibytes(tmp_path: Path):
+    records = [{"q": "x" * (6 << 20)}, {"q": "x" * (6 << 20), "b": 1}, {"q": "1", "c": 1}]
+    (fault,) = scan_records(write_records(tmp_path / "a.jsonl", records), Wanted("q")).faults
+    assert "line 3 has the key 'c', which no record of the first 10 MiB has" in fault
 
 
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
-    [("a.jsonl", "", "empty"), ("a.csv", "q,a\n", "empty"), ("a.json", "[", "Expecting"), ("a.jsonl", "[1]\n", "int")],
+    [
+        ("a.jsonl", "", "it is empty"),
+        ("a.csv", "q,a\n", "it is empty"),
+        ("a.csv", "", "No columns to parse"),
+        ("a.json", "[", "record 1: not JSON"),
+        ("a.json", "[]", "it is empty"),
+        ("a.json", '[{"q": "1"}, {"q"', "record 2: not JSON"),
+        ("a.json", '[{"q": "1"} {"q": "2"}]', "record 1: not JSON .Extra data"),
+        ("a.json", '[{"q": "1"}] 3', "follows the end of the array"),
+        ("a.json", '[{"q": "1"},]', "record 2: not JSON"),
+        ("a.jsonl", "[1]\n", "must be a mapping, got a number"),
+        ("a.parquet", "PAR1", "cannot be read as parquet"),
+        ("a.arrow", "ARROW1", "cannot be read as Arrow"),
+    ],
 )
-def test_files_without_a_first_record(tmp_path: Path, name, text, complaint):
+def test_files_that_cannot_be_read_on(tmp_path: Path, name, text, complaint):
     (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=complaint):
-        first_record(str(tmp_path / name))
-
-
-def test_binary_forms_are_not_opened(tmp_path: Path):
-    assert first_record(str(tmp_path / "a.parquet")) is None
-    assert count_records(str(tmp_path / "a.parquet"), 3) is None
+    with pytest.raises(InputError, match=complaint) as caught:
+        scan_records(str(tmp_path / name), Wanted("q"))
+    assert str(tmp_path / name) in str(caught.value)
 
 
 def test_keys_must_be_in_the_first_record_and_those_present_are_listed(problems):
@@ -187,7 +279,7 @@ def test_a_data_file_has_one_split(run_dir: Path, problems):
     ("source", "complaint"),
     [
         ("def reward(q): ...\n", "must define reward_func at top level; it defines reward"),
-        ("def broken(:\n", "is not valid Python"),
+        ("def broken(:\n", "cannot be read as Python: SyntaxError"),
         ("class A:\n    def reward_func(self): ...\n", "must define reward_func"),
         ("def reward_func(q): ...\n", None),
         ("async def reward_func(q): ...\n", None),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, load_config
 from tests.patience import PATIENCE_S
 
@@ -315,3 +316,59 @@ def test_a_check_is_fast_and_imports_nothing_heavy(run_dir: Path):
     imported, seconds = out.stdout.splitlines()
     assert imported == "[]"
     assert float(seconds) < 5  # about 0.4 s
+
+
+BOMB = "x: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"y{i}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
+    for i, (old, new) in enumerate(zip("abcdefgh", "bcdefghi", strict=True))
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("train.seed: !!int abc\n", "run.yaml:1 is not valid YAML: 'abc' is no int of a configuration (column 13)"),
+        ("train.seed: !!bool [1]\n", "the tag bool is not known here"),
+        ("a: !!python/object/apply:os.getcwd []\n", "the tag python/object/apply:os.getcwd is not known here"),
+        ("a: !!timestamp 2020-01-01\n", "'2020-01-01' is no timestamp of a configuration"),
+        ("train: &a\n  seed: *a\n", "run.yaml:2 is not valid YAML: the alias *a has no anchor that ends before"),
+        ("a: " + "[" * 2000 + "\n", "nested deeper than 20 levels"),
+        (BOMB, "more than 20000 values, aliases included"),
+        ("? [1]\n: 2\n", "a name must be a text"),
+        ('a: "\\ud800"\n', "is no str of a configuration"),
+        ("x" * (1 << 21), "is too large: it must have at most 1048576 bytes"),
+        (b"a: \xff\n", "is not UTF-8 text"),
+    ],
+)
+def test_yaml_that_would_take_a_reader_apart_is_refused_with_its_line(run_dir: Path, text, complaint, capsys):
+    (run_dir / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["--config", "run.yaml", "--dry_run"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_anchors_that_mean_no_harm_are_read(run_dir: Path):
+    text = (run_dir / "run.yaml").read_text()
+    (run_dir / "run.yaml").write_text(text + "actor.adam: {betas: &b [0.9, 0.99]}\ncritic.adam: {betas: *b}\n")
+    assert load_config(["--config", "run.yaml"]).critic.adam.betas == (0.9, 0.99)
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 300, "loop/x"])
+@pytest.mark.parametrize(
+    "option", ["data.prompt_dataset", "actor.model_name_or_path", "ckpt.path", "logger.figure_path", "eval.dataset"]
+)
+def test_a_path_that_the_system_cannot_look_up_is_said_with_its_option(run_dir: Path, problems, option, name):
+    (run_dir / "loop").symlink_to("loop")
+    (message,) = problems(f"--{option}", name)
+    assert message.startswith(f"{option} must not be or hold a path that cannot be looked up (")
+    assert any("must name a readable file" in m for m in problems("--config", name))
+
+
+@pytest.mark.parametrize("value", [10**25, 2**31])
+@pytest.mark.parametrize("option", ["train.micro_batch_size", "weight_sync.bucket_mib", "data.max_len", "train.seed"])
+def test_integers_are_bounded(problems, option, value):
+    (message,) = problems(f"--{option}", str(value))
+    assert message.startswith(f"{option}: expected integer") and str(value) in message
+
+
+def test_the_largest_integer_is_said(problems):
+    assert problems("--data.max_samples", "9999999999")[0].endswith("; the largest integer is 2147483647")

@@ -17,7 +17,7 @@ from openrlhf_ext.config import format_config, placement_table
 from openrlhf_ext.config.model_rules import _divisible, _heads_divisible
 from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
-from tests.config.conftest import MODEL
+from tests.config.conftest import MODEL, TOKENIZER
 
 sizes = st.integers(1, 12)
 
@@ -62,8 +62,6 @@ def test_an_engine_may_replicate_key_value_heads_but_not_split_them_unevenly(sha
 
 MIXED = ("--algo.advantage.estimator", "mixed_policy_dapo")
 GUIDE = (*MIXED, "--guide.model_name_or_path", "guide")
-TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
-             "added_tokens": [{"id": 3, "content": "<end>"}]}  # fmt: skip
 
 
 def write_model(folder: Path, tokenizer: dict[str, Any] = TOKENIZER, **changes: Any) -> None:
@@ -136,6 +134,13 @@ def renamed(tokenizer: dict[str, Any], **model: Any) -> dict[str, Any]:
     return {**tokenizer, "model": {**tokenizer["model"], **model}}
 
 
+def test_a_tokenizer_that_cannot_be_read_is_said_with_its_file(problems, run_dir):
+    (run_dir / "guide/tokenizer.json").write_text(json.dumps({"model": None}))
+    found = problems(*GUIDE)
+    assert all("guide/tokenizer.json" in message for message in found)
+    assert "cannot be read as a tokenizer" in found[0] and "model must be a map, got null" in found[1]
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "difference"),
     [
@@ -143,7 +148,6 @@ def renamed(tokenizer: dict[str, Any], **model: Any) -> dict[str, Any]:
         (renamed(TOKENIZER, merges=[]), "the same tokens and other merges"),
         (renamed(TOKENIZER, vocab={"a": 1, "b": 0, "ab": 2}), "2 token ids mean different tokens, id 0 is 'b' and 'a'"),
         ({**TOKENIZER, "added_tokens": []}, "1 token ids mean different tokens, id 3 is None and '<end>'"),
-        ({"model": None}, "one of them cannot be read"),
     ],
 )
 def test_a_token_is_the_same_to_both(problems, run_dir, tokenizer, difference):
@@ -172,7 +176,7 @@ def test_tokenizers_in_other_files(problems, run_dir):
     ("changes", "words", "wanted"),
     [
         ({"vocab_size": 104}, (), "got 104 and 101; use a guide of the policy's family, or resize"),
-        ({"num_attention_heads": 9, "num_key_value_heads": 3}, ("--megatron.tensor_parallel_size", "2"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 32}, ("--megatron.tensor_parallel_size", "2"),
          "the model of guide.model_name_or_path has 9"),
         ({"max_position_embeddings": 128}, (), "data.max_len must not exceed the model's max_position_embeddings"),
     ],

@@ -453,9 +453,9 @@ def test_the_critics_model(problems, run_dir):
     assert "must know the tokens of the policy: its vocabulary has 50" in with_model(vocab_size=50)[0]
     assert (
         "must divide the model's attention heads: got 2, the model of critic.model_name_or_path has 5"
-        in with_model(num_attention_heads=5)[0]
+        in with_model(num_attention_heads=5, num_key_value_heads=5, head_dim=32)[0]
     )
-    (message,) = with_model(num_attention_heads=6, num_key_value_heads=3, intermediate_size=516)
+    (message,) = with_model(num_attention_heads=6, num_key_value_heads=3, head_dim=32, intermediate_size=516)
     assert "must divide the model's key-value heads (query groups) or be a multiple of them: got 2" in message
     assert with_model(num_key_value_heads=1) == []
     assert "256 > 64 tokens" in with_model(max_position_embeddings=64)[0]

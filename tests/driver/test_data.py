@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from openrlhf_ext.driver.data import OverlongPromptError, load_prompts
+from openrlhf_ext.inputs import InputError
 from tests.models import make_tiny_policy
 
 
@@ -55,13 +56,27 @@ def test_nothing_left_is_an_error(load):
         load("skip", limit=2)
 
 
-def test_records_that_are_no_prompts_are_said_so(load):
-    with pytest.raises(ValueError, match=r"1 of 2 records of .*holes.jsonl have an empty prompt.* is record 2"):
-        load("skip", file="holes.jsonl", text='{"q": "a", "a": "1"}\n{"q": null, "a": "1"}\n')
-    with pytest.raises(ValueError, match=r"broken.jsonl cannot be read: "):
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"q": None, "a": "1"}, "has an empty 'q'"),
+        ({"q": "b", "a": None}, "has an empty 'a'"),
+        ({"q": [{"role": "user", "content": "b"}], "a": "1"}, "has a list under 'q', which must be a text"),
+    ],
+)
+def test_records_that_are_no_prompts_are_said_so(load, record, fault):
+    """Of a folder or from the hub; files are looked at before anything starts."""
+    good = {"q": "a" if not isinstance(record["q"], list) else None, "a": "1"}
+    text = json.dumps(good) + "\n" + json.dumps(record) + "\n"
+    with pytest.raises(InputError, match=rf"record [12] of .*holes.jsonl (has an empty 'q'|{fault})"):
+        load("skip", file="holes.jsonl", text=text)
+
+
+def test_a_file_that_cannot_be_read_is_named(load):
+    with pytest.raises(InputError, match=r"broken.jsonl cannot be read"):
         load("skip", file="broken.jsonl", text='{"q": "a", "a": "1"}\n{"q": "b\n')
 
 
 def test_a_prompt_that_the_chat_template_cannot_form_names_the_options(load):
-    with pytest.raises(ValueError, match=r"data.input_key q and data.apply_chat_template True: "):
+    with pytest.raises(InputError, match=r"data.input_key q and data.apply_chat_template True: "):
         load("skip", chat=True)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.driver import job
-from openrlhf_ext.driver.preflight import check_model, check_reward, findings
+from openrlhf_ext.driver.preflight import check_files, check_reward, findings
 from openrlhf_ext.driver.settings import build_algorithm
+from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 from tests.e2e.estimators import OWN_METHOD
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_policy
@@ -227,13 +228,13 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
 
 def test_a_critics_checkpoint_may_hold_a_value_head_and_a_policys_may_not(tmp_path):
     make_tiny_policy(tmp_path)
-    check_model(str(tmp_path), None)
-    check_model(str(tmp_path), "score")
+    check_files(str(tmp_path), read_model_shape(tmp_path))
+    check_files(str(tmp_path), read_value_shape(tmp_path, "score"))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"score.weight": torch.zeros(1, 128)}, tmp_path / "model.safetensors")
-    check_model(str(tmp_path), "score")
+    check_files(str(tmp_path), read_value_shape(tmp_path, "score"))
     with pytest.raises(ValueError, match=r"no rule uses: \['score.weight'\]"):
-        check_model(str(tmp_path), None)
+        check_files(str(tmp_path), read_model_shape(tmp_path))
 
 
 def test_a_downloaded_model_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from openrlhf_ext.megatron.families import ModelError, family_of
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.model.family import LAYER, Family
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from tests.launch import launch
@@ -92,7 +93,7 @@ def test_what_a_family_refuses_is_refused_with_its_reason(installed, checkpoint,
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelError, match=reason):
+        with pytest.raises(InputError, match=reason):
             read_model_shape(tmp_path)
 
 
@@ -109,7 +110,7 @@ def test_entries_of_config_json_may_have_other_names_or_be_left_out(installed, t
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(installed):
-    with pytest.raises(ModelError, match="must be one of llama, phi3, qwen2, qwen3, got 'mixtral'"):
+    with pytest.raises(InputError, match="must be one of llama, phi3, qwen2, qwen3, got 'mixtral'"):
         family_of("mixtral")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from tests.models import save_tensors
 
@@ -101,3 +103,32 @@ def test_the_sizes_of_all_files_are_returned(source, tmp_path):
         sizes = save_tensors(OLD, source, tmp_path / "out", SHARDS[4])
         assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
         assert "model-00004-of-00004.safetensors" in sizes and "config.json" in sizes
+
+
+@pytest.mark.parametrize("name", ["../taken", "/tmp/taken", "a/b", "..", "", "x" * 300])
+def test_a_journal_that_names_files_elsewhere_is_refused(source, tmp_path, name):
+    target = tmp_path / "out"
+    save_tensors(OLD, source, target)
+    (target / ".complete").mkdir()
+    (target / ".complete/taken").write_text("x")
+    (target / ".complete/files.json").write_text(json.dumps({"taken": 1, name: 1}))
+    with pytest.raises(InputError, match="files.json: .* must be the name of a file in the same folder.*; remove "):
+        finish_interrupted(target)
+    assert same(weights(target), OLD) and {p.name for p in tmp_path.iterdir()} == {"source", "out"}
+
+
+@pytest.mark.parametrize(
+    ("index", "complaint"),
+    [
+        ([1], "must be a JSON object, got a list"),
+        ({"weight_map": ["layer0"]}, "weight_map must be a map, each value the name of a file in the same folder"),
+        ({"weight_map": {"layer0": "/etc/passwd"}}, "weight_map must be a map, each value the name of a file"),
+        ({"weight_map": {"layer0": "../source/a"}}, "weight_map must be a map, each value the name of a file"),
+        ({}, "needs weight_map, has no keys"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(source, tmp_path, index, complaint):
+    save_tensors(OLD, source, tmp_path / "out", SHARDS[4])
+    (tmp_path / "out/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=f"model.safetensors.index.json: {complaint}"):
+        HFCheckpoint(tmp_path / "out")

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFCheckpointError, HFRows, save_hf
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows, save_hf
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES
-from openrlhf_ext.megatron.model.shape import ModelError, ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,
     Rule,
@@ -208,7 +209,7 @@ def test_what_does_not_fit_is_listed_by_name(models, tmp_path):
         "lm_head.weight: (5,), config.json says (61, 64)", "F32/BF16/F16: ['model.embed_tokens.weight: F8_E4M3']",
     ):  # fmt: skip
         assert part in listed, listed
-    assert cut.startswith("HFCheckpointError") and "model.safetensors cannot be read as safetensors" in cut
+    assert cut.startswith("InputError") and "model.safetensors cannot be read as safetensors" in cut
 
 
 def test_an_index_that_does_not_match_its_files_is_refused(models, tmp_path):
@@ -218,12 +219,12 @@ def test_an_index_that_does_not_match_its_files_is_refused(models, tmp_path):
     index = json.loads(index_path.read_text())
     file = index["weight_map"].pop("model.norm.weight")
     index_path.write_text(json.dumps(index))
-    with pytest.raises(HFCheckpointError, match=rf"{file}.*not listed \['model.norm.weight'\]"):
+    with pytest.raises(InputError, match=rf"{file}.*not listed \['model.norm.weight'\]"):
         HFCheckpoint(target)
     (target / file).unlink()
-    with pytest.raises(HFCheckpointError, match=f"names {file}, which is not there"):
+    with pytest.raises(InputError, match=f"names {file}, which is not there"):
         HFCheckpoint(target)
-    with pytest.raises(HFCheckpointError, match="neither model.safetensors nor"):
+    with pytest.raises(InputError, match="neither model.safetensors nor"):
         HFCheckpoint(tmp_path)
 
 
@@ -320,7 +321,7 @@ def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ]:
         (tmp_path / "m/config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelError, match=reason):
+        with pytest.raises(InputError, match=reason):
             read_model_shape(tmp_path / "m")
 
 

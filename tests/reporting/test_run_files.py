@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import EventLog, SampleWriter, chosen_groups
-from openrlhf_ext.reporting.lines import JsonLines, read_lines
+from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.patience import PATIENCE_S
 
@@ -111,12 +112,24 @@ for _ in range(2):
     assert path.read_text() == '{"a": 1}\n'
 
 
-def test_a_broken_line_inside_a_file_is_named(tmp_path):
+@pytest.mark.parametrize("broken", [b"[1]", b"{", b"\xff", b"[" * 5000, b'{"step": "x"}', b'{"event": []}'])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_broken_line_is_named_and_moved_aside_by_the_next_run(tmp_path, caplog, broken, goes_on):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "start", "step": 0}\n' + broken + b'\n{"event": "profile", "step": 2}\n')
+    with EventLog(path, goes_on=goes_on) as log:
+        log.repeat_from(2)
+        log.note("end", path="x")
+    kept = ["start", "profile", "end"] if goes_on else ["end"]
+    assert [record["event"] for record in records(path)] == kept
+    aside = b"".join(file.read_bytes() for file in sorted(tmp_path.glob("events.jsonl.superseded.*")))
+    assert broken in aside, "nothing is lost"
+
+
+def test_readers_name_the_broken_line(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"step": 1}\n[1]\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"events.jsonl, line 2: not a JSON object, but list"):
-        JsonLines(path, keep=lambda _: True)
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(InputError, match=r"events.jsonl, line 2: must be a JSON object, got a list"):
         list(read_lines(path))
 
 

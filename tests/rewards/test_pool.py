@@ -184,6 +184,7 @@ def test_sys_exit_is_a_failure_of_the_sample(pool: RewardPool) -> None:
     ("{'reward': 1.0}", r"keys are \['reward'\]"),
     ("{'rewards': None}", "rewards = 'None'"),
     ("{'rewards': float('nan')}", "rewards = nan; it must be finite"),
+    ("{'rewards': 1e300}", "rewards = 1e.300; it must be at most 1e.15"),
     ("{'rewards': 1, 'scores': float('inf')}", "scores = inf"),
     ("{'rewards': [0.1, 0.2]}", "one real number"),
     ("{'rewards': __import__('numpy').zeros((2, 3))}", r"shape \(2, 3\)"),

@@ -169,10 +169,10 @@ def test_completions_of_a_file(policy, tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "line 1: needs 'prompt'"),
-        ('{"prompt": "a"}', "KeyError.*token_ids"),
-        ('{"prompt": "a", "token_ids": []}', "no tokens"),
-        ('{"prompt": "", "token_ids": [1]}', "no tokens"),
+        ("{", "line 1: not JSON"),
+        ('{"prompt": "a"}', "line 1: needs token_ids, has .prompt."),
+        ('{"prompt": "a", "token_ids": []}', "line 1: prompt and token_ids must have at least one token"),
+        ('{"prompt": "", "token_ids": [1]}', "line 1: prompt and token_ids must have at least one token"),
         ('{"prompt": "a", "token_ids": [100000]}', "100000 is none of the tokenizer's"),
         ("\n", "holds no completion"),
     ],

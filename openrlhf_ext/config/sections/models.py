@@ -39,9 +39,9 @@ class Muon(Section):
 class Actor(Section):
     """The policy under training."""
 
-    num_nodes: Int = option(1, "nodes the policy runs on", ge=1)
+    num_nodes: Int = option(1, "nodes the policy runs on", ge=1, le=2**13)
     num_gpus_per_node: Int = option(
-        8, "policy ranks per node: one per GPU, or one per process when the policy runs on CPU", ge=1
+        8, "policy ranks per node: one per GPU, or one per process when the policy runs on CPU", ge=1, le=2**8
     )
     gradient_checkpointing_enable: bool = option(
         False, "recompute activations in the backward pass; the same as megatron.recompute full"
@@ -147,8 +147,8 @@ class CriticMegatron(Section):
 class Critic(Section):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
-    num_nodes: Int = option(1, "nodes of the critic", ge=1)
-    num_gpus_per_node: Int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1)
+    num_nodes: Int = option(1, "nodes of the critic", ge=1, le=2**13)
+    num_gpus_per_node: Int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1, le=2**8)
     megatron: CriticMegatron = CriticMegatron()
     value_clip: Float | None = option(
         0.5, "half-width of the interval around the old value in the value loss; null = no clipping", gt=0
@@ -185,9 +185,12 @@ class Ref(Section):
     """
 
     num_nodes: Int = option(
-        1, "nodes of a reference with ranks of its own; it has none unless this or ref.num_gpus_per_node is set", ge=1
+        1,
+        "nodes of a reference with ranks of its own; it has none unless this or ref.num_gpus_per_node is set",
+        ge=1,
+        le=2**13,
     )
-    num_gpus_per_node: Int = option(8, "ranks per node of a reference with ranks of its own", ge=1)
+    num_gpus_per_node: Int = option(8, "ranks per node of a reference with ranks of its own", ge=1, le=2**8)
     offload: bool = option(
         False, "keep the reference in the policy's host memory, which is the default without ranks of its own"
     )
@@ -207,14 +210,20 @@ class Guide(Section):
         path="input",
     )
     samples_per_prompt: Int = added(
-        1, "completions of each group that the guide's engines sample; the policy's engines sample the others", ge=1
+        1,
+        "completions of each group that the guide's engines sample; the policy's engines sample the others",
+        ge=1,
+        le=2**16,
     )
-    num_engines: Int = added(1, "vLLM engines of the guide; their weights never change", ge=1)
+    num_engines: Int = added(1, "vLLM engines of the guide; their weights never change", ge=1, le=2**13)
     num_nodes: Int = added(
-        1, "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set", ge=1
+        1,
+        "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set",
+        ge=1,
+        le=2**13,
     )
     num_gpus_per_node: Int = added(
-        8, "ranks per node of a guide with ranks of its own, which are laid out as the policy's", ge=1
+        8, "ranks per node of a guide with ranks of its own, which are laid out as the policy's", ge=1, le=2**8
     )
 
 
@@ -282,6 +291,7 @@ class Megatron(Section):
         "memory for the blocks of logits that the head works on (fused and two_pass), MiB on every rank; more makes "
         "larger products",
         ge=1,
+        le=2**20,
     )
     rope_fusion: bool = added(
         False,

@@ -16,7 +16,7 @@ _REWARD_MODEL: Reason = {
 class Vllm(Section):
     """The rollout engines."""
 
-    num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1)
+    num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1, le=2**13)
     tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option(
         "auto",
@@ -63,7 +63,7 @@ class Vllm(Section):
         ge=1,
         default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
     )
-    kv_cache_mib: Int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1)
+    kv_cache_mib: Int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1, le=2**20)
     start_timeout_s: Float = added(
         600, "longest wait for processes to be placed and for all engines to be ready, seconds", gt=0
     )
@@ -91,7 +91,9 @@ class Vllm(Section):
 class WeightSync(Section):
     """How the policy hands its weights to the engines after every step."""
 
-    bucket_mib: Int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1)
+    bucket_mib: Int = added(
+        512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1, le=2**20
+    )
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(
         None,
@@ -155,11 +157,12 @@ class Reward(Section):
         10, "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0
     )
     failure_value: Float = added(0.0, "reward of a response whose grading failed")
-    num_workers: Int = added(2, "grader processes per engine, for reward functions", ge=1)
+    num_workers: Int = added(2, "grader processes per engine, for reward functions", ge=1, le=2**8)
     memory_mib: Int = added(
         4096,
         "memory that a grader process may take for itself, MiB; a call of the reward function that asks for more fails",
         ge=64,
+        le=2**20,
     )
     environment: tuple[str, ...] = added(
         (),
@@ -197,7 +200,7 @@ class Rollout(Section):
         ge=1,
         default_text="rollout.batch_size",
     )
-    micro_batch_size: Int = option(1, "samples per forward pass and rank when log-probs are computed", ge=1)
+    micro_batch_size: Int = option(1, "samples per forward pass and rank when log-probs are computed", ge=1, le=2**16)
     max_new_tokens: Int | None = option(
         None, "longest response, tokens", ge=1, default_text="what data.max_len leaves after the prompt"
     )
@@ -205,7 +208,7 @@ class Rollout(Section):
         1.0, "nucleus of sampling; below 1 the engines sample from another distribution than is trained", gt=0, le=1
     )
     temperature: Float = option(1.0, "temperature of sampling; log-probs and entropies use the same one", gt=0)
-    n_samples_per_prompt: Int = option(1, "responses per prompt (size of a group)", ge=1)
+    n_samples_per_prompt: Int = option(1, "responses per prompt (size of a group)", ge=1, le=2**16)
     timeout_s: Float = added(1800, "longest wait for one batch of rollouts, seconds", gt=0)
     max_filter_batches: Int = added(
         10,

@@ -74,7 +74,7 @@ class Train(Section):
     num_episodes: Int = option(1, "passes over the prompts", ge=1)
     max_epochs: Int = option(1, "passes over each batch of rollouts", ge=1)
     micro_batch_size: Int = option(
-        1, "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1
+        1, "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1, le=2**16
     )
     batch_size: Int = option(
         128,
@@ -139,7 +139,7 @@ class Eval(Section):
     split: str = option("train", "split of eval.dataset")
     temperature: Float = option(0.6, "temperature of sampling in evaluation", ge=0)
     top_p: Float = added(1.0, "nucleus of sampling in evaluation; OpenRLHF's is rollout.top_p", gt=0, le=1)
-    n_samples_per_prompt: Int = option(4, "responses per prompt in evaluation (pass@n)", ge=1)
+    n_samples_per_prompt: Int = option(4, "responses per prompt in evaluation (pass@n)", ge=1, le=2**16)
 
     def cautions(self) -> Iterator[str]:
         if self.dataset is None:
@@ -303,7 +303,7 @@ class Data(Section):
     """Prompts."""
 
     disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
-    dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0)
+    dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
     max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
     prompt_dataset: str | None = option(

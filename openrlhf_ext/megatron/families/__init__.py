@@ -14,9 +14,10 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from openrlhf_ext.megatron.model.family import Family, ModelError
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.model.family import Family
 
-__all__ = ["ModelError", "family_of"]
+__all__ = ["family_of"]
 
 GROUP = "openrlhf_ext.families"
 
@@ -26,7 +27,7 @@ def family_of(model_type: str) -> Family:
     """The family of checkpoints whose ``config.json`` says ``model_type``.
 
     Raises:
-        ModelError: there is none.
+        InputError: there is none.
     """
     own = [module.name for module in pkgutil.iter_modules(__path__)]
     if model_type in own:
@@ -35,4 +36,4 @@ def family_of(model_type: str) -> Family:
     for entry in installed.select(name=model_type):
         return entry.load()
     known = ", ".join(sorted({*own, *installed.names}))
-    raise ModelError(f"model_type must be one of {known}, got {model_type!r}")
+    raise InputError(f"model_type must be one of {known}, got {model_type!r}")

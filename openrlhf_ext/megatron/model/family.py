@@ -14,10 +14,6 @@ from typing import Any, Literal
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 
 
-class ModelError(ValueError):
-    """A checkpoint that cannot be read, or that uses something which is not built."""
-
-
 @dataclass(frozen=True)
 class Rule:
     """One Megatron parameter and the HF tensors it is made of.
@@ -173,9 +169,11 @@ class Family:
         kind = rope_type(rope)
         if kind not in self.rope_types:
             yield f"rope_type must be one of {self.rope_types}, got {kind!r}"
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        if rope.get("partial_rotary_factor") not in (None, 1.0):
             yield f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}"
         if kind == "llama3":
+            if not rope.get("factor"):
+                yield "llama3 rotary scaling needs a factor"
             wrong = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope.get(k) is not None and float(rope[k]) != v}
             if wrong:
                 yield f"llama3 rotary scaling is built for {_LLAMA3_ROPE}, got {wrong}"

@@ -8,17 +8,17 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from openrlhf_ext.checkpoints.files import fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
+from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, reading, shown
 from openrlhf_ext.megatron.model.weight_map import HFTensor
 
 logger = logging.getLogger(__name__)
@@ -29,15 +29,11 @@ _SINGLE = "model.safetensors"
 _MAX_SHARD_BYTES = 5 << 30
 
 
-class HFCheckpointError(ValueError):
-    """The files of a checkpoint are absent, damaged, or do not belong together."""
-
-
 class HFCheckpoint:
     """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache.
 
     Raises (constructor and methods):
-        HFCheckpointError: a file is missing or damaged, or the index does not list what the files hold.
+        InputError: a file is missing or damaged, or the index does not list what the files hold.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,12 +54,12 @@ class HFCheckpoint:
     def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Entries [start, stop) of a tensor along ``axis`` (0 or 1); the whole tensor by default."""
         view = self._view(name)
-        with _naming(self._file_of[name]):
+        with reading(self._file_of[name], "as safetensors"):
             return view[start:stop] if axis == 0 else view[:, start:stop]
 
     def _view(self, name: str) -> Any:
         path = self._file_of[name]
-        with _naming(path):
+        with reading(path, "as safetensors"):
             return self._open(path).get_slice(name)
 
     def _open(self, path: Path) -> Any:
@@ -74,15 +70,13 @@ class HFCheckpoint:
     def _index(self) -> dict[str, Path]:
         if not (self.path / _INDEX).exists():
             return dict.fromkeys(self._keys(_SINGLE, f"neither {_SINGLE} nor {_INDEX} found"), self.path / _SINGLE)
-        try:
-            listed: dict[str, str] = json.loads((self.path / _INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise HFCheckpointError(f"{self.path / _INDEX} holds no weight_map: {error!r}") from error
+        index = read_json(self.path / _INDEX, {"weight_map": map_of(FILE_NAME)})
+        listed: dict[str, str] = index["weight_map"]
         for file in sorted(set(listed.values())):
             named = {name for name, where in listed.items() if where == file}
             held = self._keys(file, f"{_INDEX} names {file}, which is not there")
             if named != held:
-                raise HFCheckpointError(
+                raise InputError(
                     f"{self.path / file} does not hold what {_INDEX} says: missing {sorted(named - held)}, not listed "
                     f"{sorted(held - named)}"
                 )
@@ -90,17 +84,9 @@ class HFCheckpoint:
 
     def _keys(self, file: str, if_absent: str) -> set[str]:
         if not (self.path / file).exists():
-            raise HFCheckpointError(f"{self.path}: {if_absent}")
-        with _naming(self.path / file):
+            raise InputError(f"{self.path}: {if_absent}")
+        with reading(self.path / file, "as safetensors"):
             return set(self._open(self.path / file).keys())
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise HFCheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 # ---- writing a checkpoint directory -----------------------------------------------------------------------------
@@ -173,7 +159,7 @@ def save_hf(
             shutil.copy2(source / name, temporary / name)
     if config_changes:
         config = temporary / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | dict(config_changes), indent=2, sort_keys=True))
+        config.write_text(json.dumps(read_json(config) | dict(config_changes), indent=2, sort_keys=True))
     sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
     for name in sizes.keys() & {*_SIDE_FILES, _INDEX}:
         _fsync(temporary / name)
@@ -220,7 +206,12 @@ def _replace(target: Path) -> None:
     Every step can be repeated: what is in the complete folder still has to be moved, and ``config.json`` is moved last.
     """
     complete = _complete(target)
-    names = json.loads((complete / _FILES).read_text())
+    names = read_json(complete / _FILES)
+    if outside := [name for name in names if not FILE_NAME.holds(name)]:
+        raise InputError(
+            f"{complete / _FILES}: {shown(outside[0])} must be {FILE_NAME.words}: no program of this package wrote it; "
+            f"remove {complete}"
+        )
     fsync_folder(target)
     if (complete / "config.json").exists():
         (target / "config.json").unlink(missing_ok=True)

@@ -48,7 +48,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     Raises:
         WeightMapError: lists HF tensors that no rule uses, tensors or parameters that are missing, shapes that do not
             fit, dtypes that are no plain floating-point type.
-        HFCheckpointError: a file is missing or damaged.
+        InputError: a file is missing or damaged.
     """
     checkpoint = HFCheckpoint(path)
     new_head = new_value_head(shape, checkpoint)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.inputs import FLAG, MAP, NUMBER, TEXT, InputError, Kind, check, is_integer, or_null, read_json
 from openrlhf_ext.megatron.families import family_of
-from openrlhf_ext.megatron.model.family import Family, ModelError, rope_settings, rope_type
+from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
 
-__all__ = ["ModelShape", "ModelError", "read_model_shape", "read_value_shape"]
+__all__ = ["ModelShape", "read_model_shape", "read_value_shape"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_model_shape(model_path: str | Path) -> ModelShape:
     """Reads ``model_path/config.json`` (transformers 4 and 5 forms).
 
     Raises:
-        ModelError: there is no such file, a dimension is missing, or the model type, rotary scaling, activation or bias
+        InputError: there is no such file, a dimension is missing, or the model type, rotary scaling, activation or bias
             is none of those that are built.
     """
     return _shape(_config(model_path), model_path)
@@ -73,43 +73,68 @@ def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
         value_head: HF name of the value head; an entry ``value_head_prefix`` of ``config.json`` wins.
     """
     config = _config(model_path)
+    check(config, str(_config_path(model_path)), {}, {"value_head_prefix": TEXT})
     prefix = config.get("value_head_prefix", value_head)
     return replace(_shape(config, model_path), tied_embeddings=False, value_head=prefix)
 
 
+def _config_path(model_path: str | Path) -> Path:
+    return Path(model_path) / "config.json"
+
+
 def _config(model_path: str | Path) -> dict[str, Any]:
-    path = Path(model_path) / "config.json"
-    if not path.parent.is_dir():
-        raise ModelError(f"{model_path} does not exist (a hub name has the form org/name)")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} must hold a mapping, got {type(config).__name__}")
-    return config
+    if not Path(model_path).is_dir():
+        raise InputError(f"{model_path} does not exist (a hub name has the form org/name)")
+    return read_json(_config_path(model_path), {"model_type": TEXT})
 
 
-_DIMENSIONS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+def _up_to(most: int) -> Kind:
+    """A dimension; more than ten times that of the largest dense models is a slip, and memory is taken by it."""
+    return Kind(f"an integer from 1 to {most}", lambda value: is_integer(value) and 1 <= value <= most)
 
 
-def _dimension_problems(config: dict[str, Any]) -> Iterator[str]:
-    for key in (*_DIMENSIONS, *_MAY_BE_ABSENT):
-        value = config.get(key)
-        if (value or key in _DIMENSIONS) and (not isinstance(value, int) or value < 1):
-            yield f"{key} must be a positive integer, got {value!r}"
+_DIMENSIONS = {
+    "num_hidden_layers": _up_to(2**10),
+    "hidden_size": _up_to(2**18),
+    "intermediate_size": _up_to(2**20),
+    "num_attention_heads": _up_to(2**12),
+    "vocab_size": _up_to(2**22),
+}
+_REQUIRED = _DIMENSIONS | {"rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG}
+_OPTIONAL = {
+    "num_key_value_heads": or_null(_up_to(2**12)),
+    "head_dim": or_null(_up_to(2**12)),
+    "max_position_embeddings": or_null(_up_to(2**31)),
+    "rope_parameters": or_null(MAP),
+    "rope_scaling": or_null(MAP),
+}
+_ROPE = {key: or_null(TEXT) for key in ("rope_type", "type")} | {
+    key: or_null(NUMBER)
+    for key in (
+        "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+        "partial_rotary_factor",
+    )
+}  # fmt: skip
+
+
+def _head_problems(config: dict[str, Any]) -> Iterator[str]:
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
+    if groups and heads % groups:
+        yield f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {groups}"
+    if not config.get("head_dim") and config["hidden_size"] % heads:
+        yield f"hidden_size must be a multiple of num_attention_heads, got {config['hidden_size']} and {heads}"
 
 
 def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
-    path = Path(model_path) / "config.json"
+    path = _config_path(model_path)
     try:
-        family = family_of(own_config.get("model_type", ""))
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
-    config = family.usual(own_config)
-    if problems := [*_dimension_problems(config), *family.problems(config)]:
-        raise ModelError(f"{path}: " + "; ".join(problems))
+        family = family_of(own_config["model_type"])
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    config = check(family.usual(own_config), str(path), _REQUIRED, _OPTIONAL)
+    check(rope_settings(config), f"{path}, rotary settings", {}, _ROPE)
+    if problems := [*_head_problems(config), *family.problems(config)]:
+        raise InputError(f"{path}: " + "; ".join(problems))
     heads, rope = config["num_attention_heads"], rope_settings(config)
     return ModelShape(
         model_type=family.model_type,

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_ext.inputs import reading
 from openrlhf_ext.rewards.errors import FailurePolicy
 from openrlhf_ext.rewards.executor import open_grader
 from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
@@ -81,8 +82,9 @@ def evaluate(
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    room = max_prompt_tokens(AutoConfig.from_pretrained(model), sampling.max_new_tokens)
+    with reading(model, "by transformers"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        room = max_prompt_tokens(AutoConfig.from_pretrained(model), sampling.max_new_tokens)
     prepared = [_problems_that_fit(task, tokenizer, room) for task in tasks]
     size = max(1, sampling.batch_size // sampling.n_samples)
 
@@ -152,7 +154,8 @@ async def open_transformers(
     from transformers import AutoModelForCausalLM
 
     def load(path: str) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        with reading(path, "by transformers"):
+            return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
 
     model, measure = load(folder), None
     if entropy or reference is not None:

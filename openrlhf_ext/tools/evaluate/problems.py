@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_ext.config.records import Wanted, record_fault
+from openrlhf_ext.inputs import InputError, check, decode, json_lines
 from openrlhf_ext.rewards.answers import last_boxed
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ MATH_TEMPLATE = "{}\nPlease reason step by step, and put your final answer withi
 """The instruction of Qwen2.5-Math's evaluation; the answer of a completion is looked for in ``\\boxed{}`` first."""
 
 
-class NotThisFormat(ValueError):
+class NotThisFormat(InputError):
     """A value is not what the benchmark has there."""
 
 
@@ -95,21 +97,27 @@ class Task:
 
 
 def load_problems(
-    path: str | Path, input_key: str = "question", label_key: str = "answer", limit: int | None = None
-) -> list[Problem]:
+    path: str | Path, input_key: str = "question", label_key: str = "answer", limit: int | None = None,
+    chat: bool = False,
+) -> list[Problem]:  # fmt: skip
     """Read a user's JSONL file.
 
     Args:
         path: the file.
         input_key, label_key: where question and label stand.
         limit: number of problems from the start of the file; all if ``None``.
+        chat: a question may be a list of messages.
 
     Raises:
-        ValueError: lines are not JSON objects or lack a key, or the file holds no problem; names the first of them.
+        InputError: lines are not JSON objects, lack a key or have no such question, or the file holds no problem; names
+            the first of them.
     """
+    wanted = Wanted(input_key, label_key, chat)
 
-    def read(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    def read(row: dict[str, Any]) -> tuple[Any, Any]:
         _require_keys(row, (input_key, label_key), "--input_key, --label_key")
+        if (fault := record_fault(row, wanted)) is not None:
+            raise NotThisFormat(f"{fault} (--input_key, --label_key)")
         return row[input_key], row[label_key]
 
     return _load(path, read, limit)
@@ -127,14 +135,14 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
         Questions, and labels that are the bare final answers.
 
     Raises:
-        ValueError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
+        InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
     """
     if name not in BENCHMARKS:
-        raise ValueError(f"there is no benchmark {name!r}; known are {', '.join(BENCHMARKS)}. Other files: --data")
+        raise InputError(f"there is no benchmark {name!r}; known are {', '.join(BENCHMARKS)}. Other files: --data")
     try:
         return _load(path, BENCHMARKS[name], limit)
-    except ValueError as error:
-        raise ValueError(f"benchmark {name}: {error}") from error
+    except InputError as error:
+        raise InputError(f"benchmark {name}: {error}") from error
 
 
 def _gsm8k(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -160,7 +168,7 @@ def _aime(row: Mapping[str, Any]) -> tuple[str, str]:
     """Answers are whole numbers from 0 to 999, some with leading zeros, one of 2025 in degrees."""
     question = _question(row)
     text = _DEGREES.sub("", str(row["answer"]).strip())
-    if not text.isascii() or not text.isdigit() or int(text) > 999:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > 999:
         raise NotThisFormat(f"the answer must be a whole number from 0 to 999, got {row['answer']!r}")
     return question, str(int(text))
 
@@ -199,31 +207,20 @@ def _require_keys(row: Mapping[str, Any], keys: tuple[str, ...], options: str = 
         raise NotThisFormat(f"needs the keys {missing}, has {sorted(row)}" + (f" ({options})" if options else ""))
 
 
-def _load(path: str | Path, read: Callable[[Mapping[str, Any]], tuple[Any, Any]], limit: int | None) -> list[Problem]:
-    with Path(path).open(encoding="utf-8") as file:
-        try:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()][:limit]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text in UTF-8 ({error})") from error
+def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], limit: int | None) -> list[Problem]:
+    lines = list(islice(json_lines(path), limit))
     if not lines:
-        raise ValueError(f"{path} holds no problem")
+        raise InputError(f"{path} holds no problem")
     problems, faults = [], []
     for index, (number, line) in enumerate(lines):
+        where = f"{path}, line {number}"
         try:
-            problems.append(Problem(index, *read(_row(line))))
+            problems.append(Problem(index, *read(check(decode(line, where), where, {}))))
         except NotThisFormat as error:
-            faults.append(f"{path}, line {number}: {error}")
+            faults.append(f"{where}: {error}")
+        except InputError as error:
+            faults.append(str(error))
     if faults:
         more = f"; and {len(faults) - _SHOWN_FAULTS} lines more" if len(faults) > _SHOWN_FAULTS else ""
-        raise ValueError("; ".join(faults[:_SHOWN_FAULTS]) + more)
+        raise InputError("; ".join(faults[:_SHOWN_FAULTS]) + more)
     return problems
-
-
-def _row(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise NotThisFormat(f"not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise NotThisFormat(f"needs the keys of a JSON object, has {type(row).__name__}")
-    return row

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.files import tokenizer_difference, tokenizer_fault
+from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, list_of, map_with, or_null, read_json, reading
 from openrlhf_ext.tools.evaluate.grading import MATHS
 from openrlhf_ext.tools.evaluate.problems import MATH_TEMPLATE, PromptStyle, Task, load_benchmark, load_problems
 from openrlhf_ext.tools.evaluate.store import load_completions, store_fault, task_settings
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
+
+# what is read of an earlier result (--json)
+_RESULT = {
+    "accuracy": NUMBER, "standard_error": or_null(NUMBER), "prompts": INTEGER, "samples_per_prompt": INTEGER,
+}  # fmt: skip
+_SAMPLE_ANSWER = map_with({"prompt": TEXT, "completion": TEXT, "score": NUMBER})
 
 
 class Request:
@@ -57,8 +64,7 @@ class Request:
             yield f"--completions: there is no file {given.completions}"
         if given.min_gain is not None and given.compare is None:
             yield "--min_gain needs --compare"
-        if given.compare and not Path(given.compare).is_file():
-            yield f"--compare: there is no file {given.compare}"
+        yield from (f"--compare: {fault}" for fault in self._attempt(lambda: self.before))
         comparing = [name for name in ("compare", "expect_accuracy") if getattr(given, name) is not None]
         if comparing and len(given.benchmark) > 1:
             yield f"--{comparing[0]} is for one problem file: got {len(given.benchmark)} benchmarks"
@@ -90,8 +96,11 @@ class Request:
                 yield "--apply_chat_template with --completions needs --model, whose tokenizer has the template"
         elif not Path(given.model).is_dir():  # a name would be looked for on the hub, for a minute without a network
             yield f"--model must be a folder with a Hugging Face checkpoint: {given.model} is none"
-        elif (fault := tokenizer_fault(given.model, chat=given.apply_chat_template)) is not None:
-            yield f"--model: {given.model} {fault}"
+        else:
+            if (fault := tokenizer_fault(given.model, chat=given.apply_chat_template)) is not None:
+                yield f"--model: {given.model} {fault}"
+            if not given.completions:
+                yield from self._attempt(lambda: _vocabulary_size(given.model))
 
     def _measure_faults(self) -> Iterator[str]:
         given = self.arguments
@@ -127,6 +136,12 @@ class Request:
     def _sample_faults(self, samples: int) -> Iterator[str]:
         if above := [k for k in self.ks(samples) if k > samples]:
             yield f"--k must be at most the completions of a prompt (--n): got {above} of {samples}"
+
+    @cached_property
+    def before(self) -> dict[str, Any] | None:
+        """The earlier result that this one is shown beside."""
+        path = self.arguments.compare
+        return None if path is None else read_json(path, _RESULT, {"sample_answers": list_of(_SAMPLE_ANSWER)})
 
     @staticmethod
     def _attempt(read: Callable[[], Any]) -> list[str]:
@@ -169,7 +184,7 @@ class Request:
 
         def load() -> None:
             if data:
-                problems = load_problems(path, given.input_key, given.label_key, given.limit)
+                problems = load_problems(path, given.input_key, given.label_key, given.limit, given.apply_chat_template)
             else:
                 problems = load_benchmark(name, path, given.limit)
             if name in tasks:
@@ -226,8 +241,7 @@ def _require_one_vocabulary(model: str, reference: str) -> None:
 def _vocabulary_size(folder: str) -> int:
     from transformers import AutoConfig
 
-    try:
+    file = Path(folder) / "config.json"
+    read_json(file)  # transformers would look for a name on the hub
+    with reading(file, "by transformers"):
         return int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"the vocabulary of {folder} cannot be read from its config.json: {reason}") from error

@@ -12,11 +12,40 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from openrlhf_ext.inputs import (
+    FLAG,
+    INTEGER,
+    MAP,
+    NUMBER,
+    TEXT,
+    InputError,
+    Kind,
+    check,
+    decode,
+    json_lines,
+    list_of,
+    map_of,
+    map_with,
+    or_null,
+)
 from openrlhf_ext.tools.evaluate.problems import Task
 
 _SETTINGS = "settings"
 _LINE_FORMAT = 2
 """Of a problem's line; the first one had no ``extra_logs``, and did not say its number."""
+_ANOTHER = "give another --out"
+_COMPLETION = map_with(
+    {
+        "text": TEXT, "tokens": or_null(NUMBER), "truncated": or_null(FLAG), "reward": NUMBER, "score": NUMBER,
+        "graded": FLAG, "extra_logs": map_of(NUMBER),
+    },
+    {"entropy": NUMBER, "kl": NUMBER, "vote": or_null(INTEGER)},
+)  # fmt: skip
+_COMPLETIONS = Kind(
+    f"a list of at least one, each {_COMPLETION.words}", lambda v: list_of(_COMPLETION).holds(v) and v != []
+)
+_LINE = {"problem": INTEGER, "prompt": TEXT, "completions": _COMPLETIONS}
+_TEXT_OR_LINE = Kind("a text", lambda v: TEXT.holds(v) or (MAP.holds(v) and TEXT.holds(v.get("text"))))
 _HASHED_BYTES = 1 << 20
 _HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
@@ -80,7 +109,13 @@ class Store:
         text = path.read_bytes()
         _require_same(path, text, settings)
         whole = text[: text.rfind(b"\n") + 1]
-        self.results = [json.loads(line) for line in whole.splitlines()[1:]]
+        self.results = [
+            check(decode(line, where), where, _LINE, {"greedy": _COMPLETION}, _ANOTHER)
+            for number, line in enumerate(whole.splitlines()[1:], start=2)
+            for where in [f"{path}, line {number}"]
+        ]
+        if len({len(result["completions"]) for result in self.results}) > 1:
+            raise InputError(f"{path}: its problems have different numbers of completions; {_ANOTHER}")
         os.ftruncate(self._file, len(whole))
         if not whole:
             self._write({_SETTINGS: settings})
@@ -160,13 +195,11 @@ def _require_same(path: Path, text: bytes, settings: Mapping[str, Any]) -> None:
     first, newline, _ = text.partition(b"\n")
     if not newline and ours.encode().startswith(first):  # nothing yet, or killed within the first write
         return
-    try:
-        before = json.loads(first)[_SETTINGS]
-        pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} does not hold results of an evaluation: give another --out") from error
+    where = f"{path} does not hold results of an evaluation"
+    before = check(decode(first, where), where, {_SETTINGS: MAP}, remedy=_ANOTHER)[_SETTINGS]
+    pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
     if different := [f"{name} was {was!r}, is {now!r}" for name, was, now in pairs if was != now]:
-        raise ValueError(
+        raise InputError(
             f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
         )
 
@@ -181,32 +214,27 @@ def load_completions(path: str | Path, problems: int) -> list[list[str]]:
         problems: how many there are; lines of later ones are left out.
 
     Raises:
-        ValueError: the file has another format, lacks problems, or has different numbers of completions.
+        InputError: the file has another format, lacks problems, or has different numbers of completions.
     """
     found: dict[int, list[str]] = {}
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                if _SETTINGS in row:
-                    continue
-                texts = [each if isinstance(each, str) else each["text"] for each in row["completions"]]
-                place = row["problem"]
-                if not texts or not isinstance(place, int) or not all(isinstance(text, str) for text in texts):
-                    raise ValueError("not a number and a list of texts")
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise ValueError(
-                    f'{path}, line {number}: needs {{"problem": 0, "completions": ["text", ...]}} '
-                    f"({type(error).__name__}: {error})"
-                ) from error
-            if place in found:
-                raise ValueError(f"{path}, line {number}: problem {place} is there twice")
-            found[place] = texts
+    remedy = 'give lines {"problem": 0, "completions": ["text", ...]}'
+    for number, line in json_lines(path):
+        where = f"{path}, line {number}"
+        row = check(decode(line, where), where, {})
+        if _SETTINGS in row:
+            continue
+        check(row, where, {"problem": INTEGER, "completions": list_of(_TEXT_OR_LINE)}, remedy=remedy)
+        place, texts = row["problem"], [each if isinstance(each, str) else each["text"] for each in row["completions"]]
+        if not texts:
+            raise InputError(f"{where}: problem {place} has no completions; {remedy}")
+        if place in found:
+            raise InputError(f"{where}: problem {place} is there twice")
+        found[place] = texts
     if missing := [place for place in range(problems) if place not in found]:
-        raise ValueError(
+        raise InputError(
             f"{path} lacks {len(missing)} of {problems} problems, the first is {missing[0]} (counted from 0)"
         )
     counts = sorted({len(found[place]) for place in range(problems)})
     if len(counts) > 1:
-        raise ValueError(f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give equally many")
+        raise InputError(f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give equally many")
     return [found[place] for place in range(problems)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, read_text, type_name
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
@@ -36,21 +36,22 @@ def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
             = those of the last step.
 
     Raises:
-        ValueError: naming the line, the key and the rule that it breaks.
+        InputError: naming the line, the key and the rule that it breaks.
     """
     rollouts: list[Rollout] = []
     # Not splitlines: it also splits at line separators that may stand inside a JSON string.
-    lines = _read_text(path).split("\n")
+    lines = read_text(path).split("\n")
     if lines[0].startswith(_OF_A_RUN):
         lines[-1] = ""  # unfinished, or nothing
     for number, line in enumerate(lines, start=1):
         if line.strip():
+            record = decode(line, f"{path}, line {number}")
             try:
-                rollouts.append(_parse_line(line, number))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                rollouts.append(_rollout(record, number))
+            except InputError as error:
+                raise InputError(f"{path}, line {number}: {error}") from error
     if not rollouts:
-        raise ValueError(f"{path} holds no completion")
+        raise InputError(f"{path} holds no completion")
     rollouts = _of_step(path, rollouts, step)
     _check_together(path, rollouts)
     return rollouts
@@ -61,29 +62,18 @@ def _of_step(path: Path, rollouts: list[Rollout], step: int | None) -> list[Roll
     if step is None and steps == [None]:
         return rollouts
     if None in steps:
-        raise ValueError(f"{path}: step is on some lines and missing on others; give it for every completion or none")
+        raise InputError(f"{path}: step is on some lines and missing on others; give it for every completion or none")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
-        raise ValueError(f"--step {step} is not in {path}; its steps are {', '.join(map(str, steps))}")
+        raise InputError(f"--step {step} is not in {path}; its steps are {', '.join(map(str, steps))}")
     return [rollout for rollout in rollouts if rollout.record["step"] == wanted]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def _parse_line(line: str, number: int) -> Rollout:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+def _rollout(record: Any, number: int) -> Rollout:
     if not isinstance(record, dict):
-        raise ValueError(f"a completion must be a JSON object, got {type(record).__name__}")
+        raise InputError(f"a completion must be a JSON object, got a {type_name(record)}")
     if missing := [key for key in _REQUIRED if key not in record]:
-        raise ValueError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
+        raise InputError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
     for key in ("tokens", *record):
         _check_key(key, record[key], record)
     return Rollout(str(record["group"]), number, record)
@@ -94,11 +84,11 @@ def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
     if key not in known:
         close = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
+        raise InputError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
     if key in _SCALARS:
         wanted, holds = _SCALARS[key]
         if not holds(value):
-            raise ValueError(f"{key} must be {wanted}, got {value!r}")
+            raise InputError(f"{key} must be {wanted}, got {value!r}")
     elif key not in _IGNORED:
         _check_list(key, value, len(record["tokens"]) if isinstance(record["tokens"], list) else 0)
 
@@ -106,50 +96,42 @@ def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
 def _check_list(key: str, values: Any, tokens: int) -> None:
     wanted, holds = _LISTS[key]
     if not isinstance(values, list):
-        raise ValueError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
+        raise InputError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
     if not values:
-        raise ValueError(f"{key} is empty; every completion needs at least one token")
+        raise InputError(f"{key} is empty; every completion needs at least one token")
     if len(values) != tokens:
-        raise ValueError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
+        raise InputError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
     for index, value in enumerate(values):
         if not holds(value):
-            raise ValueError(f"{key}[{index}] must be {wanted}, got {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            raise InputError(f"{key}[{index}] must be {wanted}, got {value!r}")
 
 
 def _is_logprob(value: Any) -> bool:
     # Rounding may leave the log-prob of a certain token a little above 0.
-    return _is_number(value) and value <= 1e-3
+    return is_number(value) and value <= 1e-3
 
 
 def _is_entropy(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return is_number(value) and value >= 0
 
 
 _Rule = tuple[str, Callable[[Any], bool]]
 _OF_A_RUN = '{"step": '
 _TEXT: _Rule = ("a text", lambda value: isinstance(value, str))
 _FLAG: _Rule = ("true or false", lambda value: isinstance(value, bool))
-_NUMBER: _Rule = ("a finite number", _is_number)
+_NUMBER: _Rule = ("a finite number", is_number)
 _LOGPROB: _Rule = ("a log-probability: a finite number, at most 0", _is_logprob)
 _SCALARS: dict[str, _Rule] = {
-    "group": ("an integer or a text", lambda value: isinstance(value, str) or _is_id(value)),
+    "group": ("an integer or a text", lambda value: isinstance(value, str) or is_integer(value)),
     "prompt": _TEXT,
     "reward": _NUMBER,
     "truncated": _FLAG,
     "from_guide": _FLAG,
-    "step": ("a step: an integer", _is_id),
+    "step": ("a step: an integer", is_integer),
 }
 _LISTS: dict[str, _Rule] = {
     "tokens": _TEXT,
-    "token_ids": ("an integer", _is_id),
+    "token_ids": ("an integer", is_integer),
     "logprobs": _LOGPROB,
     "entropies": ("an entropy in nats: a finite number, at least 0", _is_entropy),
     "ref_logprobs": _LOGPROB,
@@ -165,14 +147,14 @@ def _check_together(path: Path, rollouts: Sequence[Rollout]) -> None:
     for rollout in rollouts:
         leader = first_of.setdefault(rollout.group, rollout)
         if rollout.record["prompt"] != leader.record["prompt"]:
-            raise ValueError(
+            raise InputError(
                 f"{path}, line {rollout.line}: prompt differs from that of line {leader.line}, both are of group "
                 f"{rollout.group}; the completions of a group answer one prompt"
             )
         for key in TOKEN_NUMBERS:
             if (key in rollout.record) != (key in first.record):
                 having, lacking = (rollout, first) if key in rollout.record else (first, rollout)
-                raise ValueError(
+                raise InputError(
                     f"{path}: {key} is on line {having.line} and missing on line {lacking.line}; give it for every "
                     "completion or for none"
                 )

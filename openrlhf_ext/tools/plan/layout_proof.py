@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.inputs import reading
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.fp8.transformer_engine import copy_bytes
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -103,7 +104,7 @@ def prove_layout(
 
     Raises:
         LayoutProofError: lists everything that does not fit.
-        ModelError: the model is none of those that are built.
+        InputError: the model is none of those that are built, or transformers cannot read its config.json.
         RuntimeError: this process has a process group.
     """
     started = time.perf_counter()
@@ -207,7 +208,7 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with reading(Path(model_path) / "config.json", "by transformers"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, local_files_only=True))
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
     ours = {t.name: t.shape for t in hf_tensors(shape)}

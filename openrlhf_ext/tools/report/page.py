@@ -77,7 +77,7 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
 def _run(run: Run, now: float) -> dict[str, Any]:
     times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
     steps, options = run.steps, run.start.get("options", {})
-    due = next((event["steps"] for event in reversed(run.events) if event["event"] == "ready"), None)
+    due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
     about = [options.get("algo.advantage.estimator"), options.get("actor.model_name_or_path")]
     return {
         "name": run.name,
@@ -198,7 +198,8 @@ def _phases(run: Run) -> dict[str, Any]:
 def _ranks(run: Run) -> list[dict[str, Any]]:
     """Peak memory and own time by rank, from the last record that has them."""
     last = next((r for r in reversed(run.records) if any(n.startswith("rank/0/") for n in r)), {})
-    numbers = {name.split("/")[1] for name in last if name.startswith("rank/") and name.count("/") == 2}
+    parts = (name.split("/") for name in last if name.startswith("rank/"))
+    numbers = {part[1] for part in parts if len(part) == 3 and part[1].isdecimal()}
     return [
         {
             "rank": int(rank),

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.inputs import (
+    INTEGER,
+    MAP,
+    NUMBER,
+    TEXT,
+    TEXT_OR_INTEGER,
+    InputError,
+    Kind,
+    check,
+    list_of,
+    or_null,
+)
 from openrlhf_ext.reporting import read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 
 Record = dict[str, Any]
 _ENDS = {"end": "finished", "failure": "failed", "interrupted": "interrupted"}
 _BEGINS = {"start", "restart", "resumed"}
+# what the page needs of the lines of events.jsonl and samples.jsonl, and what they may have
+_EVENT = {"event": TEXT, "step": INTEGER, "time": NUMBER}
+_FACTS = {
+    **dict.fromkeys(("options", "versions", "hardware", "layout", "processes"), MAP), "set": list_of(TEXT),
+    **dict.fromkeys(("steps", "filtered", "late", "count"), INTEGER),
+    **dict.fromkeys(("accuracy", "stderr", "over_mean"), NUMBER),
+}  # fmt: skip
+_SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
+_NUMBERS = {
+    **dict.fromkeys(("entropies", "advantages"), list_of(or_null(NUMBER))), "prompt": TEXT, "reward": NUMBER,
+    "score": or_null(NUMBER),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,16 +81,16 @@ def read_runs(folders: list[Path]) -> list[Run]:
     """The runs of these folders, in order.
 
     Raises:
-        ValueError: a folder holds no metrics.jsonl, or one that cannot be read; all of them are named.
+        InputError: a folder holds no metrics.jsonl, or one that cannot be read; all of them are named.
     """
     runs, faults = [], []
     for folder, name in zip(folders, _names(folders), strict=True):
         try:
             runs.append(_read_run(folder, name))
-        except (ValueError, OSError) as error:
+        except InputError as error:
             faults.append(str(error))
     if faults:
-        raise ValueError("\n".join(faults))
+        raise InputError("\n".join(faults))
     return runs
 
 
@@ -83,29 +108,36 @@ def _read_run(folder: Path, name: str) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         there = "there is no such folder" if not folder.is_dir() else "it holds no metrics.jsonl"
-        raise ValueError(f"{folder} is not the folder of a run: {there}. Give the folder of logger.metrics_path")
+        raise InputError(f"{folder} is not the folder of a run: {there}. Give the folder of logger.metrics_path")
     missing: list[str] = []
     records = read_metrics(metrics)
     if not records:
         missing.append("metrics.jsonl is still empty: there are no curves yet.")
     without = "no events, configuration, versions and hardware, and whether it ended is not known"
-    events = _optional(folder / "events.jsonl", ("event", "step", "time"), missing, without)
-    samples = _optional(folder / "samples.jsonl", ("step", "group", "tokens"), missing, "no completions")
+    events = _optional(folder / "events.jsonl", _EVENT, _FACTS, missing, without)
+    samples = _optional(folder / "samples.jsonl", _SAMPLE, _NUMBERS, missing, "no completions")
     return Run(name, folder, records, events, samples, missing)
 
 
-def _optional(path: Path, keys: tuple[str, ...], missing: list[str], without: str) -> list[Record]:
+def _optional(
+    path: Path, required: Mapping[str, Kind], optional: Mapping[str, Kind], missing: list[str], without: str
+) -> list[Record]:
     """Objects of a file that older runs do not have; what is wrong with it goes into ``missing``."""
     if not path.is_file():
         missing.append(f"The folder holds no {path.name}: {without}.")
         return []
+    found, faults = [], []
     try:
-        found = [record for _, record in read_lines(path)]
-    except ValueError as error:
+        for number, record in read_lines(path):
+            try:
+                found.append(check(record, f"line {number}", required, optional))
+            except InputError as error:
+                faults.append(str(error))
+    except InputError as error:
         missing.append(f"{error}: {without}.")
         return []
-    if any(key not in record for record in found for key in keys):
-        missing.append(f"{path.name} has lines without {' or '.join(keys)}, which are left out.")
-    if not found:
+    if faults:
+        missing.append(f"{path.name} has lines that cannot be used and are left out: {len(faults)}, first {faults[0]}.")
+    elif not found:
         missing.append(f"{path.name} is empty: {without}.")
-    return [record for record in found if all(key in record for key in keys)]
+    return found

@@ -85,7 +85,7 @@ def test_benchmarks_as_published(tmp_path: Path, name: str, row: dict[str, Any],
     ("aime24", {"problem": "Q", "answer": "1000"}, "from 0 to 999, got '1000'"),
     ("aime25", {"question": "Q", "answer": "3.5"}, "from 0 to 999"),
     ("amc23", {"question": "Q", "answer": 2.5}, "whole number, such as 27.0, got 2.5"),
-    ("amc23", {"question": "Q", "answer": float("nan")}, "got nan"),
+    ("amc23", {"question": "Q", "answer": float("nan")}, "NaN is no number of JSON"),
     ("hellaswag", {"question": "Q"}, "no benchmark 'hellaswag'; known are gsm8k, math"),
 ])  # fmt: skip
 def test_a_file_of_another_format_is_refused(tmp_path: Path, name: str, row: dict[str, Any], complaint: str) -> None:
@@ -98,7 +98,11 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, name: str, row: dic
 @pytest.mark.parametrize(("line", "complaint"), [
     ('{"question": "1"}', r"line 4: needs the keys \['answer'\], has \['question'\] \(--input_key"),
     ("{broken", "line 4: not JSON"),
-    ("[1]", "line 4: needs the keys .* has list"),
+    ("[1]", "line 4: must be a JSON object, got a list"),
+    ('{"question": 7, "answer": "7"}', "line 4: has a number under 'question', which must be a text"),
+    ('{"question": [], "answer": "7"}', "line 4: has an empty 'question'"),
+    ('{"question": "7", "answer": null}', "line 4: has an empty 'answer'"),
+    ("[" * 9999, "line 4: nested deeper than 64 levels"),
 ])  # fmt: skip
 def test_a_wrong_line_is_named(path: Path, line: str, complaint: str) -> None:
     with path.open("a") as file:

@@ -4,10 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.tools.evaluate.store import Store, store_fault
 
 SETTINGS = {"n": 2, "model": "abc"}
-RESULTS = [{"problem": place, "text": "ä\n" * place} for place in range(3)]
+ANSWER = {"tokens": 3, "truncated": False, "reward": 1.0, "score": 1.0, "graded": True, "extra_logs": {}, "vote": 0}
+RESULTS = [
+    {"problem": place, "prompt": "Q", "label": "A", "completions": [{"text": "ä\n" * place, **ANSWER}]}
+    for place in range(3)
+]
 
 
 def test_a_file_cut_anywhere_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
@@ -42,3 +47,21 @@ def test_other_settings_are_refused_and_nothing_is_changed(tmp_path: Path) -> No
 def test_two_commands_do_not_write_one_file(tmp_path: Path) -> None:
     with Store(tmp_path / "results.jsonl", SETTINGS), pytest.raises(ValueError, match="written by another process"):
         Store(tmp_path / "results.jsonl", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON"),
+        ('{"problem": 0, "prompt": "Q", "completions": []}', "completions must be a list of at least one, each a map"),
+        ('{"problem": 0, "prompt": "Q", "completions": [{"text": "1", "reward": "high"}]}', "reward .a finite number."),
+    ],
+)
+def test_a_line_that_is_no_graded_problem_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "results.jsonl"
+    with Store(path, SETTINGS) as store:
+        store.append(RESULTS[:1])
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputError, match=f"results.jsonl, line 3: .*{complaint}"):
+        Store(path, SETTINGS)

@@ -132,7 +132,7 @@ def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
     assert not (tmp_path / "run/report.html").exists()
     (tmp_path / "run/metrics.jsonl").write_text("{}\nbroken\n")
     assert main([str(tmp_path / "run")]) == 2
-    assert "metrics.jsonl, line 1: not a metrics record" in capsys.readouterr().err
+    assert "metrics.jsonl, line 1: needs step, has no keys" in capsys.readouterr().err
 
 
 def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path):
@@ -141,8 +141,43 @@ def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path
     (folder / "samples.jsonl").write_text("[]\n")
     (run,) = read_runs([folder])
     assert [event["event"] for event in run.events] == ["end"] and run.state == "finished" and run.samples == []
-    assert any("events.jsonl has lines without event or step or time" in sentence for sentence in run.missing)
-    assert any("samples.jsonl, line 1: not a JSON object" in sentence for sentence in run.missing)
+    left_out = "events.jsonl has lines that cannot be used and are left out: 1, first line 1: needs step, time"
+    assert any(left_out in sentence for sentence in run.missing)
+    assert any("samples.jsonl, line 1: must be a JSON object, got a list" in sentence for sentence in run.missing)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "complaint"),
+    [
+        ("metrics.jsonl", {"reward/mean": "high"}, "reward/mean must be a number, got 'high'"),
+        ("metrics.jsonl", {"time": "now"}, "time must be a finite number, got 'now'"),
+        ("metrics.jsonl", {"nonfinite": {"reward/mean": [1]}}, "nonfinite must be a map, each value nan, inf or -inf"),
+        ("metrics.jsonl", {"nonfinite": {"step": "nan"}}, "step must be an integer, got nan"),
+        ("metrics.jsonl", {"time/step": 10**400}, "not JSON that can be read: an integer of 401 digits"),
+        ("events.jsonl", {"event": []}, "event must be a text"),
+        ("events.jsonl", {"event": "start", "options": [1]}, "options must be a map, got [1]"),
+        ("events.jsonl", {"event": "start", "set": 3}, "set must be a list, each entry a text, got 3"),
+        ("events.jsonl", {"event": "evaluation", "accuracy": "all"}, "accuracy must be a finite number"),
+        ("events.jsonl", {"event": "groups_late", "count": "x"}, "count must be an integer"),
+        ("samples.jsonl", {"tokens": [1]}, "tokens must be a list, each entry a text"),
+        ("samples.jsonl", {"entropies": ["x"]}, "entropies must be a list, each entry a finite number, or null"),
+        ("samples.jsonl", {"reward": [1]}, "reward must be a finite number"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named_with_their_line(tmp_path, capsys, file, changes, complaint):
+    """Of the metrics they are refused; of what stands beside them they are left out, which is said."""
+    folder = make_run(tmp_path / "run", 5)
+    if not (folder / file).exists():
+        (folder / file).write_text("")
+    with (folder / file).open("a") as opened:
+        record = {"step": 5, "time": 1.0, "group": 1, "tokens": ["a"], **changes}
+        if file == "metrics.jsonl":
+            del record["tokens"], record["group"]
+        opened.write(json.dumps(record) + "\n")
+    status = main([str(folder)])
+    told = capsys.readouterr().err
+    assert complaint in told and "line " in told and "Traceback" not in told
+    assert status == (2 if file == "metrics.jsonl" else 0)
 
 
 def test_thinned_curves_keep_every_extreme_and_gap():

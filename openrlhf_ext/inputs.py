@@ -1,0 +1,299 @@
+"""The one door for files that a user brings: bounded reading into plain values, and one error that says what is wrong.
+
+Whoever reads JSON, lines of JSON or a file by means of another library does it here, so that a file that is cut off,
+of another encoding, nested without end or of other types ends as an :class:`InputError` with file, place, key, rule and
+remedy. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE_BYTES = 1 << 28
+"""Of a file that is read at once; the largest tokenizers have some 30 MB."""
+LINE_BYTES = 1 << 26
+"""Of a line of JSON, and of an element of a JSON array."""
+_LEVELS = 64
+_DIGITS = 100  # tokenizer_config.json has a model_max_length of 10^30
+_CHUNK = 1 << 20
+_SPACE = re.compile(r"[ \t\n\r]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SHOWN_CHARACTERS = 100
+_NAMES = {dict: "map", list: "list", str: "text", bool: "true or false", int: "number", float: "number"}
+
+
+class InputError(ValueError):
+    """A file that is absent or does not hold what it should; the message has file, place, key, rule and remedy."""
+
+
+def type_name(value: Any) -> str:
+    """What a user calls the type of a value."""
+    return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, its middle left out where it is long."""
+    text = "null" if value is None else repr(value)
+    half = _SHOWN_CHARACTERS // 2
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+# ---- kinds of values -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value must be, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def is_number(value: Any) -> bool:
+    """A finite number that a float can hold."""
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_plain and abs(value) < 1e308 and not math.isnan(value)
+
+
+def is_integer(value: Any) -> bool:
+    """An integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NUMBER = Kind("a finite number", is_number)
+INTEGER = Kind("an integer", is_integer)
+TEXT_OR_INTEGER = Kind("a text or an integer", lambda value: isinstance(value, str) or is_integer(value))
+MAP = Kind("a map", lambda value: isinstance(value, dict))
+FILE_NAME = Kind(
+    "the name of a file in the same folder",
+    lambda v: isinstance(v, str) and 0 < len(v.encode()) < 256 and v not in (".", "..") and not set(v) & set("/\\\0"),
+)
+
+
+def list_of(kind: Kind) -> Kind:
+    """A list whose entries are all of the kind."""
+    return Kind(f"a list, each entry {kind.words}", lambda v: isinstance(v, list) and all(map(kind.holds, v)))
+
+
+def map_of(kind: Kind) -> Kind:
+    """A map whose values are all of the kind."""
+    return Kind(f"a map, each value {kind.words}", lambda v: isinstance(v, dict) and all(map(kind.holds, v.values())))
+
+
+def map_with(required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> Kind:
+    """A map with these keys; it may have others."""
+    wanted = {**required, **(optional or {})}
+
+    def holds(value: Any) -> bool:
+        is_whole = isinstance(value, dict) and all(key in value for key in required)
+        return is_whole and all(kind.holds(value[key]) for key, kind in wanted.items() if key in value)
+
+    words = ", ".join(f"{key} ({kind.words}{'' if key in required else ', if any'})" for key, kind in wanted.items())
+    return Kind(f"a map with {words}", holds)
+
+
+def or_null(kind: Kind) -> Kind:
+    """The kind, or null."""
+    return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
+
+
+def check(
+    value: Any, where: str, required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None, remedy: str = ""
+) -> dict[str, Any]:
+    """``value``, which has to be a map with these keys; it may have others.
+
+    Args:
+        where: file and place, at the start of the message.
+        required, optional: what stands under each key.
+        remedy: what to do about it.
+
+    Raises:
+        InputError: lists everything that is wrong.
+    """
+    end = f"; {remedy}" if remedy else ""
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: must be a JSON object, got a {type_name(value)}{end}")
+    faults = []
+    if missing := [key for key in required if key not in value]:
+        faults.append(f"needs {', '.join(missing)}, has {', '.join(map(shown, value)) or 'no keys'}")
+    for key, kind in {**required, **(optional or {})}.items():
+        if key in value and not kind.holds(value[key]):
+            faults.append(f"{key} must be {kind.words}, got {shown(value[key])}")
+    if faults:
+        raise InputError(f"{where}: {'; '.join(faults)}{end}")
+    return value
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(path: str | Path, how: str = "") -> Iterator[None]:
+    """Whatever goes wrong inside is said of the file: other people's parsers raise what they like.
+
+    Args:
+        how: in what form it is read, such as ``"as safetensors"``.
+
+    Raises:
+        InputError: also for a Rust library's panic, which is no ``Exception``.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error.__cause__ or error).split())  # of datasets' "An error occurred"
+        raise InputError(f"{path} cannot be read{how and ' '}{how}: {type(error).__name__}: {reason:.500}") from error
+
+
+def read_text(path: str | Path, most: int = FILE_BYTES) -> str:
+    """The text of a file of at most ``most`` bytes, in UTF-8.
+
+    Raises:
+        InputError: it cannot be read, is larger, or no such text.
+    """
+    with reading(path), open(path, "rb") as file:
+        content = file.read(most + 1)
+        if len(content) > most:
+            raise InputError(f"{path} is too large: it must have at most {most} bytes; is it the right file?")
+        return content.decode("utf-8")
+
+
+def read_json(
+    path: str | Path, required: Mapping[str, Kind] | None = None, optional: Mapping[str, Kind] | None = None
+) -> dict[str, Any]:
+    """The JSON object that a file holds; ``required`` and ``optional`` as for :func:`check`.
+
+    Raises:
+        InputError: it cannot be read, is no JSON, no object, or a value is of another kind.
+    """
+    return check(decode(read_text(path), str(path)), str(path), required or {}, optional)
+
+
+def decode(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        InputError: it is no JSON, is nested deeper than 64 levels, holds an integer of more than 100 digits, or half of
+            a UTF-16 pair.
+    """
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise InputError(f"{where}: not JSON ({error.msg} at {place})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise InputError(f"{where}: nested deeper than {_LEVELS} levels") from error
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON that can be read: {error}") from error
+    return _checked(value, text, where)
+
+
+def _checked(value: Any, text: str, where: str) -> Any:
+    """The value of ``text``, unless it is nested too deep or holds what cannot be written as UTF-8."""
+    if _is_deep(value):
+        raise InputError(f"{where}: nested deeper than {_LEVELS} levels")
+    if "\\u" in text and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise InputError(f"{where}: a text holds half of a UTF-16 pair (\\ud800 to \\udfff), which is no character")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level, levels = [value] if isinstance(value, (dict, list)) else [], 0
+    while level and levels <= _LEVELS:
+        entries = (entry for outer in level for entry in (outer.values() if isinstance(outer, dict) else outer))
+        level, levels = [entry for entry in entries if isinstance(entry, (dict, list))], levels + 1
+    return levels > _LEVELS
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and content of the lines that are not blank.
+
+    Raises:
+        InputError: the file cannot be read, or a line is longer than 64 MiB.
+    """
+    with reading(path), open(path, "rb") as file:
+        number = 0
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
+            if len(line) > LINE_BYTES:
+                raise InputError(
+                    f"{path}, line {number}: longer than {LINE_BYTES} bytes; write one object on each line"
+                )
+            if not line.isspace():
+                yield number, line
+
+
+def json_array(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Number, from 1, and value of the elements of a file that is one JSON array; one chunk of it is held at a time.
+
+    Raises:
+        InputError: the file cannot be read, is no array, or an element is longer than 64 MiB.
+    """
+    with reading(path), open(path, encoding="utf-8") as file:
+        text = file.read(_CHUNK)
+        at, number = _behind_space(text, 0) + 1, 0
+        while True:
+            number += 1
+            while (found := _element(text, at, may_end=number == 1)) is None:
+                more = file.read(max(_CHUNK, len(text) - at))
+                if not more or len(text) - at > LINE_BYTES:
+                    decode(text[at:], f"{path}, record {number}")  # says what is wrong with it, in most cases
+                    raise InputError(f"{path}, record {number}: the array does not end behind it")
+                text, at = text[at:] + more, 0
+            value, start, end, at = found
+            if start < end:
+                yield number, _checked(value, text[start:end], f"{path}, record {number}")
+            if text[at - 1] == "]":
+                break
+        if (text[at:] + file.read(_CHUNK)).strip():
+            raise InputError(f"{path}: something follows the end of the array")
+
+
+def _element(text: str, at: int, may_end: bool) -> tuple[Any, int, int, int] | None:
+    """Value, start and end of the element at ``at``, and the place behind the comma or bracket that follows.
+
+    None where ``text`` holds no whole element. ``may_end``: the bracket may follow at once, as in an empty array.
+    """
+    start = _behind_space(text, at)
+    try:
+        value, end = (None, start) if may_end and text[start : start + 1] == "]" else _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    behind = _behind_space(text, end)
+    return (value, start, end, behind + 1) if text[behind : behind + 1] in ("]", ",") else None
+
+
+def _behind_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # matches nothing, too
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits, {_DIGITS} are the most")
+    return int(text)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer, parse_constant=_no_constant)
