@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError
 
 LOOPBACK = "127.0.0.1"
 _TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
@@ -40,12 +41,12 @@ def private_ray(counted_gpus: int | None) -> Iterator[None]:
         # Ray replaces 127.0.0.1 by the address of the network's interface (ray 2.55 services.py:775), unless this
         # variable, which the name of other systems is in, says that there is no cluster (services.py:791); its servers
         # take loopback for what listens there only
-        with _settings({_MODE: "token", _TOKEN_FILE: str(file), _TOKEN: None, _CLUSTER: "0", **devices}):
+        with ray_settings({_MODE: "token", _TOKEN_FILE: str(file), _TOKEN: None, _CLUSTER: "0", **devices}):
             yield
 
 
 @contextmanager
-def _settings(values: Mapping[str, str | None]) -> Iterator[None]:
+def ray_settings(values: Mapping[str, str | None]) -> Iterator[None]:
     """The body sees these variables of the environment (None: not set), and so does Ray, imported or not."""
     before = {name: os.environ.get(name) for name in values}
     try:
@@ -74,18 +75,45 @@ def loopback_env() -> dict[str, str]:
     return {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 
 
+class TokenRefused(ConnectionError):
+    """Ray's head asks for a token that this process does not have; with the remedy."""
+
+
 def asks_for_token(address: str, timeout_s: float) -> bool:
     """Whether the GCS at an address (host:port) refuses who has no token.
 
     Raises:
-        OSError: it did not answer within ``timeout_s`` seconds; with what it said.
+        ConnectionError: it did not answer within ``timeout_s`` seconds; with what it said.
     """
+    return _is_refused(address, timeout_s, ())
+
+
+def check_token(address: str, timeout_s: float) -> None:
+    """Looks whether the GCS at an address (host:port) takes this process's token. Ray by itself says it after 20 s.
+
+    Raises:
+        TokenRefused: it does not.
+        ConnectionError: as ``asks_for_token``.
+    """
+    if not asks_for_token(address, timeout_s):
+        return
+    where = "RAY_AUTH_MODE=token, and its token in the file RAY_AUTH_TOKEN_PATH (by default ~/.ray/auth_token)"
+    try:
+        header = AuthenticationTokenLoader.instance().get_token_for_http_header()  # none in another mode
+    except AuthenticationError as error:
+        raise TokenRefused(f"Ray at {address} asks for a token, which cannot be read: {error}; set {where}") from None
+    if not header:
+        raise TokenRefused(f"Ray at {address} asks for a token, and this process has none: set {where}")
+    if _is_refused(address, timeout_s, tuple(header.items())):
+        raise TokenRefused(f"Ray at {address} asks for another token than this process has: set {where}")
+
+
+def _is_refused(address: str, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> bool:
     with contextlib.closing(grpc.insecure_channel(address)) as channel:
-        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
         try:
-            ask(b"", timeout=timeout_s)
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 return True
-            raise OSError(f"Ray at {address} did not say whether it asks for a token: {error.details()}") from error
+            raise ConnectionError(f"Ray at {address} does not answer: {error.details()}") from error
     return False

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import psutil
 import ray
 import torch
+from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.driver.access import loopback_env, private_ray
+from openrlhf_ext.driver.access import check_token, loopback_env, private_ray
 from openrlhf_ext.megatron.deadlines.watchdog import Address, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
@@ -64,6 +65,8 @@ class RaySession:
             if not _joins_cluster():
                 self.use_gpu = torch.cuda.is_available()
                 own_ray.enter_context(private_ray(counted_gpus=None if self.use_gpu else self.policy_ranks))
+            elif "://" not in (address := os.environ["RAY_ADDRESS"]):  # ray:// is Ray's client, which says it at once
+                check_token(canonicalize_bootstrap_address(address), _READ_S)
             arguments = self._arguments()
             start_with_retries(lambda: ray.init(**arguments))
             self._own_ray = own_ray.pop_all()

@@ -324,7 +324,8 @@ def test_the_run_folder_is_asked_for_as_a_program_asks(tmp_path) -> None:
     script = 'source examples/scripts/launch.sh; read_words "$@"; check_words; printf %s "$run_folder"'
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script, "launch", *words, "--ckpt.output_dir", str(tmp_path / "run")],
-        cwd=ROOT, env=os.environ | {"OPENRLHF_EXT_VENV": sys.prefix}, capture_output=True, text=True, timeout=PATIENCE_S,
+        cwd=ROOT, env=os.environ | {"OPENRLHF_EXT_VENV": sys.prefix}, timeout=PATIENCE_S, capture_output=True,
+        text=True,
     )  # fmt: skip
     assert done.stdout == str(metrics.parent) and (metrics.parent / "logs").is_dir(), done.stderr
 
