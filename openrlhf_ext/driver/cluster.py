@@ -174,7 +174,7 @@ class RaySession:
 
 
 def _joins_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
+    return os.environ.get("RAY_ADDRESS", "") not in ("", "local")  # "local" is Ray's word for one of its own
 
 
 def living_nodes() -> list[dict[str, Any]]:

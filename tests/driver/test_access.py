@@ -170,7 +170,7 @@ class Started(Exception):
 
 @pytest.mark.parametrize("gpus", [False, True])
 def test_a_local_run_is_a_ray_of_its_own_with_the_devices_that_torch_has(monkeypatch, gpus):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1" if gpus else "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     before, given = settings(), {}
