@@ -41,7 +41,9 @@ def test_rank_0_says_where_to_meet_and_the_others_go_there():
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("0", "0", "2")
 
     listening = [seen.laddr for seen in psutil.Process().net_connections("tcp") if seen.status == psutil.CONN_LISTEN]
-    assert [seen for seen in listening if seen.port == port] == [(address, port)], "at the node's address, and at no other"
+    assert [seen for seen in listening if seen.port == port] == [(address, port)], (
+        "at the node's address, and at no other"
+    )
 
     assert RankActor(2, 1, address, port).get_master_addr_port() == (address, port)
     assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", str(port))
