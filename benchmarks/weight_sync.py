@@ -416,7 +416,7 @@ def main() -> None:
             make_checkpoint(folder / "policy")
         runtime_env = {"env_vars": variables, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
         ray.init(
-            num_cpus=6, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.WARNING,
+            "local", num_cpus=6, include_dashboard=False, object_store_memory=100 << 20, logging_level=logging.WARNING,
             log_to_driver=False, runtime_env=runtime_env,
         )  # fmt: skip
         for part in parts:

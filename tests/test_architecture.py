@@ -13,7 +13,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HEAVY = {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "transformers", "pydantic"}
 CORE = {
     "algorithms", "checkpoints", "compat", "config", "driver", "fp8", "head", "imports", "megatron", "patches", "ranks",
-    "reporting", "rewards", "rollout",
+    "reporting", "rewards", "rollout", "stores",
 }  # fmt: skip
 # room -> rooms of ours (or parts of them) it may import, and outside packages it may not
 RULES = {
@@ -29,7 +29,7 @@ RULES = {
         {"algorithms", "checkpoints", "fp8", "head", "inputs", "patches"},
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
-    "rollout": ({"compat", "fp8", "imports", "patches"}, {"megatron", "openrlhf", "pydantic"}),
+    "rollout": ({"compat", "fp8", "imports", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": ({"compat", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": ({"inputs"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
@@ -46,6 +46,7 @@ RULES = {
             "reporting",
             "rewards",
             "rollout.response",
+            "stores",
         },
         {"ray", "vllm", "openrlhf", "deepspeed"},
     ),

@@ -80,11 +80,11 @@ read_words() {
 
 # The dry run: mistakes end here with its report. Sets `run_folder`.
 check_words() {
-    local shown
+    local about
     [[ " ${training[*]} " != *" --dry_run "* ]] || exec "$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}"
-    shown=$("$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" --dry_run)
-    run_folder=$(sed -n "s/^ *metrics_path: *['\"]\{0,1\}\(.*\)\/[^/]*$/\1/p" <<<"$shown")
-    [[ -n $run_folder ]] || { say "the dry run shows no logger.metrics_path" && exit 1; }
+    about=$("$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" --dry_run_json)
+    run_folder=$("$python" -c 'import json, pathlib, sys
+print(pathlib.Path(json.load(sys.stdin)["options"]["logger.metrics_path"]).parent)' <<<"$about")
     mkdir -p "$run_folder/logs"
 }
 
@@ -107,10 +107,12 @@ environment() {
 }
 
 # attached LIFELINE NODE ROLE...: ray_node.sh on a node. It ends when its standard input does: with the process LIFELINE,
-# however that ends, and over ssh with the connection. Variables travel there too: `ps` shows the words of a command.
+# however that ends, and over ssh with the connection. Variables travel there too, and the cluster's token: `ps` shows
+# the words of a command, Slurm records the environment of a step, and shared storage may be others' too.
 attached() {
     on_node "$2" bash "$ROOT/examples/scripts/ray_node.sh" --attached "$PWD" "${@:3}" < <(
-        environment "NODE_NAME=$2" "RUN_FOLDER=$run_folder" "NODE_GPUS=${NODE_GPUS:-}" "RAY_ADDRESS=$ray_address"
+        environment "NODE_NAME=$2" "RUN_FOLDER=$run_folder" "NODE_GPUS=${NODE_GPUS:-}" "RAY_ADDRESS=$ray_address" \
+            "${access[@]}"
         exec tail --pid="$1" -f /dev/null
     )
 }
@@ -140,6 +142,17 @@ on_head() {
     attached "$driver_lifeline" "${nodes[0]}" run "$python" "$@" &
     driver=$!
     wait "$driver"
+}
+
+# What the nodes of a cluster that is started here have in common, and nobody else: a token, new for each cluster. One
+# node alone talks to nobody else: this variable has Ray listen on loopback (ray 2.55 services.py:791).
+make_access() {
+    access=(RAY_AUTH_MODE=token "RAY_AUTH_TOKEN=$("$python" -c 'import secrets; print(secrets.token_hex(32))')")
+    head=${nodes[0]}
+    if ((${#nodes[@]} == 1)); then
+        access+=(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0)
+        head=127.0.0.1
+    fi
 }
 
 start_nodes() {
@@ -178,7 +191,7 @@ drive() {
 
 # launch WORDS...: with RAY_ADDRESS set by a script, on that cluster; else Ray is started on `nodes`, and ended.
 launch() {
-    starts_nodes=$((${#ray_address} == 0)) keepers=() driver=
+    starts_nodes=$((${#ray_address} == 0)) keepers=() driver='' access=()
     read_words "$@"
     check_words
     mark="LAUNCH_MARK=$(hostname).$$.$RANDOM"
@@ -192,8 +205,9 @@ launch() {
     trap 'exit 143' TERM
     trap 'exit 129' HUP
     if ((starts_nodes)); then
+        make_access
         start_nodes
-        ray_address=${nodes[0]}:$port
+        ray_address=$head:$port
     fi
     check_cluster || exit 1
     drive > >(tee -ai "$run_folder/logs/driver.log") 2>&1 || exit $?

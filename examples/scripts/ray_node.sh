@@ -4,6 +4,9 @@
 #   bash examples/scripts/ray_node.sh head              on the first node
 #   bash examples/scripts/ray_node.sh join HEAD         on every other node; HEAD = name or address of the first one
 #
+# The cluster asks for a token: that of RAY_AUTH_TOKEN or of the file RAY_AUTH_TOKEN_PATH, else of ~/.ray/auth_token,
+# which the head makes if it is not there, and which every other node needs. RAY_AUTH_MODE=disabled starts one without.
+#
 # launch.sh calls it on every node: `--attached FOLDER` before the role takes the environment from standard input, works
 # in FOLDER, and ends when standard input does; the role `run COMMAND...` is any command under the same rules. Ray hands
 # its environment to every process of a run, so what NCCL should know (NCCL_SOCKET_IFNAME, ...) is there before.
@@ -38,6 +41,33 @@ take_environment() {
     [[ -x $python ]] || python=python
 }
 
+# The token that came with the environment moves into a file: every process of a run inherits the environment, and
+# programs like to show theirs. By hand it is Ray's own file.
+keep_token() {
+    export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+    [[ $RAY_AUTH_MODE == token ]] || return 0
+    if [[ -n ${RAY_AUTH_TOKEN:-} ]]; then
+        secret=$(mktemp -d "${RAY_TMPDIR:-/tmp}/ray_token_XXXXXX")
+        RAY_AUTH_TOKEN_PATH=$secret/token
+        (umask 077 && printf %s "$RAY_AUTH_TOKEN" >"$RAY_AUTH_TOKEN_PATH")
+        unset RAY_AUTH_TOKEN
+    fi
+    export RAY_AUTH_TOKEN_PATH="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
+    if [[ $1 == head && ! -e $RAY_AUTH_TOKEN_PATH ]]; then
+        (umask 077 && mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")" &&
+            "$python" -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
+        say "made a token for the cluster, $RAY_AUTH_TOKEN_PATH: every node needs this file, and RAY_AUTH_MODE=token"
+    fi
+    if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
+        say "this node has no token: $RAY_AUTH_TOKEN_PATH is not there, or empty; copy the head's (mode 600)"
+        exit 1
+    fi
+    if [[ $(stat --dereference --format %a "$RAY_AUTH_TOKEN_PATH") != *00 ]]; then
+        say "others can read the token: chmod 600 $RAY_AUTH_TOKEN_PATH"
+        exit 1
+    fi
+}
+
 start_ray() {
     local gpus cpus ray=${python%python}ray options=(--node-name "$name" --disable-usage-stats --block)
     gpus=${NODE_GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}
@@ -50,7 +80,10 @@ start_ray() {
     if ((cpus < 2 * gpus + 1)); then cpus=$((2 * gpus + 1)); fi
     # for `ray job submit`; a cluster of one run needs none
     if [[ $1 == --head && -n $attached ]]; then options+=(--include-dashboard false); fi
-    if [[ $name =~ ^[0-9]+(\.[0-9]+){3}$ ]]; then options+=(--node-ip-address "$name"); fi
+    # launch.sh has one node alone listen on loopback by this variable
+    if [[ $name =~ ^[0-9]+(\.[0-9]+){3}$ && ${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-1} != 0 ]]; then
+        options+=(--node-ip-address "$name")
+    fi
     session=$(mktemp -d "${RAY_TMPDIR:-/tmp}/ray_XXXXXX")
     # Megatron's advice for tensor parallelism before Blackwell: communication is launched in the order of the program
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
@@ -78,13 +111,14 @@ copy_logs() {
 end_node() {
     trap '' INT TERM HUP
     end_marked "$mark"
+    if [[ -n $secret ]]; then rm -rf "$secret"; fi
     if [[ -n $session ]]; then
         if [[ -n ${RUN_FOLDER:-} ]]; then copy_logs; fi
         rm -rf "$session"
     fi
 }
 
-attached='' session='' child=''
+attached='' session='' child='' secret=''
 if [[ ${1:-} == --attached && $# -ge 3 ]]; then
     attached=1
     cd "$2"
@@ -120,5 +154,6 @@ if [[ -n $attached ]]; then
     { cat <&3 >/dev/null; kill -TERM "$self"; } 2>/dev/null &
     exec 3<&-
 fi
+if [[ ${role[0]} == start_ray || -n ${RAY_AUTH_TOKEN:-} ]]; then keep_token "$1"; fi
 "${role[@]}"
 wait "$child"

@@ -21,11 +21,12 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
+from openrlhf_ext.cli.listening import Listener, find_listeners
 from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
 from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
@@ -34,6 +35,8 @@ DISTRIBUTION = "openrlhf_ext"
 MINIMUM_PYTHON = (3, 11)
 GIB = 2**30
 _WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"  # apex's: products that add to fp32 gradients in place
+
+_NONE_LISTENS = [("none of yours; a run on this machine alone listens on 127.0.0.1 and has Ray ask for a token",)]
 
 # name -> why it must be absent where there is no CUDA device
 BREAKS_CPU_STACK = {
@@ -74,6 +77,7 @@ class Report:
     patches: list[PatchStatus]
     problems: list[str]
     gpu_host: GpuHost | None = None
+    listening: list[Listener] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -156,6 +160,7 @@ def examine() -> Report:
             *(status.reason for status in statuses if status.state == "refused"),
         ],
         gpu_host=gpu_host,
+        listening=find_listeners(),
     )
 
 
@@ -259,6 +264,7 @@ def render(report: Report) -> str:
         *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
         _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
         _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
+        _section("Ray processes that listen", [found.row for found in report.listening] or _NONE_LISTENS),
         _verdict(report),
     ]
     return "\n\n".join(sections)

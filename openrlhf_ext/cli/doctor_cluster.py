@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import openrlhf_ext
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.access import TokenRefused, asks_for_token, check_token
 from openrlhf_ext.driver.cluster import count_gpus, living_nodes, node_label
 from openrlhf_ext.options import value_of
 from openrlhf_ext.patches import status
@@ -112,10 +113,16 @@ def examine_cluster(
         wait_s: longest wait for them, and for the head.
     """
     report = ClusterReport()
-    if (missing := _wait_for_nodes(address, wait_for, wait_s)) is not None:
+    try:
+        missing = _wait_for_nodes(address, wait_for, wait_s)
+    except TokenRefused as error:
+        report.error("cluster", str(error), "docs/security.md says how a node gets it")
+        return report
+    if missing is not None:
         remedy = "see what Ray says there: ray_node.sh prints it, launch.sh keeps it in RUN_FOLDER/logs/NODE.log"
         report.error("cluster", missing, remedy)
         return report
+    check_access(address, report)
     places = Places.of(config) if config is not None else Places()
     with _tokens(places.shared, report) as tokens:
         probes = _start_probes()
@@ -129,6 +136,13 @@ def examine_cluster(
     compare(report, own)
     _check_gpus(report, config)
     return report
+
+
+def check_access(address: str, report: ClusterReport) -> None:
+    """Adds to the findings that everybody may talk to the cluster."""
+    if not asks_for_token(address, _CONNECT_S):
+        text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
+        report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/security.md")
 
 
 def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
@@ -146,7 +160,11 @@ def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
 
 
 def _wait_for_nodes(address: str, names: Sequence[str], wait_s: float) -> str | None:
-    """Joins Ray, and returns when the named nodes are there; what is missing when the time is over."""
+    """Joins Ray, and returns when the named nodes are there; what is missing when the time is over.
+
+    Raises:
+        TokenRefused: waiting does not help.
+    """
     start, said = time.monotonic(), 0.0
     while True:
         problem = _problem(address, names)
@@ -168,9 +186,12 @@ def _problem(address: str, names: Sequence[str]) -> tuple[str, str] | None:
         host, _, port = address.rpartition(":")
         try:  # ray.init of an address where nothing listens takes minutes to say so
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+            check_token(address, _CONNECT_S)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except TokenRefused:
+            raise
         except (OSError, RuntimeError) as error:
-            return f"Ray's head at {address} does not answer", f": {error}"
+            return f"Ray's head at {address} cannot be joined", f": {error}"
     there = {node["NodeName"] for node in living_nodes()}
     missing = [name for name in names if name not in there]
     if missing:
@@ -249,7 +270,7 @@ class Probe:
 
     def listen(self) -> int:
         """The port at which it takes one connection, on a thread, and reads until its end."""
-        server = socket.create_server(("", 0))
+        server = socket.create_server((ray.util.get_node_ip_address(), 0))
         server.settimeout(_ANSWER_S)
         threading.Thread(target=_drain, args=(server,), daemon=True).start()
         return server.getsockname()[1]

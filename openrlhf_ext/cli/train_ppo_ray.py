@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import logging
 import os
 import sys
@@ -43,6 +46,9 @@ def start(argv: list[str]) -> int:
     if config.dry_run:
         preflight.check_reward(config)
         return dry_run(config)
+    if config.dry_run_json:
+        preflight.check_reward(config)
+        return dry_run_json(config)
     from openrlhf_ext.driver.job import run
 
     return run(config)
@@ -74,6 +80,17 @@ def dry_run(config: RunConfig) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def dry_run_json(config: RunConfig) -> int:
+    """The same checks; prints what the first event of the run would say, for programs. Exit codes as ``dry_run``."""
+    from openrlhf_ext.driver.about import about_run
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = dry_run(config)
+    if status == 0:
+        print(json.dumps(about_run(config)))
+    return status
 
 
 def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:

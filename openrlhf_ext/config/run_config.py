@@ -96,6 +96,7 @@ class RunConfig(Section):
         instead="download first and give the local paths",
     )
     dry_run: bool = added(False, "print the resolved configuration and the placement of every rank, and stop")
+    dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)

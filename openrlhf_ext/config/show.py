@@ -207,7 +207,7 @@ def _shown_values(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(dotted name, value as YAML, comment) of each line."""
     sources = config.sources
     for name, option in option_table().items():
-        if option.unsupported is not None or name == "dry_run":
+        if option.unsupported is not None or name.startswith("dry_run"):
             continue
         if (name in FLAG_KEYS or name in _MATTER_WHEN_SET) and not is_set(config, name):
             continue

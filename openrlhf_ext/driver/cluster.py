@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+import torch
+from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from openrlhf_ext.driver.access import check_token, loopback_env, private_ray
 from openrlhf_ext.megatron.deadlines.watchdog import Address, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
@@ -53,14 +56,20 @@ class RaySession:
         self._groups: dict[str, list[Address]] = {}
         self._children: dict[int, psutil.Process] = {}
         self._sigterm: Any = signal.SIG_DFL
+        self._own_ray = contextlib.ExitStack()
         self.use_gpu = False
 
     def __enter__(self) -> RaySession:
         self._sigterm = signal.signal(signal.SIGTERM, _terminate)
-        arguments = self._arguments()
-        start_with_retries(lambda: ray.init(**arguments))
-        # a local Ray on a machine without GPUs only counts "GPUs": see _arguments
-        self.use_gpu = not _joins_cluster() and "num_gpus" not in arguments
+        with contextlib.ExitStack() as own_ray:
+            if not _joins_cluster():
+                self.use_gpu = torch.cuda.is_available()
+                own_ray.enter_context(private_ray(counted_gpus=None if self.use_gpu else self.policy_ranks))
+            elif "://" not in (address := os.environ["RAY_ADDRESS"]):  # ray:// is Ray's client, which says it at once
+                check_token(canonicalize_bootstrap_address(address), _READ_S)
+            arguments = self._arguments()
+            start_with_retries(lambda: ray.init(**arguments))
+            self._own_ray = own_ray.pop_all()
         self.remember_children()
         return self
 
@@ -91,18 +100,15 @@ class RaySession:
         self.use_gpu = bool(with_gpus)
 
     def _arguments(self) -> dict[str, Any]:
-        runtime_env = {"env_vars": self.env, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
+        runtime_env = {"env_vars": self.env | loopback_env(), "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
         common: dict[str, Any] = {"runtime_env": runtime_env, "log_to_driver": self.verbose}
         common["logging_level"] = logging.WARNING
         if _joins_cluster():
             return common
-        import torch
-
-        local: dict[str, Any] = {"include_dashboard": False}
-        if not torch.cuda.is_available():
+        # "local": not somebody else's Ray that happens to run on this machine
+        local: dict[str, Any] = {"address": "local", "include_dashboard": False}
+        if not self.use_gpu:
             # OpenRLHF's actor group asks for one GPU per rank: on a CPU they are only numbers. One CPU each, likewise.
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            local["address"] = "local"  # not somebody else's Ray that happens to run on this machine
             local |= {"num_gpus": self.policy_ranks, "num_cpus": self.policy_ranks + self.engines + 1}
             local["object_store_memory"] = 256 << 20
             # Ray's idle workers, one per CPU, are not used: they lack the environment of this job's actors
@@ -136,6 +142,7 @@ class RaySession:
         with contextlib.suppress(RayError):
             ray.shutdown()
         _end(list(self._children.values()))
+        self._own_ray.close()
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, self._sigterm)
 
@@ -167,7 +174,7 @@ class RaySession:
 
 
 def _joins_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
+    return os.environ.get("RAY_ADDRESS", "") not in ("", "local")  # "local" is Ray's word for one of its own
 
 
 def living_nodes() -> list[dict[str, Any]]:
@@ -212,8 +219,6 @@ def ask_nodes(
 
 def count_gpus() -> int:
     """The GPUs of this node that torch can use. For a task, which Ray shows none of them."""
-    import torch
-
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     return torch.cuda.device_count()
 

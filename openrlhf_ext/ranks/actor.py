@@ -23,6 +23,7 @@ from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.deadlines.watchdog import start_watchdog
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.rollout.process import own_identity
+from openrlhf_ext.stores import open_store
 
 
 class RankActor:
@@ -32,7 +33,7 @@ class RankActor:
         """Puts the rendezvous into the environment; rank 0 gets no address and finds one (``get_master_addr_port``)."""
         self.is_first_of_replica = True
         if master_addr is None or master_port is None:
-            self._store = _open_store()  # kept: `init_process_group` finds it
+            self._store = open_store(_own_address())  # kept: `init_process_group` finds it
             self._address = (_own_address(), self._store.port)
         else:
             self._address = (master_addr, master_port)
@@ -99,14 +100,6 @@ def _interface(address: str) -> str | None:
             if own in ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False):
                 found = name
     return found
-
-
-def _open_store() -> dist.TCPStore:
-    """The store at which the ranks meet, on a port that is never free again before they do.
-
-    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means.
-    """
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def _local_rank() -> str:

@@ -25,7 +25,7 @@ def test_an_address_at_which_nothing_listens_and_options_that_are_wrong(monkeypa
     status, text = call(capsys, "--train.sead", "1")
     assert status == 2 and "unknown option train.sead" in text
     status, text = call(capsys, "--wait_s", "1")
-    assert status == 1 and "Ray's head at 127.0.0.1:1 does not answer after" in text
+    assert status == 1 and "Ray's head at 127.0.0.1:1 cannot be joined after" in text
     with pytest.raises(SystemExit):
         doctor.main(["--train.seed", "1"])
     assert "options of a run need --cluster" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 import ray
 from hypothesis import given
@@ -13,6 +14,8 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from openrlhf_ext.cli.doctor_cluster import ClusterReport, check_access
+from openrlhf_ext.cli.listening import find_listeners
 from openrlhf_ext.driver import cluster as cluster_module
 from openrlhf_ext.driver.cluster import RaySession, start_with_retries
 from openrlhf_ext.driver.placement import PlacementError, RankGroup, blocks, place_ranks, reserve
@@ -110,6 +113,17 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
         RankGroup(actor, places, world_size=4, model_parallel_size=4, tensor_size=4)
     with pytest.raises(PlacementError, match="the critic's ranks need 1 bundles .* within 0.5 s.*free are"):
         reserve(1, 0.5, "the critic's ranks")
+
+
+@pytest.mark.slow
+def test_the_doctor_tells_of_a_cluster_that_everybody_may_talk_to(cluster):
+    report = ClusterReport()
+    check_access(ray.get_runtime_context().gcs_address, report)
+    (finding,) = report.findings
+    assert finding.severity == "warning" and "Ray asks nobody for a token" in finding.text
+    own = {process.pid for process in psutil.Process().children()}
+    raylets = [found.row for found in find_listeners() if found.pid in own and found.name == "raylet"]
+    assert [row[3:] for row in raylets] == [("other machines reach it", "Ray asks for NO token")] * 2
 
 
 @pytest.mark.slow

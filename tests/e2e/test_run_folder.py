@@ -10,7 +10,10 @@ import json
 import math
 import re
 import shutil
+import signal
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,7 +30,7 @@ OURS = r"\d\d:\d\d:\d\d (INFO|WARNING) .*|( *\d+/\d+| *step) .*|( +\d+){2}( +\d+
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def running(tmp_path_factory):
     """Two ranks, three steps, of which the second is profiled on rank 1; a checkpoint and an evaluation on the way."""
     task = Task.make(tmp_path_factory.mktemp("task"))
     shutil.copy(task.folder / "prompts.jsonl", task.folder / "held_out.jsonl")
@@ -39,8 +42,30 @@ def job(tmp_path_factory):
         train__batch_size=16, logger__peak_tflops=0.01,
     )  # fmt: skip
     job = Job([*options, "--logger.wandb.project", "secret-free", "--train.drift_check"], task.folder / "log")
+    job.wait_for(r"\n +1/3 ")
+    job.process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
+    (gcs,) = job.named("gcs_server")
+    token = Path(gcs.environ()["RAY_AUTH_TOKEN_PATH"]).read_text()
+    words = [" ".join(process.cmdline()) for process in job.living()]
+    listening = {seen.laddr.ip.removeprefix("::ffff:") for process in job.living()
+                 for seen in process.net_connections("tcp") if seen.status == psutil.CONN_LISTEN}  # fmt: skip
+    job.process.send_signal(signal.SIGCONT)
+    return task.folder, job, token, words, listening
+
+
+@pytest.fixture(scope="module")
+def job(running):
+    folder, job, *_ = running
     assert job.finish() == 0, job.text
-    return task.folder / "run", job
+    return folder / "run", job
+
+
+def test_ranks_and_engines_listen_on_loopback_and_the_token_of_the_run_is_written_nowhere(running, job):
+    folder, _, token, words, listening = running
+    assert listening == {"127.0.0.1"} and len(token) == 64 and len(words) > 8
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 8 and not any(token.encode() in path.read_bytes() for path in files)
+    assert not any(token in line for line in words)
 
 
 def test_events_tell_what_happened_in_order(job):

@@ -102,8 +102,9 @@ PROGRAMS = {
 printf '%s\n' "python $*" >>"$CALLS"
 case "$*" in
     *--dry_run*) [[ $* != *mistake* ]] || { echo "--train.mistake is no option" >&2; exit 2; }
-        echo "  metrics_path: $OUT/metrics.jsonl" ;;
-    *train_ppo_ray*) env >"$CALLS.env"
+        echo "{\"options\": {\"logger.metrics_path\": \"$OUT/metrics.jsonl\"}}" ;;
+    *train_ppo_ray*) env >"$CALLS.env"; cp "${RAY_AUTH_TOKEN_PATH:-/dev/null}" "$CALLS.token"
+        stat --format %a "${RAY_AUTH_TOKEN_PATH:-/}" >"$CALLS.mode"
         case "$*" in
             *killed_once*) [[ $* == *--ckpt.load_enable* ]] || kill -KILL $$ ;;
             *killed*) kill -KILL $$ ;;
@@ -116,6 +117,7 @@ esac""",
     # a job has an environment of its own, and its words go through list2cmdline and sh (ray 2.55)
     "ray": r"""
 printf '%s\n' "ray $*" >>"$CALLS"
+[[ $1 != start ]] || printf '%s %s\n' "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH")" >>"$CALLS.tokens"
 [[ $1 != start || -n ${ENDS:-} ]] || exec sleep 1000
 [[ $1 != job || $2 != submit ]] || exec REAL_PYTHON -c '
 import json, os, subprocess, sys
@@ -162,6 +164,7 @@ class Cluster:
             "CALLS": str(self.calls), "OUT": str(self.out), "OPENRLHF_EXT_VENV": str(folder / "venv"),
             "PATH": f"{bin_folder}:{os.environ['PATH']}", "RAY_TMPDIR": str(folder), "NODE_GPUS": "8",
             "FORWARD": "CALLS OUT NODES ENDS REFUSES PATH", "SECRET": "s3cret",
+            "HOME": str(folder),
         }  # fmt: skip
 
     def start(self, *command: str, **env: str) -> subprocess.Popen:
@@ -181,6 +184,15 @@ class Cluster:
 
     def training(self) -> list[str]:
         return [line for line in self.lines("python -m openrlhf_ext.cli.train_ppo_ray") if "--dry_run" not in line]
+
+    def tokens(self) -> list[str]:
+        """RAY_AUTH_MODE and the token of every Ray that was started."""
+        return Path(f"{self.calls}.tokens").read_text().splitlines()
+
+    def shows(self, token: str) -> list[Path]:
+        """Files of the script's output and of the run, and all words of commands, that hold the token."""
+        files = [self.folder / "errors", self.calls, *(path for path in self.out.rglob("*") if path.is_file())]
+        return [path for path in files if token in path.read_text()]
 
     @property
     def errors(self) -> str:
@@ -210,7 +222,7 @@ def test_a_recipe_gets_model_data_and_reward_and_the_users_words_count(cluster) 
         "--actor.model_name_or_path /m --data.prompt_dataset d.jsonl --reward.remote_url r.py --train.seed 7"
     )
     assert cluster.training() == [wanted]
-    assert cluster.lines("python")[0] == f"{wanted} --dry_run", "checked before anything starts"
+    assert cluster.lines("python")[0] == f"{wanted} --dry_run_json", "checked before anything starts"
     assert len(cluster.lines("ray start --head")) == 1
     for words in ((), ("gsm8k_grpo", "/m"), ("absent", *WORDS[1:])):
         assert cluster.call("train_recipe.sh", *words) == 2 and cluster.lines("") == []
@@ -269,18 +281,66 @@ def test_every_node_is_started_then_checked_then_the_head_trains(cluster, kind) 
     environment = Path(f"{cluster.calls}.env").read_text()
     assert "RAY_ADDRESS=n1:6379" in environment and "NCCL_DEBUG=INFO" in environment
     assert "s3cret" not in environment, "only named variables are forwarded"
+    (token,) = {line.removeprefix("token ") for line in cluster.tokens()}
+    assert len(cluster.tokens()) == 2 and len(token) == 64, "one for all nodes"
+    assert Path(f"{cluster.calls}.token").read_text() == token and Path(f"{cluster.calls}.mode").read_text() == "600\n"
+    assert token not in environment and cluster.shows(token) == []
     assert (cluster.out / "logs/driver.log").is_file() and (cluster.out / "logs/n2.log").is_file()
+
+
+def test_one_node_listens_on_loopback_and_every_cluster_has_another_token(cluster) -> None:
+    for _ in range(2):
+        assert cluster.call("train_recipe.sh", *WORDS, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="old") == 0
+        environment = Path(f"{cluster.calls}.env").read_text()
+        assert "RAY_ADDRESS=127.0.0.1:6379" in environment and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in environment
+        assert "--node-ip-address" not in cluster.lines("ray start")[0]
+    one, other = cluster.tokens()
+    assert one != other and one.startswith("token ") and len(one) == len(other) == len("token ") + 64
+
+
+def test_a_cluster_by_hand_has_a_token_that_only_its_user_reads(cluster) -> None:
+    file = cluster.folder / ".ray/auth_token"
+    assert cluster.call("ray_node.sh", "join", "n1", ENDS="1") == 1
+    assert f"this node has no token: {file} is not there" in cluster.errors and cluster.lines("ray") == []
+    assert cluster.call("ray_node.sh", "head", ENDS="1") == 0, cluster.errors
+    assert f"made a token for the cluster, {file}: every node needs this file" in cluster.errors
+    token = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600 and len(token) == 64 and cluster.shows(token) == []
+    assert cluster.call("ray_node.sh", "join", "n1", ENDS="1") == 0, cluster.errors
+    assert cluster.tokens() == [f"token {token}"] * 2
+    file.chmod(0o640)
+    assert cluster.call("ray_node.sh", "join", "n1", ENDS="1") == 1
+    assert f"others can read the token: chmod 600 {file}" in cluster.errors
+
+
+def test_the_run_folder_is_asked_for_as_a_program_asks(tmp_path) -> None:
+    """The text that people read has comments, quotes and other keys that end alike."""
+    make_tiny_policy(tmp_path / "policy")
+    record = json.dumps({"question": "1 + 1 = ", "answer": "#### 2"}) + "\n"
+    (tmp_path / "prompts.jsonl").write_text(record * 64)
+    metrics = tmp_path / "it's a/folder # set: x/m.jsonl"
+    words = ["smoke_cpu", str(tmp_path / "policy"), str(tmp_path / "prompts.jsonl"),
+             str(ROOT / "examples/python/reward_arithmetic.py"), "--logger.metrics_path", str(metrics)]  # fmt: skip
+    script = 'source examples/scripts/launch.sh; read_words "$@"; check_words; printf %s "$run_folder"'
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script, "launch", *words, "--ckpt.output_dir", str(tmp_path / "run")],
+        cwd=ROOT, env=os.environ | {"OPENRLHF_EXT_VENV": sys.prefix}, timeout=PATIENCE_S, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.stdout == str(metrics.parent) and (metrics.parent / "logs").is_dir(), done.stderr
 
 
 def test_a_job_gets_its_words_as_they_were_typed_and_named_variables(cluster) -> None:
     word = """a b  $HOME `id` 'c' "d" \\ ${@:2}"""
-    status = cluster.call("submit_recipe.sh", "http://n1:8265", *WORDS, "--data.word", word, NCCL_DEBUG="INFO")
+    settings = {"NCCL_DEBUG": "INFO", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t0ken"}
+    status = cluster.call("submit_recipe.sh", "http://n1:8265", *WORDS, "--data.word", word, **settings)
     assert status == 0, cluster.errors
     (training,) = cluster.training()
     assert training.endswith(f"--reward.remote_url r.py --data.word {word}")
     environment = Path(f"{cluster.calls}.env").read_text()
     assert "RAY_ADDRESS=n1:6379" in environment and "NCCL_DEBUG=INFO" in environment
     assert "s3cret" not in environment and cluster.lines("ray start") == []
+    assert cluster.shows("t0ken") == []
 
 
 @pytest.mark.parametrize(

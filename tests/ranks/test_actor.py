@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from openrlhf_ext.ranks.actor import RankActor
@@ -34,9 +35,15 @@ def environment(monkeypatch):
 
 
 def test_rank_0_says_where_to_meet_and_the_others_go_there():
-    address, port = RankActor(2, 0, None, None).get_master_addr_port()
+    first = RankActor(2, 0, None, None)  # its store lives as long as it does
+    address, port = first.get_master_addr_port()
     assert os.environ["MASTER_ADDR"] == address and 0 < int(os.environ["MASTER_PORT"]) == port
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("0", "0", "2")
+
+    listening = [seen.laddr for seen in psutil.Process().net_connections("tcp") if seen.status == psutil.CONN_LISTEN]
+    assert [seen for seen in listening if seen.port == port] == [(address, port)], (
+        "at the node's address, and at no other"
+    )
 
     assert RankActor(2, 1, address, port).get_master_addr_port() == (address, port)
     assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", str(port))

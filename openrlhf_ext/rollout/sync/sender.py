@@ -33,6 +33,7 @@ from openrlhf_ext.rollout.sync.checksum import Receipt, check_receipts
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.sync.plan import BucketPlan
 from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
+from openrlhf_ext.stores import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,7 @@ class WeightSender:
         """
         self.close()
         address = _own_address()
-        store = dist.TCPStore(
-            address, 0, is_master=True, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False
-        )
+        store = open_store(address, timedelta(seconds=self._timeout_s))
         links = [self._link(index, address, store.port) for index in range(len(self._engines))]
         what = f"joining the weight-sync group at {address}:{store.port}"
         arguments = [(self._plan, link) for link in links]

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows
+from openrlhf_ext.stores import open_store
 
 LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
 """Nats, mean over the tokens. One token's rounding grows with the model: of SmolLM2-135M in bf16 the mean is 0.02, the
@@ -83,7 +83,7 @@ def check_conversion(settings: CheckSettings) -> CheckReport:
     import torch.multiprocessing as multiprocessing
 
     # this process serves the rendezvous, so that nobody else can take the port before the ranks do
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:  # not a queue: rank 0 would wait for somebody to read a long report
         report = Path(folder) / "report"
         ranks = multiprocessing.spawn(

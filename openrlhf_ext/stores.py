@@ -1,0 +1,36 @@
+"""Where processes meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def open_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """A store that this process serves at ``address`` and nowhere else, on a port that nobody can take before.
+
+    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means.
+
+    Args:
+        address: of this machine; torch by itself listens on all of them, and asks nobody who he is.
+        timeout: limit of each wait for a key.
+
+    Raises:
+        OSError: the machine does not have the address.
+    """
+    address = address.strip("[]")  # IPv6 addresses come in brackets from Ray
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()
+    try:
+        return dist.TCPStore(
+            address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=descriptor,
+        )  # fmt: skip
+    except Exception:
+        os.close(descriptor)
+        raise

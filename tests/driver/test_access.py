@@ -1,0 +1,188 @@
+"""A run's own Ray: who reaches it, who may talk to it, and what its processes get of this machine's GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from openrlhf_ext.cli.listening import find_listeners
+from openrlhf_ext.driver import access, cluster
+from openrlhf_ext.driver.cluster import RaySession
+from tests.patience import PATIENCE_S
+
+JOIN = """
+import ray, sys
+ray.init(sys.argv[1], log_to_driver=False)
+print("joined", ray.util.get_node_ip_address())
+"""
+SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
+            "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")  # fmt: skip
+
+
+@ray.remote(num_gpus=1)
+class Rank:
+    """What a rank sees."""
+
+    def devices(self) -> tuple[str, bool, str]:
+        return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_available(), os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@dataclass
+class Run:
+    """A local run's Ray with two ranks on it.
+
+    Attributes:
+        devices: what each rank says.
+    """
+
+    address: str
+    devices: list[tuple[str, bool, str]]
+    token_file: Path
+    logs: Path
+    before: dict[str, str | None]
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def token(self) -> str:
+        return self.token_file.read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+
+def settings() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Its user has a token for a cluster elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", "of a cluster elsewhere")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        before = settings()
+        with RaySession(policy_ranks=2, engines=0, env={}, verbose=False):
+            ranks = [Rank.remote() for _ in range(2)]
+            devices = ray.get([rank.devices.remote() for rank in ranks], timeout=PATIENCE_S)
+            logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+            address, token = ray.get_runtime_context().gcs_address, Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+            yield Run(address, devices, token, logs, before)
+        assert settings() == before and not token.exists(), "what is the run's own ends with it"
+
+
+def join(address: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program of its own that joins a Ray; one try to find its head instead of twenty."""
+    env = os.environ | {"RAY_NUM_REDIS_GET_RETRIES": "1"} | environment
+    return subprocess.run(
+        [sys.executable, "-c", JOIN, address], env=env, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def other_addresses() -> list[str]:
+    """Of this machine: those of its networks, and one of loopback's that nobody names."""
+    found = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
+             if entry.family == socket.AF_INET and not entry.address.startswith("127.")]  # fmt: skip
+    return [*found, "127.0.0.2"]
+
+
+def test_no_port_of_a_local_run_answers_at_another_address_of_this_machine(run):
+    listening = {connection.laddr for process in run.processes() for connection in process.net_connections("tcp")
+                 if connection.status == psutil.CONN_LISTEN}  # fmt: skip
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert run.port in {address.port for address in listening} and len(listening) > 8
+    for address in other_addresses():
+        for port in {address.port for address in listening}:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), timeout=PATIENCE_S).close()
+    with pytest.raises(ConnectionError, match="does not answer"):
+        access.check_token(f"{other_addresses()[0]}:{run.port}", PATIENCE_S)
+
+
+def test_who_has_not_the_token_is_refused_and_who_has_it_joins(run, tmp_path):
+    joined = join(run.address)
+    assert joined.stdout == "joined 127.0.0.1\n", joined.stderr
+    other = tmp_path / "other"
+    other.write_text("0" * 64)
+    for environment in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": str(other)}):
+        refused = join(run.address, **environment)
+        assert refused.returncode and not refused.stdout
+        assert "Authentication token is missing or incorrect" in refused.stderr
+
+
+def test_a_driver_that_joins_says_at_once_what_is_wrong_with_its_token(run, tmp_path):
+    access.check_token(run.address, PATIENCE_S)
+    with access.ray_settings({"RAY_AUTH_MODE": "disabled"}):
+        with pytest.raises(access.TokenRefused, match="asks for a token, and this process has none: set RAY_AUTH_MODE"):
+            access.check_token(run.address, PATIENCE_S)
+    with access.ray_settings({"RAY_AUTH_TOKEN": "0" * 64}):
+        with pytest.raises(access.TokenRefused, match="asks for another token than this process has"):
+            access.check_token(run.address, PATIENCE_S)
+    with access.ray_settings({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}):
+        with pytest.raises(access.TokenRefused, match="asks for a token, which cannot be read"):
+            access.check_token(run.address, PATIENCE_S)
+
+
+def test_the_token_is_in_one_file_that_only_the_user_reads(run):
+    assert run.token_file.stat().st_mode & 0o777 == 0o600 and run.token_file.parent.stat().st_mode & 0o777 == 0o700
+    assert len(run.token) == 64
+    words = [" ".join(process.cmdline()) for process in run.processes()]
+    logs = [path.read_text(errors="replace") for path in run.logs.parent.rglob("*") if path.is_file()]
+    environments = [str(process.environ()) for process in run.processes()[1:]]
+    assert len(logs) > 8 and not any(run.token in text for text in [*words, *logs, *environments])
+
+
+def test_ranks_of_a_job_on_cpu_see_no_gpu_wherever_they_run(run):
+    """Ray counts two, and gives each rank one: a device of no machine."""
+    assert run.devices == [("-1", False, "lo")] * 2
+
+
+def test_the_doctor_says_where_a_run_listens_and_that_it_asks_for_a_token(run):
+    pids = {process.pid for process in run.processes()}
+    found = {listener.name: listener for listener in find_listeners() if listener.pid in pids}
+    assert {"gcs_server", "raylet", "ray::Rank"} <= set(found)
+    assert all(listener.token and not listener.beyond for listener in found.values()), found
+    assert found["raylet"].row[2:] == ("127.0.0.1 (2 ports)", "this machine only", "Ray asks for a token")
+
+
+def test_the_doctor_of_a_cluster_says_at_once_that_it_asks_for_another_token(run):
+    command = [sys.executable, "-m", "openrlhf_ext.cli.doctor", "--cluster", "--wait_s", str(2 * PATIENCE_S)]
+    env = os.environ | {"RAY_ADDRESS": run.address, "RAY_AUTH_TOKEN": "0" * 64}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1 and "asks for another token than this process has" in done.stdout, done.stderr
+
+
+class Started(Exception):
+    """In place of Ray."""
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_a_local_run_is_a_ray_of_its_own_with_the_devices_that_torch_has(monkeypatch, gpus):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1" if gpus else "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    before, given = settings(), {}
+
+    def init(**arguments: object) -> None:
+        given.update(arguments | {"devices": os.environ["CUDA_VISIBLE_DEVICES"], "mode": os.environ["RAY_AUTH_MODE"]})
+        raise Started
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    session = RaySession(policy_ranks=2, engines=1, env={}, verbose=False)
+    with pytest.raises(Started):
+        session.__enter__()
+    assert given["address"] == "local" and given["mode"] == "token" and session.use_gpu is gpus
+    assert (given.get("num_gpus"), given["devices"]) == ((None, "0,1") if gpus else (2, "-1,-1"))
+    assert settings() == before, "a Ray that does not start leaves nothing behind"
