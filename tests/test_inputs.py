@@ -312,6 +312,31 @@ def test_a_command_ends_with_0_or_2(good: Path, command: Callable, monkeypatch, 
     assert min(seen.values()) > 0, seen
 
 
+def test_what_only_transformers_refuses_in_config_json_ends_with_2(good: Path, capsys) -> None:
+    path = good / "model/config.json"
+    content = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(content) | {"initializer_range": [1]}))
+        assert train(good) == 2
+    finally:
+        path.write_text(content)
+    assert f"{path} cannot be read by transformers: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("header", [b'{"a": [1]}', b'{"a": {"dtype": "F32", "shape": ["x"]}}', b"[]", b"{" * 99])
+def test_odd_headers_are_said_with_their_file_also_where_checkpoints_are_saved(
+    good: Path, header: bytes, capsys
+) -> None:
+    path = good / "model/model.safetensors"
+    content = path.read_bytes()
+    try:
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert train(good) == 2
+    finally:
+        path.write_bytes(content)
+    assert f"actor.model_name_or_path: {path} cannot be read as safetensors: " in capsys.readouterr().err
+
+
 class Passed(SimpleNamespace):
     """What a check of a conversion found."""
 

@@ -17,9 +17,8 @@ read_words "${@:2}"
 check_words
 job=openrlhf_ext_$(date +%Y%m%d_%H%M%S)_$$
 trap '"${python%python}ray" job stop --address "$url" --no-wait "$job" || true; exit 130' INT TERM HUP
-# RAY_ADDRESS and the token (RAY_AUTH_*) are what a job has from its node, and `ps` would show the token here; the
-# driver's environment for its workers counts more than the job's, which Ray takes for a conflict otherwise (ray 2.55,
-# RAY_OVERRIDE_JOB_RUNTIME_ENV)
+# RAY_ADDRESS and the token (RAY_AUTH_*) are what a job has from its node; the driver's environment for its workers counts
+# more than the job's, which Ray takes for a conflict otherwise (ray 2.55, RAY_OVERRIDE_JOB_RUNTIME_ENV)
 settings=$(environment "FORWARD=${FORWARD:-}" "DRIVER_RESTARTS=${DRIVER_RESTARTS:-3}" RAY_OVERRIDE_JOB_RUNTIME_ENV=1 |
     "$python" -c 'import json, sys
 records = [record.partition("=") for record in sys.stdin.read().split("\0") if record]
@@ -32,6 +31,7 @@ command=$(realpath "$run_folder")/logs/$job.sh
     printf 'cd %q && exec bash %q' "$PWD" "$ROOT/examples/scripts/train_recipe.sh" >"$command"
     printf ' %q' "${training[@]}" >>"$command"
 )
-"${python%python}ray" job submit --address "$url" --submission-id "$job" --runtime-env-json "$settings" -- \
+# a file that is none: `ps` shows words
+"${python%python}ray" job submit --address "$url" --submission-id "$job" --runtime-env <(printf %s "$settings") -- \
     bash "$command" &
 wait $!

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+from ray._common.tls_utils import load_certs_from_env
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
@@ -109,7 +110,7 @@ def check_token(address: str, timeout_s: float) -> None:
 
 
 def _is_refused(address: str, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> bool:
-    with contextlib.closing(grpc.insecure_channel(address)) as channel:
+    with contextlib.closing(_channel(address)) as channel:
         try:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
@@ -117,3 +118,13 @@ def _is_refused(address: str, timeout_s: float, metadata: tuple[tuple[str, str],
                 return True
             raise ConnectionError(f"Ray at {address} does not answer: {error.details()}") from error
     return False
+
+
+def _channel(address: str) -> grpc.Channel:
+    """As Ray makes one (ray 2.55 grpc_utils.py), but with no token of this process's."""
+    if not ray_constants.env_bool("RAY_USE_TLS", False):
+        return grpc.insecure_channel(address, ray_constants.GLOBAL_GRPC_OPTIONS)
+    own, key, authority = load_certs_from_env()
+    return grpc.secure_channel(
+        address, grpc.ssl_channel_credentials(authority, key, own), ray_constants.GLOBAL_GRPC_OPTIONS
+    )

@@ -122,7 +122,7 @@ printf '%s\n' "ray $*" >>"$CALLS"
 [[ $1 != job || $2 != submit ]] || exec REAL_PYTHON -c '
 import json, os, subprocess, sys
 words = sys.argv[sys.argv.index("--") + 1:]
-given = json.loads(sys.argv[sys.argv.index("--runtime-env-json") + 1])["env_vars"]
+given = json.load(open(sys.argv[sys.argv.index("--runtime-env") + 1]))["env_vars"]
 own = {"HOME": os.environ["HOME"], "RAY_ADDRESS": "n1:6379"}
 os.execve("/bin/sh", ["sh", "-c", subprocess.list2cmdline(words)], given | own)' "$@" """,
     # a host that ssh reaches has an environment of its own, and a shell that reads the command's words
@@ -332,7 +332,8 @@ def test_the_run_folder_is_asked_for_as_a_program_asks(tmp_path) -> None:
 
 def test_a_job_gets_its_words_as_they_were_typed_and_named_variables(cluster) -> None:
     word = """a b  $HOME `id` 'c' "d" \\ ${@:2}"""
-    settings = {"NCCL_DEBUG": "INFO", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t0ken"}
+    settings = {"NCCL_DEBUG": "INFO", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t0ken", "OWN_KEY": "k3y"}
+    settings["FORWARD"] = f"{cluster.env['FORWARD']} OWN_KEY"
     status = cluster.call("submit_recipe.sh", "http://n1:8265", *WORDS, "--data.word", word, **settings)
     assert status == 0, cluster.errors
     (training,) = cluster.training()
@@ -340,7 +341,7 @@ def test_a_job_gets_its_words_as_they_were_typed_and_named_variables(cluster) ->
     environment = Path(f"{cluster.calls}.env").read_text()
     assert "RAY_ADDRESS=n1:6379" in environment and "NCCL_DEBUG=INFO" in environment
     assert "s3cret" not in environment and cluster.lines("ray start") == []
-    assert cluster.shows("t0ken") == []
+    assert "OWN_KEY=k3y" in environment and cluster.shows("k3y") == cluster.shows("t0ken") == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.config import ConfigError, RunConfig, build_config
-from openrlhf_ext.config.sources import flattened
+from openrlhf_ext.config.sources import ConfigLoader, flattened
+from openrlhf_ext.inputs import InputError, read_text, reading
 from openrlhf_ext.tools.study.outcomes import OUTCOMES, is_outcome
 
 LEARNING_RATE = "actor.adam.lr"
@@ -188,9 +189,10 @@ def read_study(path: Path) -> Study:
         StudyError: the file cannot be read, or something in it is wrong.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise StudyError(f"{path} cannot be read: {error}") from error
+        with reading(path, "as YAML"):
+            raw = yaml.load(read_text(path), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+    except InputError as error:
+        raise StudyError(str(error)) from error
     try:
         study = Study.model_validate(raw)
     except ValidationError as error:
