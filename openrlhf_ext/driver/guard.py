@@ -68,6 +68,7 @@ class Guard:
     def __init__(self, pipe: Connection | None = None) -> None:
         self._pipe = pipe
         self._held_s: float | None = None
+        self._pending = False
         self.received: signal.Signals | None = None
         self.received_at = math.inf
         self.events = EventLog()
@@ -106,14 +107,20 @@ class Guard:
     def _receive(self, number: int, _: object) -> None:
         if self.received is not None:
             return
-        self.received, self.received_at = signal.Signals(number), time.monotonic()
+        self.received, self.received_at, self._pending = signal.Signals(number), time.monotonic(), True
         if self._held_s is not None and number == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, max(self._held_s, 1e-6))
             return
         raise KeyboardInterrupt
 
     def _give_up(self, *_: object) -> None:
+        self._held_s = None
         raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer."""
+        if self._pending and (self._held_s is None or self.received == signal.SIGINT):
+            raise KeyboardInterrupt
 
     def hold(self, seconds: float) -> None:
         """From here to ``release`` SIGTERM waits, ``seconds`` at most after it came."""
@@ -123,11 +130,11 @@ class Guard:
         """Raises what has waited."""
         self._held_s = None
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if self.received is not None:
-            raise KeyboardInterrupt
+        self.check()
 
     def ignore_signals(self) -> None:
-        """The run ends anyway: another signal must not stop its clearing up."""
+        """The run ends anyway: what comes now must not stop its last acts."""
+        self._pending = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number in INTERRUPTED:
             signal.signal(number, signal.SIG_IGN)
@@ -339,6 +346,8 @@ class _Driver:
         if self.killed_because or self.error:
             return self.killed_because or self.error
         code = self.process.exitcode or 0
+        if code in _SIGNALS:
+            return "the run had not begun"
         if code < 0:
             name = signal.Signals(-code).name
             hint = ", often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""

@@ -226,6 +226,7 @@ class TrainingLoop:
 
         Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time.
         """
+        self.guard.ignore_signals()
         grace_s = self.config.ckpt.grace_s
         if self.guard.received != signal.SIGTERM or not grace_s or self.checkpointer is None:
             return

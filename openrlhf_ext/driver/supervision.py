@@ -107,7 +107,9 @@ class Deadline:
         Raises:
             DeadlineExceeded: none.
             RuntimeError: outside of a phase.
+            KeyboardInterrupt: the run is to end.
         """
+        self._guard.check()
         if self._ends is None:
             raise RuntimeError("a wait outside of a phase with a deadline")
         if (left := self._ends - time.monotonic()) <= 0:
