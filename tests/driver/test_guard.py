@@ -51,7 +51,9 @@ def test_who_ended_the_driver_is_said_and_written_down(case, code, event, words,
 def test_a_driver_that_is_deaf_in_a_native_call_is_ended_after_its_deadline_and_the_run_starts_again(tmp_path):
     code, text, (event,) = run("stuck", tmp_path)
     assert code == 0 and "restart 1 of 1" in text, text
-    assert re.search(r"stuck, and did not notice its own deadline, 1 s ago: it was training step 3 .at most 0.2 s", text)
+    assert re.search(
+        r"stuck, and did not notice its own deadline, 1 s ago: it was training step 3 .at most 0.2 s", text
+    )
     assert "guarded.py" in event["error"] and "in deaf" in event["error"], "where it was"
 
 
