@@ -57,8 +57,7 @@ def prepare_folder(config: RunConfig) -> None:
     store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
-        # also of a run that saves nothing unless SIGTERM ends it: what it saves then must not be beside another's
-        if not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
+        if saves_checkpoints(config) and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
             logger.warning(
                 "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
                 store.folder,
