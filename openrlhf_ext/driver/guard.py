@@ -263,7 +263,8 @@ class _Driver:
             logger.warning("%s: %s", signal.Signals(number).name, what)
             self._ends = (time.monotonic() + seconds, f"{signal.Signals(number).name}, which came {seconds:g} s ago")
         if self.process.pid is not None and self.process.exitcode is None:
-            os.kill(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.process.pid, number)
 
     def wait(self) -> None:
         """Returns when the process has ended, by itself or not."""
@@ -284,10 +285,12 @@ class _Driver:
 
     def _hear(self, timeout_s: float) -> None:
         """Takes what the driver says."""
-        with contextlib.suppress(EOFError, ConnectionResetError):  # it has ended
-            wait([self._pipe, self.process.sentinel], timeout_s)
-            while self._pipe.poll():
+        wait([self.process.sentinel, *([] if self._pipe.closed else [self._pipe])], timeout_s)
+        try:
+            while not self._pipe.closed and self._pipe.poll():
                 self._take(**self._pipe.recv())
+        except (EOFError, ConnectionResetError):  # it has ended, or is about to
+            self._pipe.close()
 
     def _take(self, step: int, **facts: Any) -> None:
         self.step = step

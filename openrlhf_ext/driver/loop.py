@@ -249,9 +249,11 @@ class TrainingLoop:
 
     def close_logs(self) -> None:
         """Closes what the run's numbers go to, before its processes end."""
-        for sink in self.sinks:
-            sink.close()
-        self.recorder.close()
+        for close in (*(sink.close for sink in self.sinks), self.recorder.close):
+            try:
+                close()
+            except Exception as error:  # what the run ends by is more important, and has perhaps the same reason
+                logger.error("a log could not be closed: %s", error)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 

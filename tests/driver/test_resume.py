@@ -16,6 +16,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import guard, job, resume
 from openrlhf_ext.driver.checkpoints import plain_options
 from openrlhf_ext.driver.data import PromptData
+from openrlhf_ext.reporting import EventLog
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -152,6 +153,29 @@ def test_a_run_asks_before_it_trains(monkeypatch):
     monkeypatch.setattr(job, "build_loop", lambda *_: pytest.fail("the run went on"))
     with pytest.raises(CheckpointError, match="the ranks do not see it"):
         job.train(None, None, None)
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, CheckpointError])
+def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_processes_live(monkeypatch, end):
+    told = []
+
+    def run():
+        raise end("now")
+
+    loop = SimpleNamespace(
+        run=run, save_before_the_end=lambda: told.append("save"), close_logs=lambda: told.append("close")
+    )
+    for name in ("prepare_folder", "check_shared_folders"):
+        monkeypatch.setattr(job, name, lambda *_: None)
+    monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy=None, steps=1))
+    monkeypatch.setattr(job, "build_loop", lambda *_: loop)
+    session = SimpleNamespace(guard=guard.Guard(), remember_children=lambda: None, processes={})
+    with pytest.raises(end):
+        job.train(RunConfig(), session, EventLog())
+    assert told == ["save", "close"] if end is KeyboardInterrupt else told == ["close"]
 
 
 # ---- restarts
