@@ -141,6 +141,14 @@ def test_a_resumed_run_publishes_what_it_has_loaded_and_does_not_evaluate_it_aga
     assert world.told[:2] == ["send_weights", "score [0, 1] at 4"] and world.loop.version == 7
 
 
+def test_a_checkpoint_written_in_the_background_is_looked_for_while_the_next_step_goes_on() -> None:
+    world = World(eval={"steps": -1})
+    looks: list[str] = []
+    world.loop.checkpointer.poll = lambda: looks.append(world.told[-1])
+    world.loop.run()
+    assert looks[2:4] == ["save 1 alone", "fit"], "after sampling, and after training"
+
+
 # ---- SIGTERM
 
 
