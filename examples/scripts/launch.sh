@@ -17,6 +17,8 @@
 #   FORWARD          names of environment variables that the nodes get too; NAME_* is a pattern. By default they get
 #                    those of DEFAULT_FORWARD below, and no others of yours
 #   DRIVER_RESTARTS  how often a driver that was killed starts again from its last checkpoint   (default: 3)
+#   DRIVER_END_S     longest time that a driver may take to save and end after SIGTERM, above ckpt.grace_s + 30
+#                                                                                               (default: 120)
 #   NODE_RESTARTS    how often a node whose Ray has ended joins again                           (default: 3)
 #   NODES_WAIT_S     longest wait for all nodes to join                                         (default: 600)
 #   NODE_GPUS        GPUs of each node                          (default: as many as nvidia-smi lists)
@@ -112,7 +114,7 @@ environment() {
 attached() {
     on_node "$2" bash "$ROOT/examples/scripts/ray_node.sh" --attached "$PWD" "${@:3}" < <(
         environment "NODE_NAME=$2" "RUN_FOLDER=$run_folder" "NODE_GPUS=${NODE_GPUS:-}" "RAY_ADDRESS=$ray_address" \
-            "${access[@]}"
+            "DRIVER_END_S=${DRIVER_END_S:-}" "${access[@]}"
         exec tail --pid="$1" -f /dev/null
     )
 }
@@ -173,8 +175,9 @@ check_cluster() {
     return 1
 }
 
-# The training command. A status of 128 and more is a signal that killed it, 255 an ssh that lost its connection; 130 and
-# 143 are Ctrl-C and SIGTERM, which somebody wanted. Other failures are the driver's own matter (train.max_restarts).
+# The training command. A status of 128 and more is a signal that killed it (137 also: Ray died under it, or it hung), 255
+# an ssh that lost its connection; 130 and 143 are Ctrl-C and SIGTERM, which somebody wanted. Other failures are the
+# driver's own matter (train.max_restarts).
 drive() {
     local restart=0 status resume=()
     while true; do
@@ -213,7 +216,7 @@ launch() {
     drive > >(tee -ai "$run_folder/logs/driver.log") 2>&1 || exit $?
 }
 
-# The driver first, so that it ends its processes itself; then Ray.
+# The driver first, so that it saves, and ends its processes itself; then Ray.
 end_launch() {
     trap '' INT TERM HUP
     end_lifeline "$driver_lifeline" ${driver:+"$driver"}
@@ -223,7 +226,7 @@ end_launch() {
 
 # end_lifeline LIFELINE PID...: ends it, and waits for our children that end with it.
 end_lifeline() {
-    local deadline=$((SECONDS + 2 * GRACE_S + 10)) pid
+    local deadline=$((SECONDS + ${DRIVER_END_S:-120} + 2 * GRACE_S + 10)) pid
     kill "$1" 2>/dev/null || true
     wait "$1" 2>/dev/null || true
     for pid in "${@:2}"; do

@@ -16,6 +16,7 @@
 #   NODE_GPUS   GPUs of this node                                        (default: as many as nvidia-smi lists)
 #   NODE_NAME   what messages and logs call it; an IPv4 address is also the one that Ray uses  (default: host name)
 #   RUN_FOLDER  folder of a run: logs of all processes go to logs/NODE_NAME in it, every COPY_S seconds and at the end
+#   DRIVER_END_S  how long `run COMMAND` may take to save and end after SIGTERM  (default: 120)
 #   RAY_TMPDIR  where Ray keeps its files, a short path                  (default: /tmp)
 
 set -euo pipefail
@@ -108,8 +109,14 @@ copy_logs() {
     shopt -u nullglob
 }
 
+# A driver saves first: SIGTERM goes to it alone, while its ranks and Ray live.
 end_node() {
+    local deadline=$((SECONDS + ${DRIVER_END_S:-120}))
     trap '' INT TERM HUP
+    if [[ -n $driver ]]; then
+        kill -TERM "$driver" 2>/dev/null || true
+        while kill -0 "$driver" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+    fi
     end_marked "$mark"
     if [[ -n $secret ]]; then rm -rf "$secret"; fi
     if [[ -n $session ]]; then
@@ -118,7 +125,7 @@ end_node() {
     fi
 }
 
-attached='' session='' child='' secret=''
+attached='' session='' child='' secret='' driver=''
 if [[ ${1:-} == --attached && $# -ge 3 ]]; then
     attached=1
     cd "$2"
@@ -138,7 +145,7 @@ esac
 
 run_command() {
     "$@" </dev/null &
-    child=$!
+    child=$! driver=$!
 }
 
 mark="NODE_MARK=$(hostname).$$.$RANDOM"

@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _VERSION = 1
 _INCOMPLETE = ".incomplete"
 _BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
 _NAME = re.compile(r"global_step(\d+)")
+_PENDING = "pending.json"
+_PARTS = "written"
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,15 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(int(data["step"]), files, dict(data["about"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a manifest of this program: {error!r}") from error
+
+
+def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:
+    """Says in a checkpoint's folder which files a rank has written in the background, when all of them are on disk.
+
+    Args:
+        part: name of the rank, one of those that ``CheckpointStore.expect`` was told.
+    """
+    write_file(folder, f"{_PARTS}/{part}.json", [json.dumps([asdict(entry) for entry in entries]).encode()])
 
 
 class CheckpointStore:
@@ -140,15 +152,72 @@ class CheckpointStore:
                 f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
             )
 
+    def expect(self, manifest: Manifest, parts: Sequence[str]) -> None:
+        """Notes what ``complete`` waits for: the receipts of ranks that write in the background.
+
+        Args:
+            manifest: with the files that are there already.
+        """
+        content = json.dumps({**asdict(manifest), "parts": parts})
+        write_file(self._incomplete(manifest.step), _PENDING, [content.encode()])
+
+    def await_receipts(self, step: int) -> None:
+        """Returns when the receipts of ranks that have written are seen here, as ``commit`` waits for their files."""
+        folder = self._incomplete(step)
+        noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
+        deadline = time.monotonic() + self.visible_s
+        while absent := [part for part in noted["parts"] if not (folder / _PARTS / f"{part}.json").exists()]:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{', '.join(absent)} have written step {step}, which is not seen in {folder} after "
+                    f"{self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+                )
+            time.sleep(0.2)
+
+    def complete(self, step: int) -> Manifest | None:
+        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if not.
+
+        It needs only files: whoever comes after a run that failed completes what had been written.
+
+        Raises:
+            CheckpointError: as ``commit``.
+        """
+        folder = self._incomplete(step)
+        if not (folder / _PENDING).exists():
+            return None
+        noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
+        receipts = [folder / _PARTS / f"{part}.json" for part in noted["parts"]]
+        if not all(receipt.exists() for receipt in receipts):
+            return None
+        written = [entry for receipt in receipts for entry in json.loads(receipt.read_text(encoding="utf-8"))]
+        files = tuple(FileEntry(**entry) for entry in (*noted["files"], *written))
+        manifest = Manifest(step, files, noted["about"])
+        path = self.commit(manifest)
+        shutil.rmtree(path / _PARTS, ignore_errors=True)
+        (path / _PENDING).unlink(missing_ok=True)
+        return manifest
+
     def abandon(self, step: int) -> None:
         """Removes what was written for a step that failed, so that a full disk has room again."""
         shutil.rmtree(self._incomplete(step), ignore_errors=True)
 
     def clean(self) -> None:
-        """Removes what a killed run left half-written."""
+        """Completes what the ranks of a run that was stopped had fully written, and removes what is half-written."""
         for left in [*self.folder.glob(f"global_step*{_INCOMPLETE}")]:
+            if self._completed(left):
+                continue
             logger.info("removing %s, which a run that was stopped left half-written", left)
             shutil.rmtree(left)
+
+    def _completed(self, left: Path) -> bool:
+        try:
+            manifest = self.complete(step_of(left))
+        except (CheckpointError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be completed: %s", left, error)
+            return False
+        if manifest is not None:
+            logger.info("completed the checkpoint of step %d, whose files had all been written", manifest.step)
+        return manifest is not None
 
     def rotate(self) -> None:
         """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best; likewise the HF ones."""

@@ -9,10 +9,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
-from openrlhf_ext.driver import preflight
+from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
 
 
@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     """Checks the configuration, then runs it.
 
     Returns:
-        0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C.
+        0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM; 128 + n if signal
+        n killed the driver, 137 also if it had to be ended.
     """
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -29,8 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
+    return _reporting_faults(lambda: start(sys.argv[1:] if argv is None else argv))
+
+
+def _reporting_faults(do: Callable[[], int]) -> int:
     try:
-        return start(sys.argv[1:] if argv is None else argv)
+        return do()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -49,9 +54,14 @@ def start(argv: list[str]) -> int:
     if config.dry_run_json:
         preflight.check_reward(config)
         return dry_run_json(config)
+    return guard.run(config, train)
+
+
+def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
+    """What the driver's process does: imports Ray, and trains."""
     from openrlhf_ext.driver.job import run
 
-    return run(config)
+    return _reporting_faults(lambda: run(config, watched, restart))
 
 
 def dry_run(config: RunConfig) -> int:

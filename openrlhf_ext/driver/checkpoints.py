@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,9 +80,7 @@ class _Pending:
 
     step: int
     started: float
-    entries: list[FileEntry]
     best: tuple[str, float] | None
-    waiting: dict[str, Any] = field(default_factory=dict)  # groups by name
 
 
 class Checkpointer:
@@ -115,7 +113,7 @@ class Checkpointer:
             evaluation: of the weights after the step, if it was evaluated.
             state: makes the driver's state, plain values and arrays; called only if it is saved.
         """
-        self.poll()
+        self.finish(wait=False)
         best, every = self._best_of(evaluation), self.config.ckpt.save_steps
         if best is None and (every == -1 or step % every):
             return
@@ -136,7 +134,7 @@ class Checkpointer:
         """Writes the checkpoint of a step, in the forms that are asked for."""
         resumable = not self.config.ckpt.disable_ds
         if resumable:
-            self._save_resumable(step, state, arrays, best)
+            self._save_resumable(step, state, arrays, best, self.config.ckpt.async_enable)
         if self.config.ckpt.save_hf:
             self._save_hf(step)
         if best is not None and not resumable:
@@ -148,69 +146,93 @@ class Checkpointer:
         path = f"{self.store.path_of(step)}_hf"
         write_hf(policy, group_name, path, "ckpt.path", self.timeout_s)
 
-    def _save_resumable(
-        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None
-    ) -> None:
+    def save_before_the_end(self, state: DriverState, timeout_s: float) -> None:
+        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written afterwards.
+
+        Raises:
+            RanksTimeoutError: the ranks needed more than ``timeout_s`` seconds.
+        """
+        step, self.timeout_s = state[0]["step"], timeout_s
+        if self.config.ckpt.disable_ds:
+            logger.warning("no checkpoint is written: ckpt.disable_ds is set")
+            return
         self.finish()
-        started, folder, background = time.monotonic(), self.store.begin(step), self.config.ckpt.async_enable
+        if not saves_checkpoints(self.config) and not self.config.ckpt.load_enable:
+            self.store.set_aside_all()  # of an earlier run, which a run that saves nothing has left alone
+        if not self.store.path_of(step).exists():
+            self._save_resumable(step, *state, best=None, background=False)
+            self.store.rotate()
+
+    def _save_resumable(
+        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None,
+        background: bool,
+    ) -> None:  # fmt: skip
+        self.finish()
+        pending, folder = _Pending(step, time.monotonic(), best), self.store.begin(step)
         try:
             entries = [
                 write_plain(folder, CONTROLLER, {**state, **self.constants}),
                 write_file(folder, GROUPS, [safetensors.numpy.save(dict(arrays))]),
                 write_file(folder, CONFIG, [format_config(self.config).encode()]),
             ]
-            pending = _Pending(step, started, entries, best)
+            parts: list[str] = []
             arguments = {"folder": str(folder), "background": background}
             for name, group in self.groups.items():
                 files = call_ranks(group, name, "save_state", self.timeout_s, name=name, **arguments)
-                if background:
-                    pending.waiting[name] = group
-                else:
-                    entries += _flat(files)
+                parts += [f"{name}-{rank}" for rank in range(len(files))]
+                entries += [] if background else _flat(files)
+            manifest = Manifest(step, tuple(entries), {**self._about(), "best": self._best_with(pending)})
+            if background:
+                self.store.expect(manifest, parts)
         except BaseException:
             self.store.abandon(step)
             raise
-        self._pending = pending
-        if not background:
-            self._commit(pending)
+        if background:
+            self._pending = pending
+            return
+        self.store.commit(manifest)
+        self._announce(pending, manifest)
 
     def poll(self) -> None:
-        """Completes a checkpoint that was written in the background, if all ranks are done."""
-        self._collect(wait=False)
+        """Completes a checkpoint that was written in the background, if it is there; asks nobody."""
+        if self._pending is not None and (manifest := self.store.complete(self._pending.step)) is not None:
+            self._announce(self._pending, manifest)
 
-    def finish(self) -> None:
-        """Waits for a checkpoint that is being written in the background and completes it."""
-        self._collect(wait=True)
+    def finish(self, wait: bool = True) -> None:
+        """Waits for a checkpoint that is being written in the background and completes it.
 
-    def _collect(self, wait: bool) -> None:
+        Args:
+            wait: False: only if all ranks are done; either way it is an error if one could not write.
+        """
+        self.poll()
         pending = self._pending
         if pending is None:
             return
         try:
-            for name, group in [*pending.waiting.items()]:
-                files = call_ranks(group, name, "saved_files", self.timeout_s, wait=wait)
-                if any(part is None for part in files):
+            for name, group in self.groups.items():
+                if not all(call_ranks(group, name, "has_saved", self.timeout_s, wait=wait)):
                     return
-                pending.entries += _flat(files)
-                del pending.waiting[name]
+            self.store.await_receipts(pending.step)
         except BaseException:
             self._pending = None
             self.store.abandon(pending.step)
             raise
-        self._commit(pending)
+        self.poll()
 
-    def _commit(self, pending: _Pending) -> None:
+    def _best_with(self, pending: _Pending) -> dict[str, Any] | None:
+        if pending.best is None:
+            return self.store.best()
+        return {"step": pending.step, "metric": pending.best[0], "value": pending.best[1]}
+
+    def _announce(self, pending: _Pending, manifest: Manifest) -> None:
+        """What follows when a checkpoint is complete."""
         self._pending = None
-        best = self.store.best()
-        if pending.best is not None:
-            best = {"step": pending.step, "metric": pending.best[0], "value": pending.best[1]}
-        manifest = Manifest(pending.step, tuple(pending.entries), {**self._about(), "best": best})
-        path = self.store.commit(manifest)
         if pending.best is not None:
             self.store.mark_best(pending.step, *pending.best)
             logger.info("step %d is the best so far: %s = %.4f", pending.step, *pending.best)
         self.store.rotate()
         seconds, size = time.monotonic() - pending.started, manifest.size / 2**20
+        path = self.store.path_of(manifest.step)
         logger.info("wrote the checkpoint %s (%.1f MiB, %.1f s)", path, size, seconds)
         is_best = {"best": dict([pending.best])} if pending.best is not None else {}
         self._events.note("checkpoint", of_step=pending.step, path=str(path), mib=size, seconds=seconds, **is_best)

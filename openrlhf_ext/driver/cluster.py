@@ -1,6 +1,7 @@
 """The lifetime of a job's Ray processes: start, report of a death in the process's own words, and a clean end.
 
-Ctrl-C, SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive.
+Ctrl-C, SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive; where
+Ray itself hangs or dies, the driver's parent ends what is left (``guard``).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.driver.access import check_token, loopback_env, private_ray
+from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
 from openrlhf_ext.megatron.deadlines.watchdog import Address, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 5.0
 _READ_S = 30.0
 _TRIES = 5
 _T = TypeVar("_T")
@@ -40,38 +41,59 @@ class MixedCluster(RuntimeError):
     """Nodes with GPUs and nodes that only count them are in one cluster."""
 
 
+class RayNotStarted(RuntimeError):
+    """Ray could not be started, or its cluster could not be joined."""
+
+
 class RaySession:
     """Starts a local Ray, or joins the cluster that RAY_ADDRESS names; ends what it started."""
 
-    def __init__(self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool) -> None:
+    def __init__(
+        self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool, guard: Guard | None = None
+    ) -> None:
         """
         Args:
             policy_ranks: ranks of all models: policy, critic, frozen models.
             engines: workers of all rollout engines.
             env: environment of every Ray worker.
             verbose: whether what workers print is shown.
+            guard: told which processes of Ray's the run needs.
         """
+        self.guard = guard or Guard()
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
         self.processes: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, list[Address]] = {}
         self._children: dict[int, psutil.Process] = {}
-        self._sigterm: Any = signal.SIG_DFL
         self._own_ray = contextlib.ExitStack()
         self.use_gpu = False
 
     def __enter__(self) -> RaySession:
-        self._sigterm = signal.signal(signal.SIGTERM, _terminate)
-        with contextlib.ExitStack() as own_ray:
-            if not _joins_cluster():
-                self.use_gpu = torch.cuda.is_available()
-                own_ray.enter_context(private_ray(counted_gpus=None if self.use_gpu else self.policy_ranks))
-            elif "://" not in (address := os.environ["RAY_ADDRESS"]):  # ray:// is Ray's client, which says it at once
-                check_token(canonicalize_bootstrap_address(address), _READ_S)
-            arguments = self._arguments()
-            start_with_retries(lambda: ray.init(**arguments))
-            self._own_ray = own_ray.pop_all()
+        """
+        Raises:
+            RayNotStarted: it did not; what it had started has ended.
+        """
+        handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
+        try:
+            self._start()
+        except BaseException as error:
+            self.__exit__(None, None, None)
+            if not isinstance(error, Exception):
+                raise
+            raise RayNotStarted(f"Ray did not start: {type(error).__name__}: {error}") from error
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # Ray puts its own in the place of SIGTERM's (ray 2.55 _private/node.py:531)
         self.remember_children()
+        self.guard.watch(*_ray_processes())
         return self
+
+    def _start(self) -> None:
+        if not _joins_cluster():
+            self.use_gpu = torch.cuda.is_available()
+            self._own_ray.enter_context(private_ray(counted_gpus=None if self.use_gpu else self.policy_ranks))
+        elif "://" not in (address := os.environ["RAY_ADDRESS"]):  # ray:// is Ray's client, which says it at once
+            check_token(canonicalize_bootstrap_address(address), _READ_S)
+        arguments = self._arguments()
+        start_with_retries(lambda: ray.init(**arguments))
 
     def find_gpus(self, timeout_s: float) -> None:
         """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs.
@@ -136,15 +158,17 @@ class RaySession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the clean-up
+        # a second Ctrl-C must not stop the clean-up
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in INTERRUPTED}
+        self.guard.watch({})
+        self.guard.expect(END_S, "ending Ray and the run's processes")
         self.remember_children()
         with contextlib.suppress(RayError):
             ray.shutdown()
-        _end(list(self._children.values()))
+        end_processes(list(self._children.values()))
         self._own_ray.close()
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, self._sigterm)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def describe_failure(self, error: BaseException) -> str:
         """The failing process's own error text and, of every process that died, its name and the end of its log.
@@ -171,6 +195,18 @@ class RaySession:
             tails = list(pool.map(_last_output, dead.values()))
         lines += [f"--- last output of {name}\n{tail}" for name, tail in zip(dead, tails, strict=True) if tail]
         return "\n".join(lines)
+
+
+def _ray_processes() -> tuple[dict[str, int], str]:
+    """The raylet of this process, the GCS if it is on this machine: their ids by name; and the folder of Ray's logs."""
+    node = ray._private.worker._global_node
+    marks = {"raylet": node.raylet_socket_name, "gcs_server": node.session_name}
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        mark = marks.get(process.info["name"])
+        if mark is not None and any(word.endswith(mark) for word in process.info["cmdline"] or ()):
+            found[process.info["name"]] = process.pid
+    return found, node.get_logs_dir_path()
 
 
 def _joins_cluster() -> bool:
@@ -242,10 +278,6 @@ def start_with_retries(start: Callable[[], _T]) -> _T:
     raise AssertionError("unreachable")
 
 
-def _terminate(*_: object) -> None:
-    raise KeyboardInterrupt("SIGTERM")
-
-
 def _alive(process: Mapping[str, Any]) -> bool:
     """Whether a process lives; of what is on another machine, Ray knows it."""
     if process["machine"] != machine_id():
@@ -254,16 +286,6 @@ def _alive(process: Mapping[str, Any]) -> bool:
         return psutil.Process(process["pid"]).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    """SIGTERM, a short grace, SIGKILL."""
-    for send in (psutil.Process.terminate, psutil.Process.kill):
-        running = [p for p in processes if p.is_running()]
-        for process in running:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                send(process)
-        psutil.wait_procs(running, timeout=_GRACE_S)
 
 
 def _last_output(process: Mapping[str, Any]) -> str:

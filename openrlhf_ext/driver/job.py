@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
+import math
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,11 @@ import torch
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run
-from openrlhf_ext.driver.checkpoints import Checkpointer, write_hf
+from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, write_hf
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.experience import ExperienceMaker
+from openrlhf_ext.driver.guard import INTERRUPTED, Guard, resume_line
 from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.processes import (
@@ -44,7 +46,6 @@ from openrlhf_ext.driver.resume import (
     clean_up,
     prepare_folder,
     restore,
-    run_with_restarts,
 )
 from openrlhf_ext.driver.rollouts import GroupRequests, PromptStream, Requests, Rollouts, all_prompts
 from openrlhf_ext.driver.settings import (
@@ -67,44 +68,74 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DESCRIBE_S = 120.0  # ranks are asked, logs are read on other nodes (30 s each)
 
-def run(config: RunConfig) -> int:
-    """Trains until the prompts are used up; returns the exit code (0, 1 = failed, 130 = interrupted).
+
+def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
+    """One attempt to train until the prompts are used up.
+
+    Args:
+        guard: told how far the attempt is; listens to signals.
+        restart: how often the run was started before.
+
+    Returns:
+        The exit code: 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM.
 
     Raises:
         ConfigError: a model that was downloaded does not fit the options, or the reward file cannot be imported.
     """
+    guard.expect(math.inf, "downloading models")
     config = with_local_model(config)
+    guard.expect(config.vllm.start_timeout_s, "starting Ray (vllm.start_timeout_s)")
     preflight.check_reward(config)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
     with EventLog(events, goes_on=config.ckpt.load_enable) as log:
-        log.note("start", **about_run(config))
-        return run_with_restarts(config, functools.partial(run_once, events=log), log)
+        guard.events = log
+        if restart:
+            log.note("restart", number=restart, most=config.train.max_restarts)
+        else:
+            log.note("start", **about_run(config))
+        return run_once(config, log, guard)
 
 
-def run_once(config: RunConfig, events: EventLog) -> int:
-    """One attempt at the run; exit codes as those of ``run``."""
+def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
+    """Ray, the training, and the end of both; exit codes as those of ``run``."""
     session = RaySession(
         policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
-        verbose=config.logger.verbose,
+        verbose=config.logger.verbose, guard=guard,
     )  # fmt: skip
-    try:
-        with session:
-            try:
-                train(config, session, events)
-            except Exception as error:
-                logger.debug("the run failed", exc_info=True)
-                failure = session.describe_failure(error)
-                logger.error("the run failed:\n%s", failure)
-                note_end(events, "failure", error=failure)
-                return 1
-    except KeyboardInterrupt:
-        logger.error("interrupted; every process of the run has ended")
-        note_end(events, "interrupted")
-        return 130
-    finally:
-        clean_up(config)
-    return 0
+    code = 0
+    with ExitStack() as processes:
+        try:
+            processes.enter_context(session)
+            train(config, session, events)
+        except Exception as error:
+            guard.ignore_signals()
+            guard.expect(_DESCRIBE_S, "finding out why the run failed")
+            logger.debug("the run failed", exc_info=True)
+            failure = session.describe_failure(error)
+            logger.error("the run failed:\n%s", failure)
+            note_end(events, "failure", error=failure)
+            code = 1
+        except KeyboardInterrupt:
+            guard.ignore_signals()
+            code = report_interruption(config, events, guard)
+        guard.ended(code)
+    guard.expect(config.train.step_timeout_s, "removing what is half-written")
+    clean_up(config)
+    return code
+
+
+def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
+    """Says what the run can go on from; returns the exit code."""
+    number = guard.received or signal.SIGINT
+    newest = checkpoint_store(config).checkpoints()[-1:]
+    if newest:
+        logger.error("%s: %s", number.name, resume_line(str(newest[0])))
+    else:
+        logger.error("%s: there is no checkpoint in %s, the run has to begin again", number.name, config.ckpt.path)
+    note_end(events, "interrupted", signal=number.name, checkpoint=str(newest[0]) if newest else None)
+    return INTERRUPTED[number]
 
 
 def note_end(events: EventLog, event: str, **facts: Any) -> None:
@@ -144,24 +175,37 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     prepare_folder(config)
     parts = build_parts(config, session, events)
     check_shared_folders(config, parts.policy)
-    loop = build_loop(config, parts)
+    loop = build_loop(config, parts, session.guard)
     session.remember_children()
     processes = {name: {key: about[key] for key in ("host", "pid")} for name, about in session.processes.items()}
     events.note("ready", steps=parts.steps, processes=processes)
-    if config.initial_entropy_prompts:
-        set_initial_entropy(config, loop, parts)
-    loop.run()
-    loop.recorder.close()
-    loop.sharing.make_room_for_policy()
-    logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
-    write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", config.train.step_timeout_s)
-    parts.auxiliary.save(config)
+    try:
+        if config.initial_entropy_prompts:
+            set_initial_entropy(config, loop, parts)
+        loop.run()
+        write_final(config, parts, loop)
+    except KeyboardInterrupt:
+        loop.save_before_the_end()
+        raise
+    finally:
+        loop.close_logs()
     events.note("end", path=config.ckpt.output_dir)
+
+
+def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
+    """Writes the last weights in Hugging Face form."""
+    limit_s = config.train.step_timeout_s
+    with parts.deadline.limit(limit_s, "writing the final checkpoint", "train.step_timeout_s"):
+        loop.sharing.make_room_for_policy()
+        logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
+        write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", limit_s)
+    with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
+        parts.auxiliary.save(config)
 
 
 def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Parts:
     """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the data."""
-    start = Deadline()
+    start = Deadline(session.guard, config.train.step_timeout_s, config.vllm.hang_timeout_s)
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
@@ -223,8 +267,12 @@ def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, R
     return {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
 
 
-def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
-    """The training loop with everything that it drives, at the place where the run begins or goes on."""
+def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
+    """The training loop with everything that it drives, at the place where the run begins or goes on.
+
+    Args:
+        guard: whose signals the loop listens to; None: to none.
+    """
     from openrlhf_ext.driver.data import dataloader
 
     shape = read_model_shape(policy_path(config))
@@ -233,6 +281,7 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
     loader = dataloader(parts.strategy, parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
     loop = TrainingLoop(
         config=config,
+        guard=guard or Guard(),
         policy=parts.policy,
         rollouts=Rollouts(
             PromptStream(loader, config.train.num_episodes), requests_of(config, parts), config, deadline,

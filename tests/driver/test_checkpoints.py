@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from openrlhf_ext.checkpoints import CheckpointError, read_manifest, write_file
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, check_files, read_manifest, write_file
 from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.checkpoints.store import write_receipt
 from openrlhf_ext.driver import checkpoints
 from openrlhf_ext.driver.checkpoints import Checkpointer
 from tests.driver.simulated import run_config
@@ -33,11 +34,22 @@ class Ranks:
     def save_state(self, folder: str, name: str, background: bool) -> list:
         if self.full_disk:
             raise CheckpointError("cannot write: No space left on device")
-        self.written = [[write_file(Path(folder), f"{name}/rank{rank}", [b"state"])] for rank in range(2)]
-        return [None, None] if background else self.written
+        self.folder = Path(folder)
+        self.written = [[write_file(self.folder, f"{name}/rank{rank}", [b"state"])] for rank in range(2)]
+        if not background:
+            return self.written
+        self.finish_writing(*range(1 + self.done))
+        return [None, None]
 
-    def saved_files(self, wait: bool) -> list:
-        return self.written if wait or self.done else [self.written[0], None]
+    def finish_writing(self, *ranks: int) -> None:
+        """What ranks do when their files are on disk, whether the driver asks or not."""
+        for rank in ranks:
+            write_receipt(self.folder, f"policy-{rank}", self.written[rank])
+
+    def has_saved(self, wait: bool) -> list:
+        if wait:
+            self.finish_writing(0, 1)
+        return [True, wait or self.done]
 
     def save_model(self, path: str) -> list:
         if not self.elsewhere:
@@ -155,9 +167,52 @@ def test_a_background_save_is_completed_when_all_ranks_are_done(tmp_path, ranks)
     ranks.done = False
     run(checkpointer, {}, last=3)
     assert steps(tmp_path) == ["global_step2.incomplete"], "one rank is still writing"
-    ranks.done = True
+    asked = len(ranks.calls)
+    ranks.finish_writing(1)
     checkpointer.poll()
-    assert steps(tmp_path) == ["global_step2"] and read_manifest(tmp_path / "global_step2").step == 2
+    assert steps(tmp_path) == ["global_step2"] and len(ranks.calls) == asked, "completed without asking busy ranks"
+    manifest = read_manifest(tmp_path / "global_step2")
+    assert manifest.step == 2 and check_files(tmp_path / "global_step2", manifest.files) == []
+    here = {str(path.relative_to(tmp_path / "global_step2")) for path in (tmp_path / "global_step2").rglob("*.*")}
+    assert here == {"manifest.json", "controller.json", "groups.safetensors", "config.yaml"}, "and the ranks' files"
+
+
+def test_a_background_save_that_was_written_outlives_a_failure_before_the_driver_looks(tmp_path, ranks):
+    ranks.done = False
+    run(make(tmp_path, async_enable=True), {}, last=2)
+    store = CheckpointStore(tmp_path, keep=9)
+    ranks.finish_writing(1)
+    store.clean()  # when the processes of the failed run have ended
+    assert steps(tmp_path) == ["global_step2"]
+    assert {file.path for file in read_manifest(tmp_path / "global_step2").files} >= {"policy/rank0", "policy/rank1"}
+
+
+def test_a_background_save_that_was_not_written_does_not(tmp_path, ranks):
+    ranks.done = False
+    run(make(tmp_path, async_enable=True), {}, last=2)
+    CheckpointStore(tmp_path, keep=9).clean()
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("ckpt", [{}, {"async_enable": True}, {"save_steps": -1}, {"save_steps": 1}])
+def test_what_is_saved_before_the_end_is_the_last_step_once(tmp_path, ranks, ckpt):
+    checkpointer = make(tmp_path, **ckpt)
+    run(checkpointer, {}, last=3)
+    checkpointer.save_before_the_end(({"step": 3, "at": 3}, {"tokens": np.arange(3)}), timeout_s=5.0)
+    assert steps(tmp_path)[-1] == "global_step3" and not list(tmp_path.glob("*.incomplete"))
+    assert read_plain(tmp_path / "global_step3/controller.json")["at"] == 3
+    assert checkpointer.timeout_s == 5.0 and not list(tmp_path.glob("*superseded*"))
+
+
+def test_what_a_run_without_checkpoints_saves_is_not_beside_an_earlier_runs(tmp_path, ranks):
+    run(make(tmp_path, save_steps=1), {}, last=9)
+    make(tmp_path, save_steps=-1).save_before_the_end(({"step": 3}, {}), timeout_s=5.0)
+    assert steps(tmp_path) == ["global_step3", "superseded.1"], "a resumed run would take the newest"
+
+
+def test_who_wants_no_resumable_checkpoints_gets_none_before_the_end(tmp_path, ranks, caplog):
+    make(tmp_path, disable_ds=True, save_hf=True).save_before_the_end(({"step": 3}, {}), timeout_s=5.0)
+    assert steps(tmp_path) == [] and "ckpt.disable_ds" in caplog.text
 
 
 def test_the_next_save_and_the_end_wait_for_a_background_save(tmp_path, ranks):
@@ -171,12 +226,13 @@ def test_the_next_save_and_the_end_wait_for_a_background_save(tmp_path, ranks):
 
 def test_a_failed_background_save_surfaces_and_leaves_nothing(tmp_path, ranks):
     checkpointer = make(tmp_path, async_enable=True)
+    ranks.done = False
     run(checkpointer, {}, last=2)
 
     def fail(wait: bool) -> list:
         raise CheckpointError("cannot write: No space left on device")
 
-    ranks.saved_files = fail
+    ranks.has_saved = fail
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.after_step(3, None, lambda: ({}, {}))
     assert steps(tmp_path) == []

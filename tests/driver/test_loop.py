@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +41,15 @@ class World:
     def __init__(self, *, with_critic: bool = False, **sections: dict[str, Any]) -> None:
         self.told: list[Any] = []
         self.version = 0
+        self.saved: dict[int, Any] = {}
+        self.saved_last: list[Any] = []
+        self.during: dict[str, Any] = {}  # what happens while this is told
         sections = {"eval": {"steps": 2, "n_samples_per_prompt": 3}, **sections}
         config = options(more=sections)
         deadline = Ready()
         self.requests = Requests(at_once=True)
         experience = SimpleNamespace(
-            make=self.make, algorithm=None,
+            make=self.make, algorithm=None, state_dict=lambda: {"batches": self.loop.step},
             old_logprobs=self.old_logprobs, critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
         )  # fmt: skip
         self.loop = TrainingLoop(
@@ -61,11 +66,19 @@ class World:
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
             held_out=Loader(2, first=100),
-            checkpointer=SimpleNamespace(after_step=self.save, finish=lambda: self.told.append("finish"), best_value=0),
+            checkpointer=SimpleNamespace(
+                after_step=self.save, finish=lambda: self.told.append("finish"), best_value=0, poll=lambda: None,
+                save_before_the_end=lambda state, timeout_s: self.saved_last.append((state, timeout_s)),
+            ),
         )  # fmt: skip
 
+    def tell(self, what: str) -> None:
+        self.told.append(what)
+        self.during.pop(f"{what} {self.loop.step}", lambda: None)()
+
     def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
-        self.told.append(f"score {[group.prompt.number for group in groups]} at {version}")
+        self.tell("score")
+        self.told[-1] = f"score {[group.prompt.number for group in groups]} at {version}"
         return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0})
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
@@ -82,7 +95,7 @@ class World:
         return [None]
 
     def async_run_method(self, method: str) -> list:
-        self.told.append(method)
+        self.tell(method)
         self.version += method == "send_weights"
         return [{"weight_sync/version": self.version} if method == "send_weights" else {"loss/policy": 0.1}]
 
@@ -97,10 +110,14 @@ class World:
         return metrics
 
     def evaluated(self, step: int, logs: dict) -> None:
+        self.tell("evaluating")
+        self.told.pop()
         self.loop.recorder.last_evaluation = step
         self.told.append(f"evaluate {step}")
 
     def save(self, step: int, evaluation: dict | None, state: Any) -> None:
+        self.saved[step] = state()
+        self.told.remove("room")
         self.told.append(f"save {step} {'after its evaluation' if evaluation else 'alone'}")
 
 
@@ -119,9 +136,78 @@ def test_a_run_from_the_first_to_the_last_step() -> None:
 
 def test_a_resumed_run_publishes_what_it_has_loaded_and_does_not_evaluate_it_again() -> None:
     world = World()
-    world.loop.step, world.version = 4, 3
+    world.loop.step, world.version, world.loop.recorder.last_evaluation = 4, 3, 4
     world.loop.run()
     assert world.told[:2] == ["send_weights", "score [0, 1] at 4"] and world.loop.version == 7
+
+
+def test_a_checkpoint_written_in_the_background_is_looked_for_while_the_next_step_goes_on() -> None:
+    world = World(eval={"steps": -1})
+    looks: list[str] = []
+    world.loop.checkpointer.poll = lambda: looks.append(world.told[-1])
+    world.loop.run()
+    assert looks[2:4] == ["save 1 alone", "fit"], "after sampling, and after training"
+
+
+# ---- SIGTERM
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The signals of the test's process are its own again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def interrupted(when: str, how: signal.Signals = signal.SIGTERM, **ckpt: Any) -> World:
+    """A run that gets a signal; afterwards ``saved_last`` has what was saved because of it."""
+    world = World(eval={"steps": 2, "n_samples_per_prompt": 3}, ckpt=ckpt)
+    world.loop.guard.listen()
+    world.during[when] = lambda: (signal.raise_signal(how), time.sleep(0.2))
+    with pytest.raises(KeyboardInterrupt):
+        world.loop.run()
+    world.loop.save_before_the_end()
+    return world
+
+
+def test_sigterm_saves_what_the_last_finished_step_would_have_saved() -> None:
+    """The state is that of the step's own checkpoint, which a resumed run continues from bit for bit."""
+    world = interrupted("score 1")
+    ((state, timeout_s),) = world.saved_last
+    plain, arrays = state
+    expected, _ = world.saved[1]
+    assert plain["step"] == 1 and repr(plain) == repr(expected) and set(arrays) == {"tokens", "logprobs"}
+    assert "record 2" not in world.told and 0 < timeout_s <= 20
+
+
+def test_sigterm_waits_for_a_step_that_changes_weights() -> None:
+    world = interrupted("fit 1")
+    ((state, _),) = world.saved_last
+    assert state[0]["step"] == 2 and world.told[-1] == "record 2", "no evaluation, which takes long"
+
+
+def test_a_step_that_does_not_end_within_the_grace_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    world = interrupted("fit 1", grace_s=0.05)
+    assert not world.saved_last and "record 2" not in world.told
+    assert "no checkpoint was saved after SIGTERM" in caplog.text and "ckpt.grace_s" in caplog.text
+
+
+def test_an_evaluation_that_sigterm_stopped_is_made_by_the_resumed_run() -> None:
+    world = interrupted("evaluating 2")
+    (((plain, arrays), _),) = world.saved_last
+    assert (plain["step"], plain["last_evaluation"]) == (2, 0)
+    again = World(eval={"steps": 2, "n_samples_per_prompt": 3})
+    again.loop.experience.load_state_dict = lambda state: None
+    again.loop.restore(plain, arrays)
+    again.loop.run()
+    assert again.told[:2] == ["send_weights", "evaluate 2"]
+
+
+@pytest.mark.parametrize(("how", "ckpt"), [(signal.SIGINT, {}), (signal.SIGTERM, {"grace_s": 0})])
+def test_ctrl_c_and_no_grace_save_nothing(how: signal.Signals, ckpt: dict) -> None:
+    assert not interrupted("score 1", how, **ckpt).saved_last
 
 
 def test_the_critic_has_a_head_start_and_trains_first_where_it_shares_gpus() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.driver import job
+from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.preflight import check_files, check_reward, findings
 from openrlhf_ext.driver.settings import build_algorithm
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
@@ -261,9 +262,9 @@ def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypat
     broken = tmp_path / "reward.py"
     broken.write_text("import no_such_module\ndef reward_func(queries, prompts, labels): ...\n")
     config = load(task, "--reward.remote_url", str(broken))
-    monkeypatch.setattr(job, "run_with_restarts", lambda *_: pytest.fail("the run began"))
+    monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
     with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
-        job.run(config)
+        job.run(config, Guard())
 
 
 GUIDED = ["--algo.advantage.estimator", "mixed_policy_dapo", "--guide.model_name_or_path"]

@@ -13,11 +13,10 @@ from safetensors.numpy import save as save_arrays
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
 from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver import job, resume
+from openrlhf_ext.driver import guard, job, resume
 from openrlhf_ext.driver.checkpoints import plain_options
 from openrlhf_ext.driver.data import PromptData
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.reporting.lines import read_lines
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -156,25 +155,48 @@ def test_a_run_asks_before_it_trains(monkeypatch):
         job.train(None, None, None)
 
 
+# ---- the end
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, CheckpointError])
+def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_processes_live(monkeypatch, end):
+    told = []
+
+    def run():
+        raise end("now")
+
+    loop = SimpleNamespace(
+        run=run, save_before_the_end=lambda: told.append("save"), close_logs=lambda: told.append("close")
+    )
+    for name in ("prepare_folder", "check_shared_folders"):
+        monkeypatch.setattr(job, name, lambda *_: None)
+    monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy=None, steps=1))
+    monkeypatch.setattr(job, "build_loop", lambda *_: loop)
+    session = SimpleNamespace(guard=guard.Guard(), remember_children=lambda: None, processes={})
+    with pytest.raises(end):
+        job.train(RunConfig(), session, EventLog())
+    assert told == ["save", "close"] if end is KeyboardInterrupt else told == ["close"]
+
+
 # ---- restarts
 
 
 @pytest.mark.parametrize(
-    ("codes", "limit", "expected"), [([1, 1, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([1], 0, 1)]
+    ("codes", "limit", "expected"),
+    [([1, 137, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([143], 3, 143), ([2], 3, 2), ([1], 0, 1)],
 )
-def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected, tmp_path):
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected):
     config = RunConfig()
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_restarts": limit})})
-    loads, left = [], list(codes)
+    loads, left, restarts = [], list(codes), []
 
-    def run_once(config):
+    def attempt(config, restart):
         loads.append(config.ckpt.load_enable)
+        restarts.append(restart)
         return left.pop(0)
 
-    with EventLog(tmp_path / "events.jsonl") as events:
-        assert resume.run_with_restarts(config, run_once, events) == expected
-    told = [(record["number"], record["most"]) for _, record in read_lines(tmp_path / "events.jsonl")]
-    assert told == [(number, limit) for number in range(1, len(codes))]
+    assert guard.run_with_restarts(config, attempt) == expected
+    assert restarts == list(range(len(codes)))
     assert not left and loads == [False] + [True] * (len(codes) - 1)
 
 

@@ -16,6 +16,7 @@ import ray
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import supervision
+from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.rollouts import GroupRequests
 from openrlhf_ext.driver.supervision import (
     Deadline,
@@ -364,14 +365,25 @@ def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew() -> 
     deadline = Deadline()
     with deadline.limit(1.0, "working", "train.x"):
         time.sleep(0.5)
-        with deadline.suspended():
+        with deadline.suspended(9.0, "replacing"):
             time.sleep(1.2)
         assert 0.9 < deadline.remaining <= 1.0
         time.sleep(1.1)
         with pytest.raises(DeadlineExceeded):
             _ = deadline.remaining
-    with deadline.suspended():
+    with deadline.suspended(9.0, "replacing"):
         pass
+
+
+def test_somebody_outside_knows_until_when_the_driver_will_have_moved_on() -> None:
+    """Phases, what comes between them, and replacements are all bounded; questions may begin as they end."""
+    told: list[tuple[float, str]] = []
+    guard = Guard()
+    guard.expect = lambda seconds, doing: told.append((seconds, doing))
+    deadline = Deadline(guard, between_s=50.0, question_s=3.0)
+    with deadline.limit(10.0, "training", "train.x"), deadline.suspended(20.0, "replacing"):
+        pass
+    assert told == [(13.0, "training"), (23.0, "replacing"), (13.0, "training"), (53.0, "after training")]
 
 
 def test_a_wait_without_a_deadline_is_refused() -> None:

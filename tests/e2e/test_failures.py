@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from openrlhf_ext.checkpoints import check_files, read_manifest
 from openrlhf_ext.reporting.lines import read_lines
 from tests.e2e.jobs import ONE_RANK, REWARD, Job, Task
 from tests.patience import SOONER_S
@@ -69,7 +70,40 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
     for path in (tmp_path / "policy").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} of the earlier run"
     assert task.metrics("out"), "the records written so far are complete"
-    assert [record["event"] for _, record in read_lines(out / "events.jsonl")][-1] == "interrupted"
+    *_, last = [record for _, record in read_lines(out / "events.jsonl")]
+    assert (last["event"], last["signal"], last["checkpoint"]) == ("interrupted", "SIGINT", None)
+    assert "SIGINT: there is no checkpoint in " in job.text
+
+
+def test_a_dead_raylet_restarts_the_run_and_sigterm_saves_it(task, tmp_path):
+    """Ray ends the driver then, without an exception. SIGTERM comes to a run that was not asked for checkpoints."""
+    job = Job(
+        task.options(tmp_path.name, **ONE_RANK, train__max_restarts=1, ckpt__path=tmp_path / "ckpt"), tmp_path / "log"
+    )
+    job.wait_for(FIRST_STEP)
+    job.kill("raylet/raylet")
+    job.wait_for(r"restart 1 of 1 \(train.max_restarts\)[\s\S]*\n *1/\d+ ")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(SOONER_S) == 143
+    (saved,) = (tmp_path / "ckpt").iterdir()
+    assert not check_files(saved, read_manifest(saved).files)
+    assert f"SIGTERM: to go on from {saved}: the same command with --ckpt.load_enable" in job.text, job.text
+    events = [record for _, record in read_lines(task.folder / tmp_path.name / "events.jsonl")]
+    told = {event["event"]: event for event in events}
+    assert re.fullmatch(r"Ray's raylet .pid \d+. has died[^\n]*logs: .+", told["failure"]["error"]), told["failure"]
+    assert told["restart"]["number"] == 1 and events[-1]["event"] == "interrupted"
+    assert (events[-1]["signal"], events[-1]["checkpoint"]) == ("SIGTERM", str(saved))
+    assert task.metrics(tmp_path.name)[-1]["step"] == read_manifest(saved).step
+
+
+def test_ray_that_cannot_start_is_a_failure_like_others(task, tmp_path, monkeypatch):
+    (tmp_path / "full").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "full"))
+    job = Job(task.options(tmp_path.name, **ONE_RANK, train__max_restarts=1), tmp_path / "log")
+    assert job.finish(SOONER_S) == 1
+    assert job.text.count("RayNotStarted: Ray did not start: ") == 2 and "Traceback" not in job.text, job.text
+    told = [record["event"] for _, record in read_lines(task.folder / tmp_path.name / "events.jsonl")]
+    assert told == ["start", "failure", "restart", "failure"]
 
 
 def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_training(task, tmp_path, monkeypatch):

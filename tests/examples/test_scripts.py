@@ -109,6 +109,8 @@ case "$*" in
             *killed_once*) [[ $* == *--ckpt.load_enable* ]] || kill -KILL $$ ;;
             *killed*) kill -KILL $$ ;;
             *fails*) exit 3 ;;
+            *saves*) trap 'sleep 1; kill -0 $rank && echo "saved with its ranks" >>"$CALLS"; exit 143' TERM
+                sleep 1000 & rank=$!; wait ;;
             *stays*) sleep 1000 & wait ;;
         esac ;;
     *--cluster*) until (($(grep -c '^ray start' "$CALLS") >= ${NODES:-0})); do sleep 0.05; done
@@ -364,6 +366,20 @@ def test_nothing_is_left_however_the_script_ends(cluster, how) -> None:
     assert status == (-how if how == signal.SIGKILL else 128 + how), cluster.errors
     until(lambda: not cluster.left(), "the end of the nodes and the driver")
     assert not list(cluster.folder.glob("ray_*")), "Ray's files go too"
+
+
+def test_a_script_that_gets_sigterm_lets_the_driver_save_while_its_ranks_live(cluster) -> None:
+    job = cluster.start("sbatch", "examples/scripts/slurm_recipe.sh", *WORDS, "--data.word", "saves", NODES="2")
+    until(cluster.training, "the training command")
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_S) == 143, cluster.errors
+    assert cluster.lines("saved with its ranks") and len(cluster.training()) == 1, "and nobody starts it again"
+
+
+def test_a_job_that_slurm_starts_again_goes_on(cluster) -> None:
+    for count, goes_on in (("0", False), ("1", True)):
+        assert cluster.call("slurm_recipe.sh", *WORDS, by=("sbatch",), NODES="2", SLURM_RESTART_COUNT=count) == 0
+        assert cluster.training()[0].endswith("--ckpt.load_enable") == goes_on
 
 
 def test_scripts_have_no_finding_of_shellcheck() -> None:

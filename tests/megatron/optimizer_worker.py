@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import PolicySettings
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings, gradient_norms
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, OptimizerSettings, gradient_norms
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch
@@ -25,6 +26,21 @@ def rows(replica: int, replicas: int):
     weights_N = torch.randn(batch.responses.tokens, generator=generator)
     mine = list(range(replica, 4, replicas))
     return batch.select(mine), WeightedLogprob(weights_N, batch.responses).select(mine)
+
+
+def moved_by_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> str:
+    """What a step whose gradient is bad on rank 0 alone says, and whether it changed anything."""
+    policy.accumulate_gradients(batch, shaped, shaped)
+    parameters = [p for model in policy.models for p in model.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    if dist.get_rank() == 0:
+        policy.models[0].buffers[0].grad_data[0] = bad
+    try:
+        policy.optimizer_step()
+    except NonFiniteUpdateError as error:
+        same = all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+        return f"{'nothing' if same else 'something'} moved: {error}"
+    return "no error"
 
 
 def run_cases(cases: list[dict], ranks: int) -> list[dict]:
@@ -44,6 +60,7 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
         again = policy.train_step(batch, shaped, shaped)
         result |= {"grad_norm": step["grad_norm"], "step": again}
         assert math.isfinite(again["grad_norm"])
+        result["moved"] = [moved_by_a_bad_gradient(policy, batch, shaped, bad) for bad in (math.nan, math.inf)]
         results.append(result)
         parallel_state.destroy_model_parallel()
     return results

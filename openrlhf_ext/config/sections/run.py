@@ -179,6 +179,12 @@ class Ckpt(Section):
     async_enable: bool = added(
         False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
     )
+    grace_s: Float = added(
+        20,
+        "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run ends "
+        "(docs/checkpoints.md); 0 = no checkpoint is written then",
+        ge=0,
+    )
     best_metric_key: str = option(
         "",
         "evaluation metric (more is better) whose best checkpoint is kept besides the newest ones, such as "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from torch import Tensor
 from openrlhf_ext.megatron.settings import LR_DECAY_STYLES, OptimizerSettings
 
 GROUPS = ("embedding", "attention", "mlp", "norms", "head")
+
+
+class NonFiniteUpdateError(FloatingPointError):
+    """The loss or the gradient norm of a train step is NaN or infinite; the step was not applied."""
 
 
 def build_optimizer(
@@ -38,7 +43,22 @@ def build_optimizer(
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=settings.overlap.param_gather,
     )
-    return get_megatron_optimizer(config, models, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, models, use_gloo_process_groups=False)
+    # what its step asks for before it clips and moves anything (megatron-core 0.16.1 optimizer/optimizer.py:1314)
+    optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
+    return optimizer
+
+
+def _finite_norm(norm: Callable[[], float]) -> float:
+    """The gradient norm, the same on all ranks of the model.
+
+    Raises:
+        NonFiniteUpdateError: it is NaN or infinite.
+    """
+    value = norm()
+    if not math.isfinite(value):
+        raise NonFiniteUpdateError(f"values that are not finite: the train step gave the gradient norm {value}")
+    return value
 
 
 def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -1,0 +1,424 @@
+"""The driver runs in a process of its own; its parent, in which there is no Ray, ends it where it cannot end itself.
+
+Ray ends a driver whose raylet has died, without an exception; and a call into Ray can wait without end, deaf to
+signals, while one of Ray's processes is stopped. So the driver tells its parent through a pipe until when it will have
+moved on, which processes it cannot do without, and how it ended. A driver that is late, that lost one of them, or that
+does not end after Ctrl-C or SIGTERM is killed by the parent, which ends what is left of the run and says what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.rewards.worker import die_with
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""The signals that end a run, and its exit code then."""
+
+_SIGNALS = {code: number for number, code in INTERRUPTED.items()}
+
+END_S = 30.0
+"""For the end of a run's processes: ray.shutdown takes up to 10 s, ``end_processes`` twice its grace."""
+
+_LATE_S = 10.0  # a driver that is only slow ends its waits by itself
+_STOPPED_S = 20.0  # Ray's own health check gives a raylet 15 s
+_LOOK_S = 0.2
+_GRACE_S = 5.0
+_FRAMES = 12
+_PR_SET_CHILD_SUBREAPER = 36
+_FINAL = (0, 2, *INTERRUPTED.values())  # exit codes after which nothing is tried again
+
+Train = Callable[[RunConfig, "Guard", int], int]
+"""Trains with a configuration, the guard and the number of the restart (0: the first try); returns the exit code."""
+
+
+class Guard:
+    """What the driver tells its parent, and the signals that the driver gets.
+
+    Ctrl-C and SIGTERM raise KeyboardInterrupt where the driver is; only the first signal counts. In a process without
+    such a parent (``pipe`` None) nobody is told.
+
+    Attributes:
+        received: the signal that ends the run, once there was one.
+        received_at: when, on the monotonic clock.
+        events: knows the step that the run is at.
+    """
+
+    def __init__(self, pipe: Connection | None = None) -> None:
+        self._pipe = pipe
+        self._held_s: float | None = None
+        self._pending = False
+        self.received: signal.Signals | None = None
+        self.received_at = math.inf
+        self.events = EventLog()
+
+    # ---- telling ----------------------------------------------------------------------------------------------------
+
+    def expect(self, seconds: float, doing: str) -> None:
+        """The driver will say something else within ``seconds``; ``doing`` tells what it does until then."""
+        self._tell(until=time.monotonic() + seconds, doing=doing, seconds=seconds)
+
+    def watch(self, processes: Mapping[str, int], logs: str = "") -> None:
+        """The run cannot go on without these processes of this machine, by name their ids; ``logs`` is their folder."""
+        self._tell(watched=dict(processes), logs=logs)
+
+    def ended(self, code: int) -> None:
+        """The run has ended with this exit code, and its event is written; what follows is clearing up."""
+        self._tell(code=code)
+
+    def broke(self, error: str) -> None:
+        """The driver ends by an error that it has not written down."""
+        self._tell(error=error)
+
+    def _tell(self, **facts: Any) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # the parent has died: this process is about to follow
+                self._pipe.send({"step": self.events.step, **facts})
+
+    # ---- signals ----------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """From now on the signals come here."""
+        for number in INTERRUPTED:
+            signal.signal(number, self._receive)
+        signal.signal(signal.SIGALRM, self._give_up)
+
+    def _receive(self, number: int, _: object) -> None:
+        if self.received is not None:
+            return
+        self.received, self.received_at, self._pending = signal.Signals(number), time.monotonic(), True
+        if self._held_s is not None and number == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, max(self._held_s, 1e-6))
+            return
+        raise KeyboardInterrupt
+
+    def _give_up(self, *_: object) -> None:
+        self._held_s = None
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer."""
+        if self._pending and (self._held_s is None or self.received == signal.SIGINT):
+            raise KeyboardInterrupt
+
+    def hold(self, seconds: float) -> None:
+        """From here to ``release`` SIGTERM waits, ``seconds`` at most after it came."""
+        self._held_s = seconds
+
+    def release(self) -> None:
+        """Raises what has waited."""
+        self._held_s = None
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.check()
+
+    def ignore_signals(self) -> None:
+        """The run ends anyway: what comes now must not stop its last acts."""
+        self._pending = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number in INTERRUPTED:
+            signal.signal(number, signal.SIG_IGN)
+
+
+# ---- the parent -----------------------------------------------------------------------------------------------------
+
+
+def run(config: RunConfig, train: Train) -> int:
+    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most.
+
+    Returns:
+        The driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was
+        killed by signal n (137 also if Ray or this process had to end it).
+    """
+    _adopt_orphans()
+    parent = _Parent(config, train)
+    handlers = {number: signal.signal(number, parent.forward) for number in INTERRUPTED}
+    try:
+        return run_with_restarts(config, parent.attempt)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
+    """One attempt, and after a failure another one from the last checkpoint, ``train.max_restarts`` times at most.
+
+    Args:
+        attempt: takes a configuration and the number of the restart, returns the exit code.
+    """
+    for restart in range(config.train.max_restarts + 1):
+        if restart:
+            logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
+            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
+        code = attempt(config, restart)
+        if code in _FINAL:
+            break
+    return code
+
+
+def resume_line(folder: str) -> str:
+    """How a user goes on with a run that was interrupted."""
+    return f"to go on from {folder}: the same command with --ckpt.load_enable"
+
+
+class _Parent:
+    """One driver after the other, and the signals that are for it."""
+
+    def __init__(self, config: RunConfig, train: Train) -> None:
+        self._config, self._train = config, train
+        self._driver: _Driver | None = None
+        self._received: signal.Signals | None = None
+
+    def forward(self, number: int, _: object) -> None:
+        """Hands a signal on to the driver; the first one says how the run ends."""
+        self._received = self._received or signal.Signals(number)
+        if self._driver is not None:
+            self._driver.interrupt(number, self._config.ckpt.grace_s)
+
+    def attempt(self, config: RunConfig, restart: int) -> int:
+        if self._received is not None:  # between two drivers
+            return INTERRUPTED[self._received]
+        # a signal in between would find this process's handler in the child
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTED)
+        self._driver = driver = _Driver(config, self._train, restart)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTED)
+        driver.wait()
+        self._driver = None
+        end_processes(psutil.Process().children(recursive=True))
+        return self._report(driver, config)
+
+    def _report(self, driver: _Driver, config: RunConfig) -> int:
+        """The exit code; says and writes down what the driver could not."""
+        if driver.code is not None:
+            if driver.killed_because:
+                logger.warning("the run had ended, but the driver had not: %s", driver.killed_because)
+            return driver.code
+        if (number := self._received or _SIGNALS.get(driver.process.exitcode or 0)) is not None:
+            logger.error("%s: %s", number.name, driver.why)
+            logger.error(resume_line(f"the newest checkpoint in {config.ckpt.path}"))
+            self._note(config, driver.step, "interrupted", signal=number.name, why=driver.why)
+            return INTERRUPTED[number]
+        if driver.process.exitcode == 2 and not driver.killed_because:
+            return 2  # a configuration that is wrong has been reported
+        logger.error("the run failed:\n%s", driver.why)
+        self._note(config, driver.step, "failure", error=driver.why)
+        return driver.exit_code
+
+    @staticmethod
+    def _note(config: RunConfig, step: int, event: str, **facts: Any) -> None:
+        try:
+            with EventLog(Path(str(config.logger.metrics_path)).with_name("events.jsonl"), goes_on=True) as events:
+                events.step = step
+                events.note(event, **facts)
+        except (OSError, ValueError) as error:
+            logger.error("events.jsonl does not say how the run ended: %s", error)
+
+
+class _Driver:
+    """A driver's process, as its parent sees it."""
+
+    def __init__(self, config: RunConfig, train: Train, restart: int) -> None:
+        self._traces = tempfile.TemporaryFile()
+        context = multiprocessing.get_context("fork")  # what has been imported and checked is there
+        self._pipe, pipe = context.Pipe(duplex=False)
+        arguments = (os.getpid(), pipe, self._traces, config, train, restart)
+        self.process = context.Process(target=_drive, args=arguments, name="driver")
+        self.process.start()
+        pipe.close()
+        self.step, self.code, self.error = 0, None, ""
+        self.killed_because = ""
+        self._doing, self._until = "starting", math.inf
+        self._ends: tuple[float, str] = (math.inf, "")
+        self._watched: dict[str, psutil.Process | int] = {}
+        self._stopped: dict[str, float] = {}
+        self._logs = ""
+
+    # ---- while it lives ---------------------------------------------------------------------------------------------
+
+    def interrupt(self, number: int, grace_s: float) -> None:
+        """Hands a signal on, and sets the time until which the driver must have ended."""
+        seconds = END_S + (grace_s if number == signal.SIGTERM else 0.0)
+        if self._ends[0] == math.inf:
+            what = f"saving (ckpt.grace_s {grace_s:g}) and ending" if number == signal.SIGTERM else "ending"
+            logger.warning("%s: %s", signal.Signals(number).name, what)
+            self._ends = (time.monotonic() + seconds, f"{signal.Signals(number).name}, which came {seconds:g} s ago")
+        if self.process.pid is not None and self.process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.process.pid, number)
+
+    def wait(self) -> None:
+        """Returns when the process has ended, by itself or not."""
+        while self.process.exitcode is None:
+            self._hear(_LOOK_S)
+            self._reap()
+            if (fault := self._fault()) and self.process.exitcode is None:
+                self.killed_because = fault
+                self.process.kill()
+                self.process.join()
+        self._hear(0.0)
+
+    def _reap(self) -> None:
+        """Lets go of orphans that have ended: until then the driver, which waits for their end, still sees them."""
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while (ended := os.waitid(os.P_ALL, 0, look)) is not None and ended.si_pid != self.process.pid:
+            os.waitpid(ended.si_pid, 0)
+
+    def _hear(self, timeout_s: float) -> None:
+        """Takes what the driver says."""
+        wait([self.process.sentinel, *([] if self._pipe.closed else [self._pipe])], timeout_s)
+        try:
+            while not self._pipe.closed and self._pipe.poll():
+                self._take(**self._pipe.recv())
+        except (EOFError, ConnectionResetError):  # it has ended, or is about to
+            self._pipe.close()
+
+    def _take(self, step: int, **facts: Any) -> None:
+        self.step = step
+        self.code, self.error = facts.get("code", self.code), facts.get("error", self.error)
+        if "until" in facts:
+            self._until = facts["until"]
+            self._doing = f"{facts['doing']} (at most {facts['seconds']:g} s)"
+        if "watched" in facts:
+            self._logs, self._stopped = facts["logs"], {}
+            self._watched = {name: _found(pid) for name, pid in facts["watched"].items()}
+
+    def _fault(self) -> str:
+        """Why the process has to be killed; '' if it need not."""
+        now = time.monotonic()
+        ends, asked = self._ends
+        if now > ends:
+            return f"the driver did not end after {asked}; it was {self._doing}{self._where()}"
+        if now > self._until + _LATE_S:
+            late = f"did not notice its own deadline, {now - self._until:.0f} s ago"
+            return f"the driver is stuck, and {late}: it was {self._doing}{self._where()}"
+        return self._lost()
+
+    def _lost(self) -> str:
+        """Which process the run cannot do without is gone or stopped, and since when."""
+        now = time.monotonic()
+        for name, process in self._watched.items():
+            state = _state(process)
+            if state == psutil.STATUS_STOPPED:
+                since = self._stopped.setdefault(name, now)
+                if now - since > _STOPPED_S:
+                    return f"{_named(name, process)} has been stopped for {now - since:.0f} s{self._see_logs()}"
+                continue
+            self._stopped.pop(name, None)
+            if state is None:
+                return f"{_named(name, process)} has died, and the driver cannot go on without it{self._see_logs()}"
+        return ""
+
+    def _see_logs(self) -> str:
+        return f" (logs: {self._logs})" if self._logs else ""
+
+    def _where(self) -> str:
+        """The innermost frames of the driver; ``faulthandler`` answers whatever it waits for."""
+        if self.process.pid is None or self.process.exitcode is not None:
+            return ""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(_LOOK_S)
+        self._traces.seek(0)
+        frames = self._traces.read().decode(errors="replace").splitlines()[1 : 1 + _FRAMES]
+        return "\n".join(["", "--- where it was, innermost first", *frames])
+
+    # ---- afterwards -------------------------------------------------------------------------------------------------
+
+    @property
+    def why(self) -> str:
+        """Why a driver ended that has not said it."""
+        if self.killed_because or self.error:
+            return self.killed_because or self.error
+        code = self.process.exitcode or 0
+        if code in _SIGNALS:
+            return "the run had not begun"
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = ", often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""
+            return f"the driver was killed by {name}{hint}; it was {self._doing}"
+        why = self._lost() or f"no process of Ray's on this machine is missing{self._see_logs()}"
+        return f"the driver was ended from inside (exit code {code}), as Ray does without its raylet: {why}"
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run whose driver did not say how it ended."""
+        code = self.process.exitcode or 0
+        if code < 0:
+            return 128 - code
+        return 1 if self.error else 128 + signal.SIGKILL  # for launch.sh both are drivers that were killed
+
+
+def _drive(parent: int, pipe: Connection, traces: Any, config: RunConfig, train: Train, restart: int) -> None:
+    """What the driver's process does; leaves with its exit code."""
+    guard = Guard(pipe)
+    die_with(parent)
+    faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
+    code = 1
+    try:
+        guard.listen()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTED)
+        guard.expect(config.vllm.start_timeout_s, "starting the driver")
+        code = train(config, guard, restart)
+    except KeyboardInterrupt:
+        code = INTERRUPTED[guard.received or signal.SIGINT]  # before the run began: the parent says the rest
+    except Exception:
+        guard.broke(traceback.format_exc())
+    sys.exit(code)
+
+
+def _adopt_orphans() -> None:
+    """Processes whose parents have died become children of this one, which ends them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _found(pid: int) -> psutil.Process | int:
+    """The process, or its id if it is gone already."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return pid
+
+
+def _named(name: str, process: psutil.Process | int) -> str:
+    return f"Ray's {name} (pid {process if isinstance(process, int) else process.pid})"
+
+
+def _state(process: psutil.Process | int) -> str | None:
+    """psutil's name of what the process does; None = it has ended."""
+    if isinstance(process, int) or not process.is_running():
+        return None
+    try:
+        state = process.status()
+    except psutil.NoSuchProcess:
+        return None
+    return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
+
+
+def end_processes(processes: list[psutil.Process]) -> None:
+    """SIGTERM, a short grace, SIGKILL."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        running = [p for p in processes if p.is_running()]
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                send(process)
+        psutil.wait_procs(running, timeout=_GRACE_S)

@@ -1,0 +1,128 @@
+"""A driver in trouble, under its guard: ``python -m tests.driver.guarded CASE FOLDER``; exits as the command would."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import psutil
+
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver import guard
+from openrlhf_ext.driver.guard import Guard
+
+
+def deaf() -> None:
+    """A native call that holds the interpreter, and that no signal ends: a mutex that is locked twice."""
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    Path("deaf").touch()
+    libc.pthread_mutex_lock(mutex)
+
+
+def sleeper(name: str) -> subprocess.Popen:
+    """A child, known to the test by a file with its id."""
+    process = subprocess.Popen(["sleep", "3600"])
+    Path(name).write_text(str(process.pid))
+    return process
+
+
+def ended_by_ray(config: RunConfig, watched: Guard, restart: int) -> int:
+    """As Ray does it: the raylet dies, and Ray ends the process without an exception."""
+    raylet = sleeper("raylet")
+    watched.watch({"raylet": raylet.pid}, "/tmp/ray/logs")
+    raylet.kill()
+    os._exit(1)
+
+
+def stuck(config: RunConfig, watched: Guard, restart: int) -> int:
+    """The second try is better."""
+    if restart:
+        watched.ended(0)
+        return 0
+    sleeper("child")
+    watched.expect(0.2, "training step 3")
+    deaf()
+    return 0
+
+
+def stopped(config: RunConfig, watched: Guard, restart: int) -> int:
+    gcs = sleeper("gcs")
+    watched.watch({"gcs_server": gcs.pid})
+    gcs.send_signal(signal.SIGSTOP)
+    deaf()
+    return 0
+
+
+def deaf_to_signals(config: RunConfig, watched: Guard, restart: int) -> int:
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -TERM {os.getppid()}"])
+    deaf()
+    return 0
+
+
+def interrupted_while_it_imports(config: RunConfig, watched: Guard, restart: int) -> int:
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(3600)
+    return 0
+
+
+def killed(config: RunConfig, watched: Guard, restart: int) -> int:
+    watched.expect(60.0, "training step 5")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def raises(config: RunConfig, watched: Guard, restart: int) -> int:
+    raise KeyError("nobody expected this")
+
+
+def leaves_an_orphan(config: RunConfig, watched: Guard, restart: int) -> int:
+    subprocess.run(["sh", "-c", "sleep 3600 & echo $! > orphan"], check=True)
+    watched.ended(0)
+    return 0
+
+
+def put_to_a_stopped_raylet(config: RunConfig, watched: Guard, restart: int) -> int:
+    import ray
+
+    with session(watched):
+        of_ray("raylet").send_signal(signal.SIGSTOP)
+        watched.expect(1.0, "training step 3")
+        ray.put(b"x" * (300 << 20))  # more than the store has: the raylet has to make room
+    return 0
+
+
+def shut_down_with_a_stopped_gcs(config: RunConfig, watched: Guard, restart: int) -> int:
+    with session(watched):
+        of_ray("gcs_server").send_signal(signal.SIGSTOP)
+        watched.ended(0)
+    return 0
+
+
+def session(watched: Guard) -> AbstractContextManager:
+    from openrlhf_ext.driver.cluster import RaySession  # Ray takes seconds to import, and few cases need it
+
+    return RaySession(policy_ranks=1, engines=0, env={}, verbose=False, guard=watched)
+
+
+def of_ray(name: str) -> psutil.Process:
+    (process,) = [child for child in psutil.Process().children(recursive=True) if child.name() == name]
+    Path(name).write_text(str(process.pid))
+    return process
+
+
+if __name__ == "__main__":
+    case, folder = sys.argv[1:]
+    os.chdir(folder)
+    guard.END_S, guard._LATE_S, guard._STOPPED_S, guard._LOOK_S, guard._GRACE_S = 3.0, 1.0, 0.5, 0.1, 1.0
+    if case == "put_to_a_stopped_raylet":
+        guard._STOPPED_S = 3600.0
+    logger = {"metrics_path": "metrics.jsonl"}
+    given = RunConfig(logger=logger, train={"max_restarts": int(case == "stuck")}, ckpt={"path": "ckpt", "grace_s": 1})
+    sys.exit(guard.run(given, globals()[case]))

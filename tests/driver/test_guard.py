@@ -1,0 +1,116 @@
+"""A driver that ends, hangs or is ended in ways that it cannot report: exit code, event, message, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from openrlhf_ext.driver.guard import Guard
+from openrlhf_ext.reporting.lines import read_lines
+from tests.patience import PATIENCE_S, SOONER_S, until
+
+
+def run(case: str, folder: Path) -> tuple[int, str, list[dict]]:
+    """Exit code, what it printed, and events of a case of ``guarded``; nothing may be left of its processes."""
+    command = [sys.executable, "-m", "tests.driver.guarded", case, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SOONER_S)
+    for noted in (path for path in folder.iterdir() if path.name in ("raylet", "child", "gcs", "orphan", "gcs_server")):
+        assert not psutil.pid_exists(int(noted.read_text())), f"{noted.name} was left behind"
+    events = folder / "events.jsonl"
+    return done.returncode, done.stderr, [line for _, line in read_lines(events)] if events.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "event", "words"),
+    [
+        ("ended_by_ray", 137, "failure", r"Ray's raylet \(pid \d+\) has died, .* \(logs: /tmp/ray/logs\)"),
+        ("stopped", 137, "failure", r"Ray's gcs_server \(pid \d+\) has been stopped for \d+ s"),
+        ("deaf_to_signals", 143, "interrupted", r"did not end after SIGTERM, which came 4 s ago; it was starting"),
+        ("interrupted_while_it_imports", 143, "interrupted", r"SIGTERM: the run had not begun"),
+        ("killed", 137, "failure", r"killed by SIGKILL, often by the kernel's out-of-memory .* training step 5"),
+        ("raises", 1, "failure", r"KeyError: 'nobody expected this'"),
+    ],
+)
+def test_who_ended_the_driver_is_said_and_written_down(case, code, event, words, tmp_path):
+    ended, text, events = run(case, tmp_path)
+    assert (ended, [told["event"] for told in events]) == (code, [event]), text
+    (told,) = events
+    assert re.search(words, text) and (told.get("error") or told["why"]) in text, text
+    if code == 143:
+        assert "to go on from the newest checkpoint in ckpt: the same command with --ckpt.load_enable" in text
+
+
+def test_a_driver_that_is_deaf_in_a_native_call_is_ended_after_its_deadline_and_the_run_starts_again(tmp_path):
+    code, text, (event,) = run("stuck", tmp_path)
+    assert code == 0 and "restart 1 of 1" in text, text
+    assert re.search(
+        r"stuck, and did not notice its own deadline, 1 s ago: it was training step 3 .at most 0.2 s", text
+    )
+    assert "guarded.py" in event["error"] and "in deaf" in event["error"], "where it was"
+
+
+def test_what_outlives_its_parent_ends_with_the_run(tmp_path):
+    assert run("leaves_an_orphan", tmp_path)[0] == 0 and (tmp_path / "orphan").exists()
+
+
+def test_a_put_into_the_store_of_a_stopped_raylet_ends(tmp_path):
+    code, text, (event,) = run("put_to_a_stopped_raylet", tmp_path)
+    assert code == 137 and "put_to_a_stopped_raylet" in event["error"] and "training step 3" in event["error"], text
+
+
+def test_a_shutdown_of_ray_without_an_answer_costs_a_finished_run_nothing(tmp_path):
+    code, text, events = run("shut_down_with_a_stopped_gcs", tmp_path)
+    assert (code, events) == (0, []) and "the run had ended, but the driver had not" in text, text
+
+
+def test_the_driver_dies_with_its_parent(tmp_path):
+    command = [sys.executable, "-m", "tests.driver.guarded", "deaf_to_signals", str(tmp_path)]
+    parent = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    until((tmp_path / "deaf").exists, "the driver")
+    (driver,) = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait(PATIENCE_S)
+    until(lambda: not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE, "the driver's end")
+
+
+@pytest.fixture
+def listening():
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    guard = Guard()
+    guard.listen()
+    yield guard
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_sigterm_waits_for_a_step_as_long_as_it_may_and_the_first_signal_counts(listening):
+    listening.hold(PATIENCE_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        listening.release()
+    assert listening.received == signal.SIGTERM
+
+
+def test_a_step_that_takes_too_long_is_given_up(listening):
+    listening.hold(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(PATIENCE_S)
+    assert time.monotonic() - started < SOONER_S
+
+
+def test_ctrl_c_waits_for_nothing(listening):
+    listening.hold(PATIENCE_S)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(PATIENCE_S)
