@@ -25,7 +25,8 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
-    resolved against the current directory. Nothing heavier than pydantic and PyYAML is imported.
+    resolved against the current directory. Nothing heavier than pydantic, PyYAML, safetensors and tokenizers is
+    imported, unless there is a data file of a form that pandas or pyarrow reads.
 
     Args:
         argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--section.name value ...``,

@@ -68,6 +68,8 @@ def scan_records(path: str, wanted: Wanted) -> Scan | None:
     for place, record, may_be_new in form(path, wanted):
         scan.records += 1
         if scan.records == 1:
+            if isinstance(record, InputError):
+                raise InputError(f"{path}, {place} {record}")
             if not isinstance(record, dict):
                 raise InputError(f"the first record of {path} must be a mapping, got a {type_name(record)}")
             scan.keys, scan.first_prompt = tuple(record), record.get(wanted.prompt)

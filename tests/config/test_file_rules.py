@@ -210,6 +210,7 @@ def test_new_keys_come_within_the_first_ten_mebibytes(tmp_path: Path):
         ("a.json", '[{"q": "1"}] 3', "follows the end of the array"),
         ("a.json", '[{"q": "1"},]', "record 2: not JSON"),
         ("a.jsonl", "[1]\n", "must be a mapping, got a number"),
+        ("a.jsonl", '{"q": "1"\n{"q": "2"}\n', "line 1 cannot be read: not JSON .Expecting"),
         ("a.parquet", "PAR1", "cannot be read as parquet"),
         ("a.arrow", "ARROW1", "cannot be read as Arrow"),
     ],
