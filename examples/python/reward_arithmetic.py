@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-END_TOKENS = re.compile(r"(?:<\|im_end\|>|<\|endoftext\|>)+\Z")
+END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
 WELL_FORMED = re.compile(r"<reasoning>([^<>]*)</reasoning><answer>([^<>]*)</answer>")
 FINAL_ANSWER = re.compile(r"<answer>([^<>]*)</answer>\Z")
 INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -77,12 +77,16 @@ class Grade:
 CREDITS = Credits.from_environment()
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
-    """OpenRLHF's reward convention; a call for one completion gets scalars back, a call for more gets lists."""
-    grades = [
-        grade(completion_of(query, prompt), label)
-        for query, prompt, label in zip(queries, prompts, labels, strict=True)
-    ]
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+) -> dict[str, Any]:
+    """OpenRLHF's reward convention; a call for one completion gets scalars back, a call for more gets lists.
+
+    ``completions`` come without their end token.
+    """
+    if completions is None:
+        completions = [completion_of(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    grades = [grade(completion, label) for completion, label in zip(completions, labels, strict=True)]
     scores = _per_call([float(g.correct) for g in grades])
     return {
         "rewards": _per_call([g.reward(CREDITS) for g in grades]),

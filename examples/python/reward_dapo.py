@@ -25,14 +25,16 @@ from openrlhf_ext.rewards.answers import answers_equal, extract_answer
 
 ANSWER = re.compile(r"answer\s*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
 SEARCHED_CHARACTERS = 300
-END_TOKENS = re.compile(r"(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end_of_text\|>)+\Z")
+END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
 PROMPT_END_CHARACTERS = 64
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
-    """OpenRLHF's reward convention, called with lists of one element."""
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+) -> dict[str, Any]:
+    """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
-    stated = stated_answer(END_TOKENS.sub("", completion_of(query, prompt)))
+    stated = stated_answer(completions[0] if completions else END_TOKENS.sub("", completion_of(query, prompt)))
     correct = float(stated is not None and answers_equal(stated, gold_answer(label)))
     return {
         "rewards": 2.0 * correct - 1.0,

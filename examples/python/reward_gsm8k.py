@@ -27,10 +27,12 @@ LABEL_ANSWER = re.compile(r"####[ \t]*(\S.*)")
 PROMPT_END_CHARACTERS = 64
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
-    """OpenRLHF's reward convention, called with lists of one element."""
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+) -> dict[str, Any]:
+    """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
-    completion = completion_of(query, prompt)
+    completion = completions[0] if completions else completion_of(query, prompt)
     marked = extract_answer(completion)
     stated = marked if marked is not None else last_number(completion)
     correct = float(stated is not None and answers_equal(stated, label_answer(label)))

@@ -33,7 +33,7 @@ from typing import Any
 from openrlhf_ext.rewards.tagged import FULL, MODES, gold_answer, tagged_reward
 
 BLOCKS = re.compile(r"\s*<reasoning>[^<>]*</reasoning>\s*<answer>[^<>]*</answer>")
-END_TOKENS = re.compile(r"(?:<\|im_end\|>|<\|endoftext\|>)+\Z")
+END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
 PROMPT_END_CHARACTERS = 64
 
 
@@ -48,10 +48,12 @@ def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str:
 MODE = mode_from_environment()
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
-    """OpenRLHF's reward convention, called with lists of one element."""
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+) -> dict[str, Any]:
+    """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
-    completion = END_TOKENS.sub("", completion_of(query, prompt))
+    completion = completions[0] if completions else END_TOKENS.sub("", completion_of(query, prompt))
     reward = tagged_reward(completion, gold_answer(label), MODE)
     score = reward.accuracy / FULL
     logs = {"accuracy": score, "format": reward.format, "tags": float(BLOCKS.match(completion) is not None)}

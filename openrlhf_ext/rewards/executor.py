@@ -136,10 +136,9 @@ class GradedSingleTurnExecutor(GradedExecutor):
             completion = (await engine.generate(ids, params)).outputs[0]
             tokens = [*ids, *completion.token_ids]
             query = tokenizer.decode(tokens, skip_special_tokens=False)
-            grading = self._grader.grade(query, request.prompt, request.label)
-            grade = await self._settle(
-                grading, request.prompt, lambda: query.removeprefix(request.prompt), request.label
-            )
+            text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
+            grading = self._grader.grade(query, request.prompt, request.label, text)
+            grade = await self._settle(grading, request.prompt, lambda: text, request.label)
         start = len(ids)
         return Response(
             tokens_S=np.array(tokens, dtype=np.int32),
@@ -155,6 +154,12 @@ class GradedSingleTurnExecutor(GradedExecutor):
     async def aclose(self) -> None:
         """Release the grader's processes and connections."""
         await self._grader.aclose()
+
+
+def _without_end(completion: Any) -> list[int]:
+    """The tokens of vLLM's completion but the one that ended it: the model's own end of text, or another stop token."""
+    by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+    return list(completion.token_ids)[: -1 if by_token else None]
 
 
 def make_executor(settings: RewardSettings) -> Callable[[], GradedSingleTurnExecutor]:

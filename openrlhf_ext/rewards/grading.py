@@ -46,8 +46,19 @@ class Grader(Protocol):
     def start(self) -> None:
         """Begin whatever takes time before the first sample; returns at once."""
 
-    async def grade(self, query: str, prompt: str, label: Any) -> RewardResult:
-        """Grade one sample; raises a ``RewardError`` if that sample cannot be graded."""
+    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+        """Grade one sample.
+
+        Args:
+            query: prompt and completion as one text, special tokens kept.
+            prompt: the prompt.
+            label: what the data set gives as the label.
+            completion: what the model wrote, without the token that ended it; None: what follows the prompt in the
+                query.
+
+        Raises:
+            RewardError: that sample cannot be graded.
+        """
 
     async def aclose(self) -> None:
         """Release processes and connections."""

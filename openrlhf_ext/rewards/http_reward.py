@@ -55,15 +55,15 @@ class HttpReward:
     def start(self) -> None:
         """Nothing takes time before the first sample."""
 
-    async def grade(self, query: str, prompt: str, label: Any) -> RewardResult:
-        """Grade one sample.
+    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+        """Grade one sample; arguments as of ``Grader.grade``. Servers get OpenRLHF's three, not the completion.
 
         Raises:
             RewardServerError: no server gave an answer, or one refused the request.
             RewardTimeout: the last request passed the deadline.
             RewardInvalid: the answer is not a finite reward in the agreed form.
         """
-        sample = (prompt, query.removeprefix(prompt), label)
+        sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
         payload = {"query": [query], "prompts": [prompt], "labels": [label]}
         for attempt in range(self._retries + 1):
             url = next(self._urls)

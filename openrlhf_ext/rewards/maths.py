@@ -28,13 +28,15 @@ _SECONDS = 3  # of parsing an answer, and of a comparison; whole ones, by SIGALR
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else every timeout of a completion is a warning
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+) -> dict[str, Any]:
     """Grade one completion, in OpenRLHF's convention: lists of length one.
 
     A label without ``####``, ``\\boxed{}`` or ``<answer>`` is taken as the answer itself. ``extra_logs["answered"]``
     is 1 if the completion states an answer.
     """
-    stated = extract_answer(queries[0].removeprefix(prompts[0]))
+    stated = extract_answer(completions[0] if completions else queries[0].removeprefix(prompts[0]))
     gold = extract_answer(labels[0]) or labels[0]
     correct = float(stated is not None and same_value(gold, stated))
     return {"rewards": correct, "scores": correct, "extra_logs": {"answered": float(stated is not None)}}

@@ -34,18 +34,20 @@ class _Job:
     query: str
     prompt: str
     label: Any
+    completion: str
     queued_at: float = field(default_factory=time.monotonic)
     future: Future[RewardResult] = field(default_factory=Future)
 
     def error(self, kind: type[RewardError], message: str) -> RewardError:
-        return kind(message, self.prompt, self.query.removeprefix(self.prompt), self.label)
+        return kind(message, self.prompt, self.completion, self.label)
 
 
 class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
-    The function is called as OpenRLHF calls it, with lists of length one. Each worker imports the file once. A worker
-    that passes the deadline or dies is replaced. Usable from any thread and any event loop; a context manager.
+    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them.
+    Each worker imports the file once. A worker that passes the deadline or dies is replaced. Usable from any thread and
+    any event loop; a context manager.
 
     Args:
         reward_path: the user's Python file.
@@ -107,29 +109,23 @@ class RewardPool:
         for started in self._started:
             started.result()
 
-    def submit(self, query: str, prompt: str, label: Any) -> Future[RewardResult]:
-        """Queue one sample. The future raises what :meth:`grade` raises.
-
-        Args:
-            query: prompt and completion as one text, special tokens kept.
-            prompt: the prompt.
-            label: what the data set gives as the label.
-        """
-        job = _Job(query, prompt, label)
+    def submit(self, query: str, prompt: str, label: Any, completion: str | None = None) -> Future[RewardResult]:
+        """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade` raises."""
+        job = _Job(query, prompt, label, query.removeprefix(prompt) if completion is None else completion)
         with self._lock:  # a sample is either refused here or queued before the threads' end mark
             self._start_locked()
             self._jobs.put(job)
         return job.future
 
-    async def grade(self, query: str, prompt: str, label: Any) -> RewardResult:
-        """Grade one sample; see :meth:`submit` for the arguments.
+    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+        """Grade one sample; arguments as of ``Grader.grade``.
 
         Raises:
             RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied: this sample could not be graded.
             RewardImportError: the file cannot be used.
             RewardPoolClosed: the pool was closed meanwhile.
         """
-        return await asyncio.wrap_future(self.submit(query, prompt, label))
+        return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
 
     def close(self) -> None:
         """Kill the workers; samples that wait or run fail with ``RewardPoolClosed``. Idempotent."""
@@ -197,7 +193,7 @@ class RewardPool:
                 "reward function is slower than the rollout. Raise --reward.num_workers or make it faster",
             )
         try:
-            kind, content = worker.ask(job.query, job.prompt, job.label, self._timeout_s)
+            kind, content = worker.ask(job.query, job.prompt, job.label, job.completion, self._timeout_s)
         except WorkerHung as hung:
             worker.kill()
             raise job.error(RewardTimeout, self._closed_or(self._timeout_message(hung))) from None

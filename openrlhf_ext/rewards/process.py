@@ -112,7 +112,7 @@ class WorkerProcess:
             self.kill()
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
 
-    def ask(self, query: str, prompt: str, label: Any, timeout_s: float) -> tuple[str, Any]:
+    def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
         """Grade one sample and return the worker's reply (see the module ``worker``).
 
         Raises:
@@ -122,7 +122,7 @@ class WorkerProcess:
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
-            running.connection.send((query, prompt, label))
+            running.connection.send((query, prompt, label, completion))
         except OSError:
             raise WorkerDied(self._how_it_died(running)) from None
         return self._receive(running, timeout_s)

@@ -1,7 +1,8 @@
 """The process that imports and calls the user's reward function. It imports the user's file and nothing heavy.
 
 Protocol, pickled over one connection: the worker sends ``("ready",)`` or ``("import_error", text)``; then for each
-``(query, prompt, label)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or ``("invalid", text)``.
+``(query, prompt, label, completion)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or
+``("invalid", text)``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib.util
+import inspect
 import os
 import resource
 import signal
@@ -56,12 +58,14 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
             return
         connection.send(("ready",))
         while True:
-            query, prompt, label = connection.recv()
-            connection.send(_grade(function, reward_path, query, prompt, label))
+            connection.send(_grade(function, reward_path, *connection.recv()))
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
     """Import the file and return its ``reward_func(queries, prompts, labels, **kwargs)``.
+
+    A function that takes it gets ``completions`` too: what the model wrote, without the token that ended it, whatever
+    that token is called in this model's vocabulary.
 
     Raises:
         AttributeError: the file defines no callable ``reward_func``.
@@ -86,10 +90,22 @@ def _import_file(path: str) -> ModuleType:
     return module
 
 
-def _grade(function: RewardFunction, reward_path: str, query: str, prompt: str, label: Any) -> tuple[str, Any]:
+def takes_completions(function: RewardFunction) -> bool:
+    """Whether a reward function can be called with ``completions``."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of compiled code
+        return False
+    return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _grade(
+    function: RewardFunction, reward_path: str, query: str, prompt: str, label: Any, completion: str
+) -> tuple[str, Any]:
+    more = {"completions": [completion]} if takes_completions(function) else {}
     started = time.perf_counter()
     try:
-        answer = function([query], [prompt], [label])
+        answer = function([query], [prompt], [label], **more)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
         return "raised", _user_traceback(reward_path)
     try:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit, RewardImportError
 from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, make_executor, open_grader
@@ -22,6 +24,7 @@ from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S, SOONER_S
 
+TAGGED = Path(__file__).parents[2] / "examples/python/reward_tagged_maths.py"
 REWARD_FILE = """
 def reward_func(queries, prompts, labels, **kwargs):
     completion = queries[0][len(prompts[0]):]
@@ -53,6 +56,7 @@ class FakeEngine:
 
     completions: list[str]
     delay_s: float = 0.0
+    tokenizer: Any = None  # of the completions; by default one token per character
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SimpleNamespace] = field(default_factory=list)
 
@@ -62,15 +66,18 @@ class FakeEngine:
     async def generate(self, prompt_ids: list[int], params: SimpleNamespace) -> SimpleNamespace:
         self.prompts.append(prompt_ids)
         self.params.append(params)
-        ids = [ord(c) for c in self.completions.pop(0)]
+        tokenize = self.tokenizer or CharTokenizer()
+        ids = tokenize(self.completions.pop(0), add_special_tokens=False)["input_ids"]
         await asyncio.sleep(self.delay_s)
         logprobs = [{i: SimpleNamespace(logprob=-0.25)} for i in ids]
         if getattr(params, "flat_logprobs", False):
             logprobs = SimpleNamespace(logprobs=[-0.25] * len(ids))
-        stopped = "stop" if ids[-1] == ord("$") else "length"
+        end = ord("$") if self.tokenizer is None else self.tokenizer.eos_token_id
+        stopped = "stop" if ids[-1] == end else "length"
         output = SimpleNamespace(
-            token_ids=ids, text="", finish_reason=stopped, logprobs=logprobs, weight_versions=[(3, 0, len(ids))]
-        )
+            token_ids=ids, text="", finish_reason=stopped, stop_reason=None, logprobs=logprobs,
+            weight_versions=[(3, 0, len(ids))],
+        )  # fmt: skip
         return SimpleNamespace(outputs=[output])
 
 
@@ -83,7 +90,7 @@ class FakeGrader:
     def start(self) -> None:
         self.started += 1
 
-    async def grade(self, query: str, prompt: str, label: str) -> RewardResult:
+    async def grade(self, query: str, prompt: str, label: str, completion: str) -> RewardResult:
         await asyncio.sleep(self.delay_s)
         return RewardResult(1.0, 1.0, self.function(query))
 
@@ -126,6 +133,34 @@ def test_a_completion_is_flat_arrays_and_its_grade(reward_path: Path) -> None:
     assert got.extra_logs == {"length": 2.0, "reward_failed": 0.0}
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>"])
+def test_the_end_of_a_completion_is_the_one_that_its_tokenizer_has(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The official reward wants the answer to end the text: with Llama's end it gave 1.5 instead of 20."""
+    monkeypatch.setenv("REWARD_TAGGED_MODE", "official")
+    written = "<reasoning>48+24=72</reasoning><answer>72</answer>"
+    tokenizer = byte_tokenizer(end)
+    settings = RewardSettings(remote_url=str(TAGGED), num_workers=1, environment=("REWARD_TAGGED_MODE",))
+    executor = make_executor(settings)()
+    try:
+        engine = FakeEngine([written + end, written], tokenizer=tokenizer)
+        asked = request(prompt="48+24, in e\u0301tapes?", label="#### 72", max_new_tokens=60)
+        groups = [asyncio.run(executor.respond(asked, tokenizer, engine)) for _ in range(2)]
+    finally:
+        asyncio.run(executor.aclose())
+    assert [response.reward for (response,) in groups] == [20.0, 20.0]
+    assert [response.truncated for (response,) in groups] == [False, True]
+
+
+def byte_tokenizer(end: str) -> PreTrainedTokenizerFast:
+    """Of bytes, composing accents as Qwen2's does, with one special token."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([], trainers.BpeTrainer(special_tokens=[end], initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
+
+
 def test_a_group_has_one_prompt_and_the_engine_is_asked_as_told(reward_path: Path) -> None:
     executor = GradedSingleTurnExecutor(FakeGrader(lambda _: {}), FailurePolicy(0))
     engine = FakeEngine(["4$", "5", "6$"])
@@ -146,7 +181,7 @@ def test_a_failure_is_logged_counted_and_never_none(reward_path: Path, caplog: p
     assert [output.score for output in outputs] == [1.0, 0.0, 0.0]
     assert [output.extra_logs["reward_failed"] for output in outputs] == [0.0, 1.0, 0.0]
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    for part in ("ValueError: cannot parse", "'2+2='", "'!$'"):
+    for part in ("ValueError: cannot parse", "'2+2='", "'!'"):
         assert part in record.getMessage()
 
 
@@ -168,7 +203,7 @@ def test_the_run_stops_after_too_many_failures(reward_path: Path) -> None:
     assert outputs[0].reward == 1.5
     (error,) = [output for output in outputs if isinstance(output, Exception)]
     assert isinstance(error, RewardFailureLimit)
-    for part in ("3 samples", "tolerates 2", "--reward.max_failures", "cannot parse", "'!$'"):
+    for part in ("3 samples", "tolerates 2", "--reward.max_failures", "cannot parse", "'!'"):
         assert part in str(error)
 
 

@@ -31,7 +31,7 @@ from helper import SCALE
 
 def reward_func(queries, prompts, labels, **kwargs):
     query, prompt, label = queries[0], prompts[0], labels[0]
-    assert len(queries) == len(prompts) == len(labels) == 1 and not kwargs
+    assert len(queries) == len(prompts) == len(labels) == 1 and kwargs == {"completions": [query[len(prompt):]]}
     command = query[len(prompt):]
     if command == "raise":
         raise KeyError("no such unit")
@@ -347,3 +347,17 @@ def test_importing_the_pool_is_light() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert output.stdout.strip() == "set()"
+
+
+def test_a_function_gets_completions_if_it_takes_them(tmp_path: Path) -> None:
+    answer = "{'rewards': float(%s)}"
+    for arguments, rewarded in (
+        ("queries, prompts, labels, completions", "completions == ['4']"),
+        ("queries, prompts, labels, completions=None", "completions == ['4']"),
+        ("queries, prompts, labels, **more", "more == {'completions': ['4']}"),
+        ("queries, prompts, labels", "queries == ['2+2=4</s>']"),
+    ):
+        path = tmp_path / "takes.py"
+        path.write_text(f"def reward_func({arguments}):\n    return {answer % rewarded}\n")
+        with RewardPool(path, num_workers=1, timeout_s=PATIENCE_S) as pool:
+            assert asyncio.run(pool.grade("2+2=4</s>", "2+2=", "", "4")).reward == 1.0, arguments

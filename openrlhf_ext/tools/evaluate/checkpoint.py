@@ -125,7 +125,7 @@ def grade_saved(
 
     async def given(group: Sequence[Problem]) -> list[Answers]:
         return [
-            Answers([Completion(query=p.prompt + text, text=text, tokens=None, truncated=None)
+            Answers([Completion(query=p.prompt + text, text=text, body=text, tokens=None, truncated=None)
                      for text in completions[p.index]])
             for p in group
         ]  # fmt: skip
@@ -205,7 +205,7 @@ async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[
     """The line of one problem."""
     completions = answers.completions
     sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
-    grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label) for c in sampled))
+    grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label, c.body) for c in sampled))
     lines = [_line(completion, grade) for completion, grade in zip(sampled, grades, strict=True)]
     samples, greedy = lines[: len(completions)], lines[len(completions) :]
     votes = await grading.votes([c.text for c in completions], [line["score"] >= SOLVED for line in samples])

@@ -36,15 +36,15 @@ class Grading:
         self._grader, self._policy, self._by_equality = grader, policy, by_equality
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
 
-    async def grade(self, query: str, prompt: str, label: Any) -> RewardResult | None:
-        """The grade of one completion; ``None`` if it cannot be graded.
+    async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | None:
+        """The grade of one completion (arguments as of ``Grader.grade``); ``None`` if it cannot be graded.
 
         Raises:
             RewardFailureLimit: more failed than are tolerated.
         """
         async with self._in_flight:
             try:
-                return await self._grader.grade(query, prompt, label)
+                return await self._grader.grade(query, prompt, label, completion)
             except RewardError as error:
                 self._policy.tolerate(error)
                 return None

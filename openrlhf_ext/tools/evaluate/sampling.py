@@ -28,6 +28,7 @@ class Completion:
     Attributes:
         query: prompt and completion as one text, special tokens kept (what a reward function gets).
         text: the completion alone, special tokens kept.
+        body: the same without the token that ended it.
         tokens: its length, end-of-sequence token included; ``None`` if that is not known.
         truncated: it reached ``max_new_tokens`` without an end-of-sequence token; ``None`` if that is not known.
         ids: of the prompt's and the completion's tokens; ``None`` if they are not known.
@@ -37,6 +38,7 @@ class Completion:
 
     query: str
     text: str
+    body: str
     tokens: int | None
     truncated: bool | None
     ids: tuple[int, ...] | None = None
@@ -350,6 +352,7 @@ def _completion(
     return Completion(
         query=str(tokenizer.decode(prompt_ids + kept, skip_special_tokens=False)),
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
+        body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)),
         tokens=len(kept),
         truncated=end is None,
         ids=(*prompt_ids, *kept),
