@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.tools.evaluate.problems import BENCHMARKS, MATH_TEMPLATE, NotThisFormat
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.tools.evaluate.problems import (
+    BENCHMARKS,
+    MATH_TEMPLATE,
+    SYSTEM_PROMPTS,
+    NotThisFormat,
+    system_message,
+)
 
-SYSTEM_PROMPTS = {
-    # arXiv 2508.03772, appendix 8.2
-    "conflict": "You are a helpful assistant for solving math problems. Given a question, first think step by step "
-    "between <reasoning> and </reasoning>. Then, give the final answer between <answer> and </answer>.",
-}
 TEMPLATES = {
     # of every prompt of DAPO-Math-17k
     "dapo": "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         manifest = prepare(arguments)
-    except (Refused, OSError) as error:
+    except (Refused, InputError, OSError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 2
     for what, count in manifest["counts"].items():
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 def prepare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Reads, checks and writes; returns the manifest."""
     template = _template(arguments.name, arguments.template)
-    system = SYSTEM_PROMPTS.get(arguments.system_prompt, arguments.system_prompt)
+    system = system_message(arguments.system_prompt)
     held_out, test_files = _held_out(arguments.against)
     problems, contradicting, files = _distinct(arguments)
     kept = {key: problem for key, problem in problems.items() if key not in held_out}

@@ -64,6 +64,9 @@ class GrpoSOptions(PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptio
         yield from super().cautions()
         if self.beta != type(self).model_fields["beta"].default and self.version == "v6":
             yield no_effect("beta", self.beta, "version v6 does not read it", "use beta1 and beta2")
+        for name in ("beta1", "beta2"):
+            if (given := getattr(self, name)) is not None and self.version != "v6":
+                yield no_effect(name, given, f"version {self.version} does not read it", "use beta")
 
 
 @register_algorithm("grpo_s", GrpoSOptions)

@@ -1,6 +1,7 @@
 """`gtpo_conflict`: tokens shared by good and bad completions keep their positive signal and lose the negative one.
 
-M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772.
+M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy Control", arXiv
+2508.03772.
 The conflict masks themselves are in `conflict_mask`.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
@@ -66,6 +67,9 @@ def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
     return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
 
 
+FILTER_ANYWAY = "to filter all the same leave h_ini out and set initial_entropy_prompts 0"
+
+
 class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
     preset: Literal["paper", "official"] = option("paper", "defaults of the paper or of its released code")
     gamma: Float = option(0.1, "entropy regularizer", ge=0)
@@ -113,6 +117,8 @@ class GtpoConflictOptions(TruncationOptions, EpsOptions, ClipIntervalOptions):
         yield from super().cautions()
         if self.clip_low is None and self.clip_high is not None:
             yield no_effect("clip_high", self.clip_high, "without clip_low nothing is clipped")
+        if self.h_ini is not None and self.h_ini >= LN2 and self.filter != "off":
+            yield no_effect("filter", self.filter, f"h_ini {self.h_ini:g} is not below ln 2", FILTER_ANYWAY)
 
 
 @register_algorithm("gtpo_conflict", GtpoConflictOptions)

@@ -106,6 +106,12 @@ class GtpoEntropyOptions(
             yield no_effect("v2_positive", self.v2_positive, f"version {self.version} does not read it")
         if self.alpha != type(self).model_fields["alpha"].default and self.version not in ("v1", "v2"):
             yield no_effect("alpha", self.alpha, f"version {self.version} does not read it", "use alpha1 and alpha2")
+        if self.version != "v6" and not self.clipped_positive:
+            for name in ("alpha1", "alpha2"):
+                if (given := getattr(self, name)) is not None:
+                    yield no_effect(name, given, f"version {self.version} does not read it", "use alpha")
+        if self.kappa is not None and not self.clipped_positive:
+            yield no_effect("kappa", self.kappa, "only version v1u and v2_positive v1u read it")
         if self.version == "v2" and not self.sign_guard:
             yield (
                 "version v2 gives some tokens of wrong completions a positive advantage: their mean is below 0, and "

@@ -70,8 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--input_key", default="question", help="key of the prompt in --data")
     add("--label_key", default="answer", help="key of the label in --data")
     add("--input_template", help="format string around the prompt, such as 'Q: {} A: ' (default for benchmarks: asks "
-        "for steps and \\boxed{})")  # fmt: skip
-    add("--system_prompt", help="system message; without a chat template it stands in front of the prompt")
+        "for steps and \\boxed{}, but with a protocol's system prompt)")  # fmt: skip
+    add("--system_prompt", help="system message, or the name of a protocol that has one: conflict; without a chat "
+        "template it stands in front of the prompt. A protocol's questions stand alone")  # fmt: skip
     add("--apply_chat_template", action="store_true", help="apply the tokenizer's chat template to the prompt")
     add("--limit", type=_positive, help="problems taken from the start of each file (default: all)")
     add("--n", "--n_samples", dest="n_samples", type=_positive, help="completions per prompt (default: 4)")

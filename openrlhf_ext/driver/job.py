@@ -393,6 +393,8 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
         logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
         loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
     loop.experience.algorithm = build_algorithm(config, h_ini=entropy)
+    for caution in loop.experience.algorithm.options.cautions():
+        logger.warning("algo.%s.%s", config.algo.advantage.estimator, caution)
 
 
 def with_local_model(config: RunConfig) -> RunConfig:

@@ -1,8 +1,9 @@
 """The mathematics reward of the conflict paper, in its two published forms.
 
-M. Simoni et al., "GTPO: Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772: mode ``paper`` is its
-appendix 8.2, mode ``official`` the authors' released ``reward_math.py``. They differ in what earns partial format
-credit, in whether ``</answer>`` must end the text, and in whether a wrong format forfeits the accuracy.
+M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy Control", arXiv
+2508.03772: mode ``paper`` is its appendix 8.2, mode ``official`` the authors' released ``reward_math.py``. They differ
+in what earns partial format credit, in whether ``</answer>`` must end the text, and in whether a wrong format forfeits
+the accuracy.
 
 A text is searched as ``re.search`` with ``DOTALL`` would, but with ``str.find``: the lazy patterns need quadratic time
 on a text that repeats an opening tag, which a policy finds soon enough.

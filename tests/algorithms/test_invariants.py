@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_ext.algorithms import algorithm_names, get_algorithm
+from openrlhf_ext.algorithms import RolloutBatch, algorithm_names, get_algorithm
 from tests.algorithms.helpers import assert_close, padded, random_groups, to_batch
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -411,3 +411,21 @@ def test_sequence_and_token_form_of_gspo_agree_on_policy(seed: int) -> None:
     _, _, gspo = run(build("gspo"), batch, new)
     _, _, grpo = run(build("grpo"), batch, new)
     assert_close(gspo.tolist(), grpo.tolist(), 1e-9, "grad")
+
+
+@pytest.mark.parametrize(("sigma", "share"), [(0.5, 0.47), (1.0, 0.59), (1.5, 0.65), (2.5, 0.72)])
+def test_version_2_rewards_tokens_of_wrong_answers_as_the_documents_say(sigma: float, share: float) -> None:
+    """One right answer among eight of equal length, lognormal entropies: the hazard T-8 of docs/algorithms.md."""
+    torch.manual_seed(0)
+    groups, size, length = 60, 8, 40
+    rewards = torch.zeros(groups, size)
+    rewards[:, 0] = 1.0
+    tokens = groups * size * length
+    batch = RolloutBatch(
+        tokens=torch.randint(0, 50, (tokens,)), lengths=torch.full((groups * size,), length),
+        rewards=rewards.flatten(), group_ids=torch.arange(groups * size) // size,
+        old_logprobs=torch.full((tokens,), -1.0), entropies=(sigma * torch.randn(tokens)).exp(), group_size=size,
+    )  # fmt: skip
+    shaped = get_algorithm("gtpo_entropy", version="v2").shape(batch)
+    wrong = (torch.arange(tokens) // length) % size != 0
+    assert (shaped.advantages[wrong] > 0).double().mean().item() == pytest.approx(share, abs=0.015)

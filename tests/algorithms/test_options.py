@@ -218,3 +218,22 @@ def test_mixed_policy_says_that_it_is_a_reconstruction(caplog: pytest.LogCapture
         algorithm = get_algorithm("mixed_policy_dapo")
     assert "experimental reconstruction" in caplog.text
     assert "RECONSTRUCTION" in type(algorithm).__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "silent"),
+    [
+        ("gtpo_entropy", {"version": "v1", "alpha1": 1.0, "alpha2": 0.1}, ["alpha1", "alpha2"]),
+        ("gtpo_entropy", {"version": "v2", "kappa": 2.0}, ["kappa"]),
+        ("gtpo_entropy", {"version": "v6", "alpha1": 1.0, "alpha2": 0.1, "kappa": 2.0}, ["kappa"]),
+        ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1, "kappa": 2.0}, []),
+        ("grpo_s", {"version": "v2", "beta1": 1.0, "beta2": 0.1}, ["beta1", "beta2"]),
+        ("grpo_s", {"version": "v6", "beta1": 1.0, "beta2": 0.1}, []),
+        ("gtpo_conflict", {"filter": "only_neg", "h_ini": 0.8}, ["filter"]),
+        ("gtpo_conflict", {"filter": "only_neg", "h_ini": 0.6}, []),
+        ("gtpo_conflict", {"filter": "off", "h_ini": 0.8}, []),
+    ],
+)
+def test_options_that_a_version_does_not_read_are_said(name: str, options: dict, silent: list[str]) -> None:
+    said = [caution for caution in get_algorithm(name, **options).options.cautions() if "has no effect" in caution]
+    assert [caution.split()[0] for caution in said] == silent

@@ -244,7 +244,9 @@ def test_held_out_accuracy_is_over_prompts() -> None:
     assert metrics["eval/accuracy_stderr"] == pytest.approx(0.25) and metrics["eval/response_length_mean"] == 2
 
 
-def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     config = SimpleNamespace(
         algo=SimpleNamespace(advantage=SimpleNamespace(estimator="gtpo_conflict")),
         initial_entropy_prompts=7,
@@ -264,6 +266,11 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(monke
     world.loop.initial_entropy = 0.123
     job.set_initial_entropy(config, world.loop, parts)
     assert world.loop.experience.algorithm.options.h_ini == 0.123 and taken == [7]
+    assert not caplog.records
+
+    world.loop.initial_entropy = 0.7  # Qwen's is above ln 2: only_neg would do nothing, silently
+    job.set_initial_entropy(config, world.loop, parts)
+    assert "filter has no effect: got all, and h_ini 0.7 is not below ln 2; to filter all the same" in caplog.text
 
 
 # ---- checkpoints

@@ -20,11 +20,31 @@ _SHOWN_FAULTS = 5
 _HASHES = re.compile(r"####[ \t]*(\S.*)\Z")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\\circ\})\Z")
 MATH_TEMPLATE = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-"""The instruction of Qwen2.5-Math's evaluation; the answer of a completion is looked for in ``\\boxed{}`` first."""
+"""The instruction of Qwen2.5-Math's evaluation. ``extract_answer`` looks into ``<answer>`` before ``\\boxed{}``."""
+SYSTEM_PROMPTS = {
+    # arXiv 2508.03772, appendix 8.2
+    "conflict": "You are a helpful assistant for solving math problems. Given a question, first think step by step "
+    "between <reasoning> and </reasoning>. Then, give the final answer between <answer> and </answer>.",
+}
+"""System messages that protocols ask for, by name; the questions of these protocols stand alone (template ``{}``)."""
 
 
 class NotThisFormat(InputError):
     """A value is not what the benchmark has there."""
+
+
+def system_message(given: str | None) -> str | None:
+    """The system message that is meant by a protocol's name or a text; None = there is none.
+
+    Raises:
+        InputError: one word that is no protocol's name.
+    """
+    if given is None or given in SYSTEM_PROMPTS:
+        return SYSTEM_PROMPTS.get(given or "")
+    if len(given.split()) < 2:
+        known = ", ".join(SYSTEM_PROMPTS)
+        raise InputError(f"--system_prompt {given!r} is no protocol's name ({known}), and a message has more words")
+    return given
 
 
 @dataclass(frozen=True)

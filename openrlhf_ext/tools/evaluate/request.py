@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.files import tokenizer_difference, tokenizer_fault
-from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, list_of, map_with, or_null, read_json, reading
+from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, list_of, map_with, or_null, read_json, reading
 from openrlhf_ext.tools.evaluate.grading import MATHS
-from openrlhf_ext.tools.evaluate.problems import MATH_TEMPLATE, PromptStyle, Task, load_benchmark, load_problems
+from openrlhf_ext.tools.evaluate.problems import (
+    MATH_TEMPLATE,
+    SYSTEM_PROMPTS,
+    PromptStyle,
+    Task,
+    load_benchmark,
+    load_problems,
+    system_message,
+)
 from openrlhf_ext.tools.evaluate.store import load_completions, store_fault, task_settings
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
@@ -175,11 +184,16 @@ class Request:
         """The tasks whose files can be used, and what is wrong with the others."""
         given = self.arguments
         # a chat template replaces the template of a user's own data, as in OpenRLHF; in a benchmark's it goes around it
-        template = (given.input_template or MATH_TEMPLATE) if given.benchmark else given.input_template
+        usual = "{}" if given.system_prompt in SYSTEM_PROMPTS else MATH_TEMPLATE
+        template = (given.input_template or usual) if given.benchmark else given.input_template
         if given.data and given.apply_chat_template:
             template = None
-        style = PromptStyle(template=template, system_prompt=given.system_prompt, chat=given.apply_chat_template)
+        style = PromptStyle(template=template, chat=given.apply_chat_template)
         faults = [fault] if (fault := style.fault()) is not None else []
+        try:
+            style = replace(style, system_prompt=system_message(given.system_prompt))
+        except InputError as error:
+            faults.append(str(error))
         tasks: dict[str, Task] = {}
 
         def load() -> None:

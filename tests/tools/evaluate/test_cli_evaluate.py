@@ -59,6 +59,7 @@ def test_unmet_requirements_exit_with_1_and_say_so(
     (["--reward", "none.py"], "there is no file"),
     (["--reward", "reward.txt"], "--reward.remote_url"),
     (["--compare", "none.json"], "none.json"),
+    (["--system_prompt", "confict"], "is no protocol's name (conflict)"),
 ])  # fmt: skip
 def test_mistakes_exit_with_2(
     arguments: list[str], more: list[str], complaint: str, capsys: pytest.CaptureFixture[str]

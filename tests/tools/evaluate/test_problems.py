@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.tools.evaluate.problems import (
     MATH_TEMPLATE,
     Problem,
     PromptStyle,
     load_benchmark,
     load_problems,
+    system_message,
 )
 
 
@@ -116,3 +118,10 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="no problem"):
         load_problems(path)
+
+
+def test_a_protocols_name_is_its_message_and_another_word_is_refused() -> None:
+    assert system_message("conflict").startswith("You are a helpful assistant for solving math problems.")
+    assert system_message("Think first.") == "Think first." and system_message(None) is None
+    with pytest.raises(InputError, match="'confict' is no protocol's name"):
+        system_message("confict")
