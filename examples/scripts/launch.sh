@@ -119,7 +119,8 @@ attached() {
     )
 }
 
-# keep_node NODE ROLE...: Ray on a node as long as the run lasts.
+# keep_node NODE ROLE...: Ray on a node as long as the run lasts. Where the head's ends, the driver ends too, and so does
+# Ray on the other nodes; each is started again, and the driver when all are there.
 keep_node() {
     local start=0 status
     while true; do
@@ -127,12 +128,14 @@ keep_node() {
         attached "$nodes_lifeline" "$@" >>"$run_folder/logs/$1.log" 2>&1 || status=$?
         kill -0 "$nodes_lifeline" 2>/dev/null || return 0
         say "Ray on $1 has ended with status $status: $(tail -n 1 "$run_folder/logs/$1.log")"
-        if [[ $2 == head ]]; then
-            say "it was the head, without which the run cannot go on; what it said: $run_folder/logs/$1.log"
-            kill "$driver_lifeline" 2>/dev/null || true
+        if ((start++ >= ${NODE_RESTARTS:-3})); then
+            say "$1 joins no more (NODE_RESTARTS)"
+            if [[ $2 == head ]]; then
+                say "it was the head, without which the run cannot go on; what it said: $run_folder/logs/$1.log"
+                kill "$driver_lifeline" 2>/dev/null || true
+            fi
             return 1
         fi
-        ((start++ < ${NODE_RESTARTS:-3})) || { say "$1 joins no more (NODE_RESTARTS)" && return 1; }
         say "$1 joins again"
         sleep 1
     done
@@ -186,6 +189,7 @@ drive() {
         ((status > 128 && status != 130 && status != 143)) || return "$status"
         ((restart++ < ${DRIVER_RESTARTS:-3})) || { say "the driver was killed again (status $status)" && return "$status"; }
         say "the driver was killed (status $status): restart $restart of ${DRIVER_RESTARTS:-3} from the last checkpoint"
+        if ((starts_nodes)); then check_cluster || return 1; fi
         resume=(--ckpt.load_enable)
     done
 }

@@ -108,6 +108,8 @@ case "$*" in
         case "$*" in
             *killed_once*) [[ $* == *--ckpt.load_enable* ]] || kill -KILL $$ ;;
             *killed*) kill -KILL $$ ;;
+            *loses_ray*) [[ $* == *--ckpt.load_enable* ]] || { kill "$(cat "$CALLS.head")"; exit 137; }
+                until (($(grep -c '^ray start --head' "$CALLS") == 2)); do sleep 0.05; done ;;
             *fails*) exit 3 ;;
             *saves*) trap 'sleep 1; kill -0 $rank && echo "saved with its ranks" >>"$CALLS"; exit 143' TERM
                 sleep 1000 & rank=$!; wait ;;
@@ -120,6 +122,7 @@ esac""",
     "ray": r"""
 printf '%s\n' "ray $*" >>"$CALLS"
 [[ $1 != start ]] || printf '%s %s\n' "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH")" >>"$CALLS.tokens"
+[[ $2 != --head ]] || echo $$ >"$CALLS.head"
 [[ $1 != start || -n ${ENDS:-} ]] || exec sleep 1000
 [[ $1 != job || $2 != submit ]] || exec REAL_PYTHON -c '
 import json, os, subprocess, sys
@@ -249,6 +252,12 @@ def test_a_cluster_that_cannot_hold_the_run_is_not_trained_on(cluster) -> None:
 def test_a_head_whose_ray_ends_is_not_waited_for(cluster) -> None:
     assert cluster.call("train_recipe.sh", *WORDS, NODES="9", ENDS="1") == 1  # this check would wait for nine nodes
     assert cluster.training() == [] and "it was the head, without which the run cannot go on" in cluster.errors
+
+
+def test_a_run_whose_head_lost_its_ray_goes_on_when_all_nodes_are_back(cluster) -> None:
+    assert cluster.call("train_recipe.sh", *WORDS, "--data.word", "loses_ray") == 0, cluster.errors
+    assert ["--ckpt.load_enable" in line for line in cluster.training()] == [False, True]
+    assert len(cluster.lines("ray start --head")) == 2 and len(cluster.lines("python -m openrlhf_ext.cli.doctor")) == 2
 
 
 def test_a_node_starts_ray_or_joins_it(cluster) -> None:
