@@ -151,8 +151,12 @@ def _cudnn_libraries() -> set[str]:
 
 
 def _engine_error() -> str | None:
-    """What an import of TransformerEngine says, in a process of its own: it loads libraries for good."""
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    """What an import of TransformerEngine says, in a process of its own: it loads libraries for good.
+
+    torch comes first, as in a run: alone, it takes nvrtc and curand of a toolkit that it finds, and then does not look
+    for cuBLAS and cudart, which torch has loaded in a run (TransformerEngine 2.11 common/__init__.py:374).
+    """
+    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:
