@@ -212,7 +212,10 @@ def training_steps(config: RunConfig, prompts: int) -> int:
 
 def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
     """How weights travel."""
-    transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)
+    transport = choose_transport(
+        config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all,
+        deterministic=config.train.full_determinism_enable,
+    )  # fmt: skip
     return SyncSettings(
         transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
         config.probe_tolerance, tuple(probe),

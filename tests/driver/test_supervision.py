@@ -323,7 +323,7 @@ def test_without_restarts_the_fault_is_told() -> None:
         engines.repeat_until_sent(sharing.wake_weights)
     sharing, engines = shared_gpus(FakeGroup(), "sleep")
     engines.restarts = 1
-    with pytest.raises(EngineLost), sharing.generation():
+    with pytest.raises(EngineLost), sharing.generation(lambda: False):
         pass
 
 
