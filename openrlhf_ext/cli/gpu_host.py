@@ -39,6 +39,7 @@ class GpuHost:
         python_header: path of Python.h, which Triton compiles against; None: there is none.
         transformer_engine: versions of its distributions that are installed, by name.
         engine_error: why TransformerEngine cannot be imported; None: it can, or it is not installed.
+        ptrace_scope: Yama's, see `rollout.sync.cuda_ipc`.
     """
 
     cuda: str
@@ -49,6 +50,7 @@ class GpuHost:
     python_header: str | None
     transformer_engine: Mapping[str, str]
     engine_error: str | None = None
+    ptrace_scope: int = 0
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -61,6 +63,7 @@ class GpuHost:
             ("gcc", self.compiler or "absent"),
             ("Python.h", self.python_header or "absent"),
             ("TransformerEngine", engine or "absent"),
+            ("ptrace_scope", str(self.ptrace_scope)),
         ]
 
     def problems(self) -> Iterator[str]:
@@ -87,6 +90,12 @@ class GpuHost:
         if self.python_header is None:
             where = sysconfig.get_path("include")
             yield f"Python.h is missing ({where}), Triton compiles against it: install python3-dev"
+        if self.ptrace_scope > 1:  # with 1 the policy allows it
+            yield (
+                f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy hands its weights to "
+                "engines on the same GPUs (train.colocate_all), is refused; run sysctl kernel.yama.ptrace_scope=1, or "
+                "use --vllm.sync_backend gloo there"
+            )
         yield from self._engine_problems(cuda_major)
 
     def _engine_problems(self, cuda_major: int) -> Iterator[str]:
@@ -115,6 +124,8 @@ def examine_gpu_host() -> GpuHost:
     """Look at this machine. Imports torch, and has it load cuDNN."""
     import torch
 
+    from openrlhf_ext.rollout.sync.cuda_ipc import ptrace_scope
+
     number = torch.backends.cudnn.version() or 0
     names = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -128,6 +139,7 @@ def examine_gpu_host() -> GpuHost:
         python_header=str(header) if header.is_file() else None,
         transformer_engine=engine,
         engine_error=_engine_error() if engine else None,
+        ptrace_scope=ptrace_scope(),
     )
 
 
@@ -151,8 +163,12 @@ def _cudnn_libraries() -> set[str]:
 
 
 def _engine_error() -> str | None:
-    """What an import of TransformerEngine says, in a process of its own: it loads libraries for good."""
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    """What an import of TransformerEngine says, in a process of its own: it loads libraries for good.
+
+    torch comes first, as in a run: alone, it takes nvrtc and curand of a toolkit that it finds, and then does not look
+    for cuBLAS and cudart, which torch has loaded in a run (TransformerEngine 2.11 common/__init__.py:374).
+    """
+    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:

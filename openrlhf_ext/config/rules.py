@@ -174,6 +174,13 @@ def transport(config: RunConfig) -> Iterator[Violation]:
             "vllm.sync_backend nccl needs engines with GPUs of their own, NCCL takes one rank per GPU: got nccl and "
             "train.colocate_all; use auto or cuda_ipc",
         )
+    elif config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
+        yield Violation(
+            ("vllm.sync_backend", "train.full_determinism_enable"),
+            "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
+            "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
+            "train.full_determinism_enable; use auto or gloo, or leave one of the two out",
+        )
     if config.vllm.sync_backend == "cuda_ipc" and not config.train.colocate_all:
         yield Violation(
             options,

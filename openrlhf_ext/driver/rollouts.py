@@ -235,7 +235,8 @@ class Rollouts:
         prompts: of training.
         requests: to the engines.
         deadline: of the driver's phases.
-        with_engines: context in which the engines may be used; shared GPUs change hands there.
+        with_engines: context in which the engines may be used; shared GPUs change hands there. Takes what says at its
+            end whether the policy is trained next (``GpuSharing.generation``).
 
     Attributes:
         dropped: groups that were not trained, by reason, since the start.
@@ -247,7 +248,7 @@ class Rollouts:
         requests: Requests,
         config: RunConfig,
         deadline: Deadline,
-        with_engines: Callable[[], AbstractContextManager] = nullcontext,
+        with_engines: Callable[[Callable[[], bool]], AbstractContextManager] = lambda _: nullcontext(),
     ) -> None:
         self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
         self._config, self._batch_size = config, config.rollout.batch_size
@@ -278,7 +279,7 @@ class Rollouts:
         self._batches_wanted = self._max_staleness + 1
         with (
             self._deadline.limit(self._timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
-            self._with_engines(),
+            self._with_engines(lambda: bool(self._finished)),
         ):
             while not self._has_batch(version):
                 self._collect(min(self._deadline.remaining, _LOOK_S))
@@ -382,7 +383,7 @@ class Rollouts:
             DeadlineExceeded: with ``rollout.timeout_s``.
         """
         keys = [(doing, prompt.number) for prompt in prompts]
-        with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines():
+        with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines(lambda: False):
             for key, prompt in zip(keys, prompts, strict=True):
                 self._requests.ask(key, self._request(prompt, samples, sampling, _OTHER))
             while len(self._others) < len(keys):

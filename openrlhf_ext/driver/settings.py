@@ -16,6 +16,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM
+from openrlhf_ext.fp8.toolkit import wheel_folder
 from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, Overlap, PolicySettings, Recompute
 from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
@@ -42,11 +43,19 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         "TQDM_DISABLE": "0" if config.logger.verbose else "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads_per_process(config))),
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+        # NCCL's watchdog asks for a dump at any error of any group, also of the weight sync's, and 480 s later ends the
+        # process for it, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says (torch 2.13 ProcessGroupNCCL.hpp:665, 1379): an
+        # engine that died would take policy and engines with it. Our own report reads the recorder (docs/deadlines.md).
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     if config.train.full_determinism_enable:
         env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
     if (recipe := config.fp8.training_recipe) is not None:
         env |= recipe.environment
+        if (toolkit := wheel_folder()) is not None:
+            # TransformerEngine 2.11 compiles kernels of quantization while it runs, and looks for CUDA 12's wheels only
+            # (its common/__init__.py:239). Not CUDA_HOME: by that it would load other libraries than torch's.
+            env["NVTE_CUDA_INCLUDE_DIR"] = os.environ.get("NVTE_CUDA_INCLUDE_DIR", str(toolkit / "include"))
     if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
@@ -203,7 +212,10 @@ def training_steps(config: RunConfig, prompts: int) -> int:
 
 def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
     """How weights travel."""
-    transport = choose_transport(config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all)
+    transport = choose_transport(
+        config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all,
+        deterministic=config.train.full_determinism_enable,
+    )  # fmt: skip
     return SyncSettings(
         transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
         config.probe_tolerance, tuple(probe),

@@ -454,8 +454,13 @@ class GpuSharing:
         self._policy_sleeps, self._engines_sleep = config.ds.enable_sleep, config.vllm.enable_sleep
 
     @contextmanager
-    def generation(self) -> Iterator[None]:
-        """The engines have the GPUs; afterwards they sleep, whether they were used or not."""
+    def generation(self, trains: Callable[[], bool]) -> Iterator[None]:
+        """The engines have the GPUs; afterwards they sleep, whether they were used or not.
+
+        Args:
+            trains: asked at the end: whether the policy is trained next, so that new weights come before anything is
+                sampled again. Then the engines do not keep the old ones in host memory.
+        """
         if self._policy_sleeps:
             method = "offload_states"
             calls = {name: group.async_run_method(method) for name, group in self._groups.items()}
@@ -464,7 +469,8 @@ class GpuSharing:
         if self._engines_sleep:
             self._supervisor.ask("wake_up")
         yield
-        self.make_room_for_policy()
+        if self._engines_sleep:
+            self._supervisor.ask("discard_weights" if trains() else "sleep")
 
     def wake_weights(self) -> None:
         """The engines take back the memory of their weights, not that of their KV caches.

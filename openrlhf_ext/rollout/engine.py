@@ -186,10 +186,20 @@ class RolloutEngine(compat.RolloutRayActor):
 
     # ---- weights
 
+    async def discard_weights(self) -> None:
+        """Give up all memory without a copy of the weights: the next thing to come is an update, which brings new ones.
+
+        vLLM saves the buffers (vllm 0.29.0 v1/worker/gpu_worker.py:242), which no update brings. Until one is complete,
+        generation is refused.
+        """
+        self._weight_error = "its weights were given up for an update, which has not come"
+        self._resumes = False  # it is woken up afterwards
+        await self.sleep(level=2)
+
     async def wake_weights(self) -> None:
-        """Hold the weights and no KV cache: what a weight sync needs of a colocated engine, asleep or awake."""
+        """Hold memory for the weights and no KV cache: what a sync needs of a colocated engine, asleep or awake."""
         if not await self.llm.is_sleeping():
-            await self.sleep()
+            await self.discard_weights()
         await self.wake_up(tags=["weights"])
 
     async def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:

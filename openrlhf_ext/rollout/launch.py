@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf_ext.fp8.toolkit import cuda_home
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.errors import EngineStartError
 
@@ -180,6 +182,8 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
         # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
         # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
         environment["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
+    if fp8 and use_gpu:
+        environment |= _compiling()
     if not use_gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -187,6 +191,19 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob compiles C++, which takes longer than most tests
         }
+    return environment
+
+
+def _compiling() -> dict[str, str]:
+    """What DeepGEMM needs to compile its kernels, at the first batches."""
+    environment = {
+        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.29.0 kernels/linear/__init__.py:439)
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+        # the environment's ninja; Ray puts the node's own PATH in
+        "PATH": f"{os.path.dirname(sys.executable)}:${{PATH}}",
+    }
+    if (toolkit := cuda_home()) is not None:
+        environment["CUDA_HOME"] = str(toolkit)
     return environment
 
 

@@ -157,6 +157,9 @@ def test_the_overlong_buffer_fits_into_the_response(problems, load):
 def test_the_weight_transport_fits_where_the_engines_are(problems):
     assert problems("--vllm.sync_backend", "gloo") == []
     assert problems("--vllm.sync_backend", "nccl") == []
+    (both,) = problems("--vllm.sync_backend", "nccl", "--train.full_determinism_enable")
+    assert "one channel and one thread" in both and "use auto or gloo" in both
+    assert problems("--train.full_determinism_enable") == []
     assert "train.colocate_all" in problems("--vllm.sync_backend", "cuda_ipc")[0]
 
 

@@ -82,6 +82,9 @@ class SleepyEngine(_Process):
     def sleep(self) -> None:
         self._note("sleep")
 
+    def discard_weights(self) -> None:
+        self._note("discard_weights")
+
     def wake_up(self) -> None:
         self._note("wake_up")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import ray
 
@@ -33,7 +35,8 @@ def test_engines_on_gpus_alone_are_batch_invariant(task):
 def test_the_settings_reach_every_process(task):
     """An engine's workers are actors of another driver, vLLM's engine process: they inherit all that the engine has."""
     config = load_config([*task.options("out"), "--train.full_determinism_enable"])
-    environment = engine_env(use_gpu=True, model_path="", batch_invariant=config.train.full_determinism_enable)
+    invariant = config.train.full_determinism_enable
+    environment = engine_env(use_gpu=True, model_path="", batch_invariant=invariant, fp8=True)
     with RaySession(policy_ranks=1, engines=1, env=worker_env(config), verbose=False):
         rank = ray.remote(Engine).options(num_cpus=1).remote()
         engine = ray.remote(Engine).options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
@@ -41,6 +44,9 @@ def test_the_settings_reach_every_process(task):
         of_rank, of_engine, of_worker = ray.get(calls, timeout=PATIENCE_S)
     assert of_rank["environment"][DETERMINISTIC] == "0"
     assert BATCH_INVARIANT not in of_rank["environment"]
+    path = environment.pop("PATH")
     for process in (of_engine, of_worker):
         assert process["environment"].items() >= environment.items()
+        assert process["environment"]["PATH"].endswith(os.path.expandvars(path))
+        assert process["environment"]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
         assert process["is_patched"], "the set-up hook ran"

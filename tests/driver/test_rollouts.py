@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, PromptStream, Rollouts
+from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline, DeadlineExceeded
 from tests.driver.simulated import Loader, Requests, options
 
@@ -26,6 +28,20 @@ def test_on_policy_the_engines_are_asked_for_one_batch_and_stand_still_while_the
     made.pump()
     assert requests.asked == [0, 1] and len(requests) == 0
     assert numbers(made.take(1)) == [2, 3]
+
+
+def test_shared_engines_are_told_whether_the_policy_is_trained_before_they_sample_again() -> None:
+    told: list[bool] = []
+
+    @contextmanager
+    def with_engines(trains: Callable[[], bool]) -> Iterator[None]:
+        yield
+        told.append(trains())
+
+    made = Rollouts(PromptStream(Loader(2), 1), Requests(at_once=True), options(), Deadline(), with_engines)
+    made.sample([Prompt(9, "", "")], 1, made.sampling, "evaluating")
+    assert len(made.take(0)) == 2 and made.take(1) == []
+    assert told == [False, True, False]
 
 
 def test_batches_are_whole_until_the_prompts_of_all_episodes_are_used_up() -> None:

@@ -271,7 +271,7 @@ def told(engines: EngineSupervisor) -> list[list[str]]:
 def test_engines_have_the_gpus_while_they_generate_and_sleep_afterwards() -> None:
     policy = FakeGroup()
     sharing, engines = shared_gpus(policy)
-    with sharing.generation():
+    with sharing.generation(lambda: False):
         assert policy.told == ["offload_states"]
         assert told(engines) == [["wake_up"]] * 2
     assert told(engines) == [["wake_up", "sleep"]] * 2
@@ -280,10 +280,19 @@ def test_engines_have_the_gpus_while_they_generate_and_sleep_afterwards() -> Non
     assert policy.told == ["offload_states"]
 
 
+def test_engines_keep_no_weights_that_are_replaced_before_they_sample_again() -> None:
+    sharing, engines = shared_gpus(FakeGroup())
+    with sharing.generation(lambda: True):
+        pass
+    sharing.wake_weights()
+    sharing.make_room_for_policy()
+    assert told(engines) == [["wake_up", "discard_weights", "wake_weights", "sleep"]] * 2
+
+
 def test_who_does_not_sleep_is_left_alone() -> None:
     policy = FakeGroup()
     sharing, engines = shared_gpus(policy, sleep=False)
-    with sharing.generation():
+    with sharing.generation(lambda: False):
         sharing.wake_weights()
     assert told(engines) == [[], []] and policy.told == []
 
@@ -293,7 +302,7 @@ def test_who_does_not_sleep_is_left_alone() -> None:
 def test_an_engine_that_does_not_wake_up_or_fall_asleep_is_replaced_and_told_again(trouble: str, how: int) -> None:
     policy = FakeGroup()
     sharing, engines = shared_gpus(policy, trouble, how)
-    with sharing.generation():
+    with sharing.generation(lambda: False):
         pass
     assert told(engines) == [["wake_up", "sleep"], ["wake_up", "sleep"] if trouble == "wake_up" else ["sleep"]]
     assert engines.restarts == 1 and policy.told == ["offload_states", "replace_engines"]
@@ -314,7 +323,7 @@ def test_without_restarts_the_fault_is_told() -> None:
         engines.repeat_until_sent(sharing.wake_weights)
     sharing, engines = shared_gpus(FakeGroup(), "sleep")
     engines.restarts = 1
-    with pytest.raises(EngineLost), sharing.generation():
+    with pytest.raises(EngineLost), sharing.generation(lambda: False):
         pass
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import LinearBase
 
 from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
+from tests.rollout.tiny import lose_weights
 
 QUALIFIED_NAME = "tests.rollout.spoiling.SpoilingExtension"
 LOST, SWAPPED = "model.layers.1.mlp.up_proj.weight", ("k_proj.weight", "v_proj.weight")
@@ -25,6 +26,14 @@ class SpoilingExtension(WeightSyncExtension):
 
     def spoil(self, kind: str) -> None:
         self._kind = kind
+
+    def lose_weights(self) -> None:
+        """As a sleep at level 2 does on a GPU."""
+        lose_weights(self)
+
+    def count_lost(self) -> int:
+        """Parameters that have not come back."""
+        return sum(bool(p.float().isnan().any()) for p in self.model_runner.get_model().parameters())
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         super().connect_weight_receiver(plan, link)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from openrlhf_ext.rollout.sync import cuda_ipc
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError, WeightSyncTimeout
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.launch import launch
@@ -47,6 +52,25 @@ def test_engines_that_die_hang_or_sit_elsewhere_are_named(ray_session: None) -> 
     sender = sender_to([good], HOST_IPC)
     sender.send(fill_with(state(5)), 5)
     assert all_hold([good], 5)
+
+
+def test_a_policy_lets_engines_open_its_memory_where_yama_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple] = []
+    libc = SimpleNamespace(prctl=lambda *arguments: asked.append(arguments) or len(asked) - 1)
+    monkeypatch.setattr(cuda_ipc, "_PTRACE_SCOPE", tmp_path / "scope")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: libc)
+    buffer = torch.empty(8, dtype=torch.uint8)
+    for scope in ("absent", "0", "1"):
+        if scope != "absent":
+            (tmp_path / "scope").write_text(scope + "\n")
+        assert asked == []
+        with suppress(RuntimeError):  # a CPU's storage has no handle of CUDA
+            cuda_ipc.TRANSPORT.share(buffer)
+    assert [(number, what.value) for number, what, *_ in asked] == [(0x59616D61, 2**64 - 1)]
+    with pytest.raises(WeightSyncError, match=r"cuda_ipc: .*scope is 1 and prctl.*ptrace_scope to 0 .*or use .* gloo"):
+        cuda_ipc.TRANSPORT.share(buffer)
 
 
 def relay_cases() -> dict[str, Any]:

@@ -233,6 +233,17 @@ def test_an_incomplete_update_makes_the_engine_refuse_until_the_next_one(rig: Ri
     assert rig.check() < TOLERANCE
 
 
+def test_weights_that_were_given_up_for_an_update_are_not_sampled_from_until_it_has_come(rig: Rig) -> None:
+    ray.get(rig.engine.wake_weights.remote(), timeout=PATIENCE_S)
+    for refused in (lambda: ray.get(rig.engine.probe_logprobs.remote(PROBE)), lambda: rig.generate([PROBE[:5]])):
+        with pytest.raises(InvalidWeights, match="its weights were given up for an update, which has not come"):
+            refused()
+    rig.send(seed=8)
+    ray.get(rig.engine.wake_up.remote(), timeout=PATIENCE_S)
+    assert rig.check() < TOLERANCE
+    assert len(rig.generate([PROBE[:5]])) == 1
+
+
 def test_samples_do_not_depend_on_the_order_of_prompts(rig: Rig) -> None:
     prompts = ["what is 12 times 31?", "12", "Answer: 372", "31 + 31", "is", "372?"]
 

@@ -136,6 +136,7 @@ def test_a_bf16_engine_quantizes_the_weights_that_it_was_sent_through_three_relo
 ) -> None:
     rig = rigs["bf16"]
     for seed in (1, 2, 3):
+        rig.call_workers("lose_weights")  # as an engine does that sleeps before an update
         with caplog.at_level(logging.INFO):
             rig.send(seed)
         assert rig.holds_the_codes()

@@ -60,6 +60,9 @@ class SpoiledEngine(tiny.SabotagedEngine):
     async def head_dtype(self) -> str:
         return str(self.llm.model_config.head_dtype)
 
+    async def call_workers(self, method: str) -> list[Any]:
+        return await self.llm.collective_rpc(method)
+
     async def spoil(self, kind: str) -> None:
         await self.llm.collective_rpc("spoil", args=(kind,))
 
@@ -92,6 +95,14 @@ def test_every_tensor_is_found_where_two_workers_hold_it(rig: Rig, caplog: pytes
     assert f"checksums of {count} tensors agree as the engines hold them, of 0 as the engines received" in caplog.text
     rig.step()
     rig.send()
+
+
+def test_an_update_brings_all_that_a_sleep_before_it_gives_up(rig: Rig) -> None:
+    """The places of padding too."""
+    ray.get(rig.engine.call_workers.remote("lose_weights"), timeout=PATIENCE_S)
+    assert min(ray.get(rig.engine.call_workers.remote("count_lost"), timeout=PATIENCE_S)) > 0
+    rig.send()
+    assert ray.get(rig.engine.call_workers.remote("count_lost"), timeout=PATIENCE_S) == [0, 0]
 
 
 @pytest.mark.parametrize(

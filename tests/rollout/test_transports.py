@@ -39,6 +39,13 @@ def test_auto_is_the_fastest_that_works(on_gpu: bool, colocated: bool, transport
     assert choose_transport("gloo", on_gpu=on_gpu, colocated=colocated) == "gloo"
 
 
+@pytest.mark.parametrize(("on_gpu", "colocated", "transport"), [(True, False, "gloo"), (True, True, "cuda_ipc")])
+def test_engines_with_other_settings_of_nccl_are_in_no_group_with_the_policy(
+    on_gpu: bool, colocated: bool, transport: str
+) -> None:
+    assert choose_transport("auto", on_gpu=on_gpu, colocated=colocated, deterministic=True) == transport
+
+
 @pytest.mark.parametrize("asked", ["nccl", "cuda_ipc"])
 def test_what_cannot_work_is_refused_and_not_replaced(asked: str) -> None:
     with pytest.raises(ValueError, match=f"{asked} needs GPUs(.|\n)*gloo"):

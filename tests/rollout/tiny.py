@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ class CountingExecutor:
         return ["no grade"]
 
 
+def lose_weights(worker: Any) -> None:
+    for parameter in worker.model_runner.get_model().parameters():
+        parameter.data.fill_(math.nan)
+
+
 class SabotagedEngine(RolloutEngine):
     """An engine whose failures can be switched on."""
 
@@ -85,6 +91,12 @@ class SabotagedEngine(RolloutEngine):
         """What happened since the last call: versions of updates, lengths of finished requests, answered probes."""
         self.events, noted = [], self.events
         return noted
+
+    async def sleep(self, level: int = 1) -> None:
+        """On CPU vLLM loses nothing; here a sleep at level 2 leaves what it leaves on a GPU: buffers, no weights."""
+        await super().sleep(level)
+        if level == 2:
+            await self.llm.collective_rpc(lose_weights)
 
     async def receive_weights(self, version: int) -> Receipt:
         receipt = await super().receive_weights(version)

@@ -11,6 +11,7 @@ import torch
 
 from openrlhf_ext.cli import doctor, gpu_host
 from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
+from openrlhf_ext.rollout.sync import cuda_ipc
 
 TE = {"transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0", "transformer-engine-cu13": "2.11.0"}
 GOOD = GpuHost("13.0", "580.65.06", (9, 20, 0), ("/site/nvidia/cudnn/lib/libcudnn.so.9",), "/bin/gcc", "/Python.h", TE)
@@ -33,6 +34,7 @@ def test_a_good_host_has_no_problems() -> None:
         ({"cuda": "12.8", "driver": "580.1"}, "must be transformer-engine-cu12 alone, as torch's CUDA is 12.8"),
         ({"transformer_engine": {**TE, "transformer-engine-cu12": "2.11.0"}}, "-cu13, transformer-engine-cu12; uninst"),
         ({"transformer_engine": {**TE, "transformer-engine-torch": "2.14.1"}}, "must be of one version, it refuses"),
+        ({"ptrace_scope": 2}, "ptrace_scope is 2: CUDA IPC, by which a policy hands its weights"),
         ({"engine_error": "undefined symbol: c10"}, "TransformerEngine cannot be imported (undefined symbol: c10)"),
         ({"transformer_engine": {k: TE[k] for k in TE if k != "transformer-engine-torch"}}, "torch is missing: Transf"),
     ],
@@ -107,6 +109,7 @@ def test_a_second_cudnn_of_the_linker_is_found(machine: Path, monkeypatch: pytes
         ("", None),
         ("raise ImportError('te.so: undefined symbol: c10')", "ImportError: te.so: undefined symbol: c10"),
         ("import os; os._exit(7)", "exit status 7"),
+        ("import sys; assert 'torch' in sys.modules, 'torch comes first'", None),
         ("import time; time.sleep(600)", "no end after 2 s"),
     ],
 )
@@ -119,6 +122,14 @@ def test_an_extension_of_another_torch_is_seen_by_its_import(
     monkeypatch.setattr(gpu_host, "_IMPORT_S", 2.0 if "sleep" in module else 60.0)
     monkeypatch.setattr(gpu_host, "installed_version", TE.get)
     assert examine_gpu_host().engine_error == says
+
+
+def test_ptrace_scope_is_read(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_PTRACE_SCOPE", machine / "ptrace_scope")
+    assert examine_gpu_host().ptrace_scope == 0, "a kernel without Yama"
+    (machine / "ptrace_scope").write_text("3\n")
+    assert examine_gpu_host().ptrace_scope == 3
+    assert list(replace(GOOD, ptrace_scope=1).problems()) == []
 
 
 def test_the_doctor_shows_the_host_and_counts_its_problems(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -21,7 +21,8 @@ class Vllm(Section):
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option(
         "auto",
         "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc on "
-        "GPUs that policy and engines share (train.colocate_all); auto = nccl or cuda_ipc on GPUs, gloo elsewhere",
+        "GPUs that policy and engines share (train.colocate_all); auto = nccl or cuda_ipc on GPUs, gloo elsewhere "
+        "and in the place of nccl with train.full_determinism_enable",
     )
     sync_with_ray: bool = no_meaning(
         False,

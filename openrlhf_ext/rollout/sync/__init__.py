@@ -31,19 +31,21 @@ def find_transport(name: str) -> Transport:
     return transport
 
 
-def choose_transport(asked: str, *, on_gpu: bool, colocated: bool) -> str:
+def choose_transport(asked: str, *, on_gpu: bool, colocated: bool, deterministic: bool = False) -> str:
     """The transport that ``vllm.sync_backend`` stands for on this machine.
 
     Args:
         asked: "auto" or a transport.
         on_gpu: whether policy and engines run on GPUs.
         colocated: whether they share them. (Transports that do not fit are refused with the configuration.)
+        deterministic: whether the engines are batch-invariant. Then NCCL in them has other settings than in the policy
+            (vllm 0.29.0 model_executor/determinism/batch_invariant.py:988), and ranks of one communicator must agree.
 
     Raises:
         ValueError: the transport that was asked for cannot work here. Nothing is put in its place silently.
     """
     if asked == "auto":
-        return ("cuda_ipc" if colocated else "nccl") if on_gpu else "gloo"
+        return ("cuda_ipc" if colocated else "gloo" if deterministic else "nccl") if on_gpu else "gloo"
     if find_transport(asked).needs_gpu and not on_gpu:
         raise ValueError(f"vllm.sync_backend {asked} needs GPUs, and this run has none: use auto or gloo")
     return asked

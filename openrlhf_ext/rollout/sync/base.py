@@ -6,18 +6,22 @@ hold, who fills them and who loads them is the same for all of them: ``plan``, `
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
+
+_T = TypeVar("_T")
 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class Transport(ABC):
 LOOK_AT_ENGINES_S = 0.1
 """How often engines are looked after while a call cannot be interrupted."""
 
-PRESENT, GO, YES, NO = "present/{}", "go", "yes", "no"
+PRESENT, GO, YES, NO, LEFT = "present/{}", "go", "yes", "no", "left"
 """Keys and values in the sender's TCPStore."""
 
 
@@ -220,7 +224,7 @@ def wait_until(
     """Ask again and again whether a transfer is done.
 
     Args:
-        watch: of the sending end: looks after the engines, now and then; raises what explains that it never ends.
+        watch: looks after the other side, now and then; raises what explains that it never ends.
         late: what to say when the time has passed.
         longest_pause_s: between two questions.
 
@@ -238,6 +242,61 @@ def wait_until(
             last_look = now
         if now - start > timeout_s:
             raise WeightTransferFailed(late())
+
+
+def while_watching(
+    function: Callable[[], _T], watch: Callable[[], None], timeout_s: float, late: Callable[[], str]
+) -> _T:
+    """The result of what cannot be interrupted, such as building a communicator: it runs on a thread.
+
+    Where this raises, the thread is left to its own end, which may never come.
+
+    Args:
+        watch, timeout_s, late: see `wait_until`.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None  # a property of the thread
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            outcome.set_result(function())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="weight-sync-open", daemon=True).start()
+    wait_until(outcome.done, watch, timeout_s, late)
+    return outcome.result()
+
+
+def _second_connection(store: Any) -> dist.Store:
+    """To the same store: one that waits for a key on another thread answers nobody meanwhile."""
+    return store.clone()  # in no type stub
+
+
+def announce_leaving(store: dist.Store) -> None:
+    """Tell receivers that the sender has left."""
+    _second_connection(store).set(LEFT, "")
+
+
+def sender_watch(store: dist.Store) -> Callable[[], None]:
+    """What a receiver asks while it waits: that a communicator was aborted does not reach its peers by itself.
+
+    Returns:
+        What raises WeightTransferFailed if the sender has left or is gone.
+    """
+    connection = _second_connection(store)
+
+    def watch() -> None:
+        try:
+            has_left = connection.check([LEFT])
+        except RuntimeError as error:  # the sender's process serves the store
+            raise WeightTransferFailed(f"the sender of the weights is gone: {error}") from error
+        if has_left:
+            raise WeightTransferFailed("the sender has left the weight-sync group; see its own error")
+
+    return watch
 
 
 def join(link: Link, rank: int) -> dist.TCPStore:

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed, wait_until
+from openrlhf_ext.rollout.sync.base import (
+    Link,
+    Staging,
+    Transport,
+    WeightTransferFailed,
+    announce_leaving,
+    sender_watch,
+    wait_until,
+)
 from openrlhf_ext.rollout.sync.memory import FramePool
 
 _LEAVE_S = 2.0
@@ -63,6 +71,9 @@ class BroadcastEnd:
         self.watch: Callable[[], None] | None = None
         self._transport, self._timeout_s = transport, link.timeout_s
         self._pool = FramePool()
+        self._store, self._sends = store, rank == 0
+        if transport.polled and not self._sends:
+            self.watch = sender_watch(store)
         store = dist.PrefixStore("weight_sync", store)
         self._group: Any = transport.open_group(store, link.address, rank, link.world_size, link.timeout_s)
 
@@ -105,7 +116,7 @@ class BroadcastEnd:
         return frame
 
     def close(self) -> None:
-        """Leave: transfers of the other ranks fail with "connection closed", or their deadline.
+        """Leave: transfers of the other ranks fail with "connection closed", or as soon as they see the sender's word.
 
         A transfer of this rank that hangs keeps its connections until its deadline; that is not waited for.
         """
@@ -117,6 +128,8 @@ class BroadcastEnd:
             holder.clear()
 
         if holder[0] is not None:
+            if self._sends:
+                announce_leaving(self._store)
             leaving = threading.Thread(target=leave, name="weight-sync-leave", daemon=True)
             leaving.start()
             leaving.join(_LEAVE_S)

@@ -8,20 +8,25 @@ which takes a thousandth of a second for a bucket, and counts itself in. When al
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightTransferFailed, wait_until
+from openrlhf_ext.rollout.sync.base import Link, Staging, Transport, WeightSyncError, WeightTransferFailed, wait_until
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 
 _POLL_S = 0.0002
 _numbers = itertools.count()
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # linux/prctl.h
 _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
@@ -49,6 +54,7 @@ class CudaIpc(Transport):
 
         `UntypedStorage._share_cuda_` without the device number, bytes as hexadecimal text.
         """
+        allow_opening()
         _, *handle = tensor.untyped_storage()._share_cuda_()
         return [part.hex() if isinstance(part, bytes) else part for part in handle] + [tensor.storage_offset()]
 
@@ -90,6 +96,29 @@ class CudaIpc(Transport):
     def open_receiver(self, store: dist.Store, link: Link, rank: int) -> IpcReceivingEnd:
         """Opens the buffers of the policy rank on this worker's device."""
         return IpcReceivingEnd(self, store, link)
+
+
+def ptrace_scope() -> int:
+    """Who may open what a process holds, on this machine: 0 every process of the user, 1 its parents and those that it
+    names (Ubuntu's default), 2 and 3 root or nobody (linux Documentation/admin-guide/LSM/Yama.rst)."""
+    return int(_PTRACE_SCOPE.read_text()) if _PTRACE_SCOPE.exists() else 0
+
+
+def allow_opening() -> None:
+    """Let the user's other processes open this one's memory, as CUDA does for IPC (``pidfd_getfd``).
+
+    Raises:
+        WeightSyncError: the kernel refuses; engines would fail at the first handle, without saying why.
+    """
+    if ptrace_scope() != 1:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0) != 0:
+        raise WeightSyncError(
+            f"vllm.sync_backend cuda_ipc: {_PTRACE_SCOPE} is 1 and prctl(PR_SET_PTRACER) fails "
+            f"({os.strerror(ctypes.get_errno())}), so engines cannot open the policy's buffers: set "
+            "kernel.yama.ptrace_scope to 0 (sysctl), or use vllm.sync_backend gloo"
+        )
 
 
 class Relay(Staging):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.rollout.sync.base import WeightSyncError
+from openrlhf_ext.rollout.sync.base import WeightSyncError, WeightTransferFailed, wait_until
 from openrlhf_ext.rollout.sync.broadcast import BroadcastTransport
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -37,7 +37,7 @@ class Nccl(BroadcastTransport):
 
         The group's watchdog ends the whole process when a peer is lost or a transfer takes too long. Here both are
         ordinary: an engine may die and be restarted. So it is told not to, transfers are polled with our own deadline,
-        and `abort` ends what is under way.
+        and `abort` ends what is under way. `driver.settings.worker_env` has the rest.
         """
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise WeightSyncError(
@@ -49,8 +49,15 @@ class Nccl(BroadcastTransport):
         with _variable(_HANDLING, "0"):
             group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         # the communicator is built by the first collective: here, with everybody present, and not within an update
-        group.allreduce([torch.zeros(1, device=self.device)], dist.AllreduceOptions()).wait()
-        torch.cuda.synchronize()
+        first = group.allreduce([torch.zeros(1, device=self.device)], dist.AllreduceOptions())
+        late = f"the first collective of {world_size} ranks over NCCL was not through after {timeout_s:g} s"
+        try:
+            wait_until(first.is_completed, None, timeout_s, lambda: late)
+            if (failure := self.failure(first)) is not None:
+                raise WeightTransferFailed(failure)
+        except WeightTransferFailed:
+            group.abort()
+            raise
         return group
 
     def failure(self, work: dist.Work) -> str | None:

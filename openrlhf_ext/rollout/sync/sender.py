@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
     GO,
-    LOOK_AT_ENGINES_S,
     NO,
     PRESENT,
     YES,
@@ -28,6 +23,8 @@ from openrlhf_ext.rollout.sync.base import (
     Staging,
     WeightSyncError,
     WeightTransferFailed,
+    announce_leaving,
+    while_watching,
 )
 from openrlhf_ext.rollout.sync.checksum import Receipt, check_receipts
 from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
@@ -37,7 +34,6 @@ from openrlhf_ext.stores import open_store
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _POLL_S = 0.01
 
 
@@ -109,8 +105,15 @@ class WeightSender:
         arguments = [(self._plan, link) for link in links]
         calls = EngineCalls.start(self._engines, "connect_weight_sync", arguments, what, self._timeout_s)
         _await_receivers(store, links[0].world_size, calls)
-        end = _while_watching(lambda: self._transport.open_sender(store, links[0], self._staging), calls)
-        calls.finish()
+        try:
+            end = while_watching(
+                lambda: self._transport.open_sender(store, links[0], self._staging), calls.check,
+                self._timeout_s, lambda: f"{what} took longer than {self._timeout_s:g} s",
+            )  # fmt: skip
+            calls.finish()
+        except Exception:
+            announce_leaving(store)  # else the engines that are well wait for the others until their deadline
+            raise
         self.end = end
         logger.info(
             "weight sync over %s: %d ranks, %d buckets", self._name, links[0].world_size, len(self._plan.buckets)
@@ -202,27 +205,6 @@ def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) 
         store.set(GO, NO)
         raise
     store.set(GO, YES)
-
-
-def _while_watching(function: Callable[[], _T], calls: EngineCalls) -> _T:
-    """Run what cannot be interrupted on a thread, while watching for engines that fail meanwhile."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None  # a property of the thread
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)
-            outcome.set_result(function())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="weight-sync-open", daemon=True).start()
-    while True:
-        try:
-            return outcome.result(timeout=LOOK_AT_ENGINES_S)
-        except FutureTimeout:
-            calls.check()
 
 
 def _own_address() -> str:

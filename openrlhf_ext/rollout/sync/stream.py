@@ -22,6 +22,8 @@ from openrlhf_ext.rollout.sync.base import (
     WeightStreamAborted,
     WeightSyncError,
     join,
+    sender_watch,
+    while_watching,
 )
 from openrlhf_ext.rollout.sync.checksum import SentSums
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
@@ -128,13 +130,18 @@ class WeightReceiver:
         """Join the sender's group when it is complete, as the engine's worker number `worker`.
 
         Raises:
-            WeightSyncError: the transport cannot work here, or the sender gave up.
+            WeightSyncError: the transport cannot work here, the sender gave up, or not every rank came in time.
         """
         transport = find_transport(link.transport)
         if (violation := transport.worker_violation(link.handles)) is not None:
             raise WeightSyncError(violation)
         rank = link.first_rank + worker
-        return cls(transport.open_receiver(join(link, rank), link, rank), plan)
+        store = join(link, rank)
+        late = f"not all {link.world_size} ranks had joined the weight-sync group after {link.timeout_s:g} s"
+        end = while_watching(
+            lambda: transport.open_receiver(store, link, rank), sender_watch(store), link.timeout_s, lambda: late
+        )
+        return cls(end, plan)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` of a whole update, on the transport's device.
