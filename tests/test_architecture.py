@@ -22,7 +22,10 @@ RULES = {
     "fp8": (set(), HEAVY),
     "checkpoints": ({"inputs"}, HEAVY),
     "config": (
-        {"algorithms", "fp8.recipe", "fp8.tiles", "inputs", "megatron.layout", "megatron.model.shape", "options"},
+        {
+            "algorithms", "fp8.recipe", "fp8.tiles", "inputs", "megatron.layout", "megatron.model.shape", "options",
+            "redaction",
+        },
         HEAVY - {"pydantic"} | {"torch"},
     ),
     "megatron": (
@@ -30,19 +33,21 @@ RULES = {
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
     "rollout": ({"compat", "fp8", "imports", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
-    "rewards": ({"compat", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
-    "reporting": ({"inputs"}, HEAVY),
+    "rewards": ({"compat", "redaction", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
+    "reporting": ({"inputs", "redaction"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
-    "driver": (CORE | {"inputs", "options"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
+    "driver": (CORE | {"inputs", "locks", "options", "redaction"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
     "tools": (
         {
             "algorithms",
             "config",
             "fp8",
             "inputs",
+            "locks",
             "megatron",
             "patches",
             "ranks.shared_gpu",
+            "redaction",
             "reporting",
             "rewards",
             "rollout.response",

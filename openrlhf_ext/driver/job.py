@@ -89,7 +89,7 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
     guard.expect(config.vllm.start_timeout_s, "starting Ray (vllm.start_timeout_s)")
     preflight.check_reward(config)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
-    with EventLog(events, goes_on=config.ckpt.load_enable) as log:
+    with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log
         if restart:
             log.note("restart", number=restart, most=config.train.max_restarts)
@@ -104,7 +104,7 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
         policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
         verbose=config.logger.verbose, guard=guard,
     )  # fmt: skip
-    code = 0
+    code, others = 0, others_checkpoints(config)
     with ExitStack() as processes:
         try:
             processes.enter_context(session)
@@ -119,21 +119,34 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()
-            code = report_interruption(config, events, guard)
+            code = report_interruption(config, events, guard, others)
         guard.ended(code)
     guard.expect(config.train.step_timeout_s, "removing what is half-written")
     clean_up(config)
     return code
 
 
-def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
-    """Says what the run can go on from; returns the exit code."""
+def others_checkpoints(config: RunConfig) -> frozenset[tuple[str, int]]:
+    """Those in ``ckpt.path`` that are of another run, before this one has done anything."""
+    return frozenset() if config.ckpt.load_enable else checkpoint_store(config).identities()
+
+
+def report_interruption(
+    config: RunConfig, events: EventLog, guard: Guard, others: frozenset[tuple[str, int]] = frozenset()
+) -> int:
+    """Says what the run can go on from; returns the exit code.
+
+    Args:
+        others: ``others_checkpoints`` at the start.
+    """
     number = guard.received or signal.SIGINT
-    newest = checkpoint_store(config).checkpoints()[-1:]
+    store = checkpoint_store(config)
+    own = {name for name, _ in store.identities() - others}
+    newest = [path for path in store.checkpoints() if path.name in own][-1:]
     if newest:
         logger.error("%s: %s", number.name, resume_line(str(newest[0])))
     else:
-        logger.error("%s: there is no checkpoint in %s, the run has to begin again", number.name, config.ckpt.path)
+        logger.error("%s: the run has no checkpoint in %s and has to begin again", number.name, config.ckpt.path)
     note_end(events, "interrupted", signal=number.name, checkpoint=str(newest[0]) if newest else None)
     return INTERRUPTED[number]
 

@@ -185,19 +185,37 @@ def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_
     ("codes", "limit", "expected"),
     [([1, 137, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([143], 3, 143), ([2], 3, 2), ([1], 0, 1)],
 )
-def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected):
-    config = RunConfig()
-    config = config.model_copy(update={"train": config.train.model_copy(update={"max_restarts": limit})})
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(tmp_path, codes, limit, expected):
+    config = RunConfig(train={"max_restarts": limit}, ckpt={"path": str(tmp_path)})
     loads, left, restarts = [], list(codes), []
 
     def attempt(config, restart):
         loads.append(config.ckpt.load_enable)
+        save(CheckpointStore(tmp_path, keep=9), restart + 1)
         restarts.append(restart)
         return left.pop(0)
 
     assert guard.run_with_restarts(config, attempt) == expected
     assert restarts == list(range(len(codes)))
     assert not left and loads == [False] + [True] * (len(codes) - 1)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_restart_goes_on_from_a_checkpoint_of_its_own_run_only(tmp_path, asked):
+    store = CheckpointStore(tmp_path, keep=9)
+    save(store, 50)
+    config = RunConfig(train={"max_restarts": 2}, ckpt={"path": str(tmp_path), "load_enable": asked})
+    loads = []
+
+    def attempt(config, restart):
+        loads.append(config.ckpt.load_enable)
+        if restart == 1:  # as a run does that saves: those of others go first
+            store.set_aside_all()
+            save(store, 50)
+        return 1
+
+    guard.run_with_restarts(config, attempt)
+    assert loads == [asked, asked, True], "the first failure came before anything was saved"
 
 
 def test_a_run_that_starts_anew_moves_checkpoints_of_another_aside(tmp_path, caplog):

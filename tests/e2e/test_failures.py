@@ -72,7 +72,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
     assert task.metrics("out"), "the records written so far are complete"
     *_, last = [record for _, record in read_lines(out / "events.jsonl")]
     assert (last["event"], last["signal"], last["checkpoint"]) == ("interrupted", "SIGINT", None)
-    assert "SIGINT: there is no checkpoint in " in job.text
+    assert "SIGINT: the run has no checkpoint in " in job.text
 
 
 def test_a_dead_raylet_restarts_the_run_and_sigterm_saves_it(task, tmp_path):
