@@ -52,7 +52,10 @@ class Holder:
     @property
     def has_ended(self) -> bool:
         """Whether it is known to have ended."""
-        return self.is_here and not psutil.pid_exists(self.pid)
+        try:
+            return self.is_here and psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except (psutil.NoSuchProcess, ValueError):  # ValueError: a number that is no process's
+            return True
 
 
 class FolderLock:
@@ -93,7 +96,8 @@ class FolderLock:
             holder = self._holder()
             # without a name: between its first two acts, or its last two
             if (holder is not None and not holder.has_ended) or time.monotonic() > deadline:
-                raise LockError(f"is in use by {holder or 'a process that has not given its name'}")
+                who = holder or "a process that has not given its name"
+                raise LockError(f"is in use by {who}: wait until it has ended")
             time.sleep(_LOOK_S)
         holder = self._holder()
         if holder is not None and not holder.is_here and not take_over:
@@ -102,7 +106,7 @@ class FolderLock:
                 f"ended: if it has, {self._remedy}"
             )
         if holder is not None:
-            logger.warning("%s was in use by %s, which ended without giving it back: it is taken over", self._folder, holder)
+            logger.warning("%s was in use by %s, which has ended: it is taken over", self._folder, holder)
         ours = Holder(socket.gethostname(), os.getpid(), datetime.now().isoformat(sep=" ", timespec="seconds"))
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(asdict(ours)).encode(), 0)

@@ -1,4 +1,4 @@
-"""What may be shown of an address: dry run, events, log, checkpoints, errors and report all pass their texts through here.
+"""What may be shown of an address: dry run, events, log, checkpoints, errors and report pass their texts through here.
 
 Imports the standard library alone.
 """
@@ -12,10 +12,12 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# From // to the last @ before a space: a password may hold @, / and : that should have been escaped. Addresses of a list
-# are separated by commas, which a password may hold too.
+# From // to the last @ before a space: a password may hold @, / and : that should have been escaped. Addresses of a
+# list are separated by commas, which a password may hold too.
 _USER = re.compile(r"(?<=//)(?:(?!,[A-Za-z][\w+.-]*://)\S)*@")
-_QUERY = re.compile(r"(?i)(?<=[?&])([^=&\s]*(?:token|key|passw|secret|sig|auth)[^=&\s]*)=(?:(?!,[a-z][\w+.-]*://)[^&\s])+")
+_QUERY = re.compile(
+    r"(?i)(?<=[?&])([^=&\s]*(?:token|key|passw|secret|sig|auth)[^=&\s]*)=(?:(?!,[a-z][\w+.-]*://)[^&\s])+"
+)
 
 
 def redact(text: str) -> str:

@@ -23,7 +23,13 @@ RULES = {
     "checkpoints": ({"inputs"}, HEAVY),
     "config": (
         {
-            "algorithms", "fp8.recipe", "fp8.tiles", "inputs", "megatron.layout", "megatron.model.shape", "options",
+            "algorithms",
+            "fp8.recipe",
+            "fp8.tiles",
+            "inputs",
+            "megatron.layout",
+            "megatron.model.shape",
+            "options",
             "redaction",
         },
         HEAVY - {"pydantic"} | {"torch"},

@@ -169,8 +169,8 @@ def run(config: RunConfig, train: Train) -> int:
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
     """One attempt, and after a failure another one from the last checkpoint, ``train.max_restarts`` times at most.
 
-    Without ``ckpt.load_enable`` the checkpoints that were there before are not this run's: where it has written none, it
-    starts from the beginning.
+    Without ``ckpt.load_enable`` the checkpoints that were there before are not this run's: where it has written none,
+    it starts from the beginning.
 
     Args:
         attempt: takes a configuration and the number of the restart, returns the exit code.

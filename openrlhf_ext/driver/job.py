@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,7 @@ from openrlhf_ext.driver.settings import (
 from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.redaction import HIDDEN, redacted
 from openrlhf_ext.reporting import EventLog, SampleWriter
 
 if TYPE_CHECKING:
@@ -361,11 +364,23 @@ def requests_of(config: RunConfig, parts: Parts) -> Requests:
 
 
 def build_sinks(args: Any) -> list:
-    """OpenRLHF's loggers that the options ask for."""
+    """OpenRLHF's loggers that the options ask for; without secrets, which W&B would show."""
     from openrlhf_ext.compat import TensorboardLogger, WandbLogger
 
     wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
-    return [logger(args) for logger, is_wanted in wanted if is_wanted]
+    if args.logger.wandb.key:
+        os.environ["WANDB_API_KEY"] = args.logger.wandb.key  # wandb asks it first (openrlhf/utils/logging_utils.py:68)
+    shown = _without_passwords(args)
+    shown.logger.wandb.key = HIDDEN
+    return [logger(shown) for logger, is_wanted in wanted if is_wanted]
+
+
+def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
+    inner = {
+        name: _without_passwords(value) if isinstance(value, SimpleNamespace) else redacted(value)
+        for name, value in vars(args).items()
+    }
+    return SimpleNamespace(**inner)
 
 
 def step_gauges(config: RunConfig, parts: Parts, shape: ModelShape) -> StepGauges:
