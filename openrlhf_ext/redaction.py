@@ -16,7 +16,7 @@ HIDDEN = "(hidden)"
 # list are separated by commas, which a password may hold too.
 _USER = re.compile(r"(?<=//)(?:(?!,[A-Za-z][\w+.-]*://)\S)*@")
 _QUERY = re.compile(
-    r"(?i)(?<=[?&])([^=&\s]*(?:token|key|passw|secret|sig|auth)[^=&\s]*)=(?:(?!,[a-z][\w+.-]*://)[^&\s])+"
+    r"(?i)(?<=[?&])([^=&\s]*(?:token|key|passw|secret|sig|auth)[^=&\s]*)=(?:(?!,[a-z][\w+.-]*://)[^&\s\"'])+"
 )
 
 

@@ -25,6 +25,9 @@ def test_the_user_and_password_of_an_address_are_hidden(password, scheme):
 def test_secrets_in_a_query_are_hidden():
     assert redact("https://h/f?x=1&api_key=abc&y=2") == "https://h/f?x=1&api_key=(hidden)&y=2"
     assert redact("s3://b/k?X-Amz-Signature=abc,https://h/") == "s3://b/k?X-Amz-Signature=(hidden),https://h/"
+    assert redact("x: \"https://h/f?token=abc\"  # 'https://h/?key=1'") == (
+        "x: \"https://h/f?token=(hidden)\"  # 'https://h/?key=(hidden)'"
+    )
 
 
 @pytest.mark.parametrize("text", ["/runs/a@b/c", "org/name@0.5", "http://host:80/f?x=1", "mail me@host", "a//b", ""])

@@ -59,7 +59,7 @@ def test_the_command_is_refused_where_another_run_is(tmp_path, capsys):
     assert main([*task.options("out"), "--ckpt.take_over_lock"]) == 2, "of a living holder nothing is taken over"
     assert re.search(
         rf"^1 problem in the configuration:\n- ckpt.output_dir and logger.metrics_path {tmp_path / 'out'} is in use by "
-        rf"pid {os.getpid()} on {re.escape(socket.gethostname())} since [-\d]+ [:\d]+: wait until it has ended, or give another",
+        rf"pid {os.getpid()} on {re.escape(socket.gethostname())} since [-\d]+ [:\d]+: wait until it has ended, or",
         capsys.readouterr().err,
     )
     left = {path for path in tmp_path.rglob("*") if path.name != ".lock"}
@@ -92,7 +92,7 @@ def test_what_a_run_of_another_host_held_needs_an_option(tmp_path):
     (tmp_path / "steps").mkdir()
     holder = {"host": "node-17", "pid": os.getpid(), "since": "2031-01-02 03:04:05"}
     (tmp_path / "steps/.lock").write_text(json.dumps(holder))
-    told = r"was in use by pid \d+ on node-17 since 2031-01-02 03:04:05, and this host .* --ckpt.take_over_lock, or give"
+    told = r"was in use by pid \d+ on node-17 since 2031-01-02 03:04:05, and this host .* --ckpt.take_over_lock, or "
     with pytest.raises(ConfigError, match=told), own_folders(config(tmp_path)):
         pass
     assert json.loads((tmp_path / "steps/.lock").read_text()) == holder

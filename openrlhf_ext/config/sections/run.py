@@ -180,7 +180,8 @@ class Ckpt(Section):
         False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
     )
     take_over_lock: bool = added(
-        False, "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
+        False,
+        "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
         "because that run has ended",
     )
     grace_s: Float = added(
