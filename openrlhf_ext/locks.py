@@ -91,13 +91,18 @@ class FolderLock:
         os.close(self._file)
 
     def _take(self, take_over: bool) -> None:
-        deadline = time.monotonic() + _ENDING_S
+        deadline, told = time.monotonic() + _ENDING_S, False
         while not self._is_locked():
             holder = self._holder()
             # without a name: between its first two acts, or its last two
             if (holder is not None and not holder.has_ended) or time.monotonic() > deadline:
                 who = holder or "a process that has not given its name"
                 raise LockError(f"is in use by {who}: wait until it has ended")
+            if not told:
+                told = True
+                logger.info(
+                    "%s: waiting %g s at most for what is left of %s", self._folder, _ENDING_S, holder or "a run"
+                )
             time.sleep(_LOOK_S)
         holder = self._holder()
         if holder is not None and not holder.is_here and not take_over:

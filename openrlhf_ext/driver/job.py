@@ -134,9 +134,7 @@ def others_checkpoints(config: RunConfig) -> frozenset[tuple[str, int]]:
     return frozenset() if config.ckpt.load_enable else checkpoint_store(config).identities()
 
 
-def report_interruption(
-    config: RunConfig, events: EventLog, guard: Guard, others: frozenset[tuple[str, int]] = frozenset()
-) -> int:
+def report_interruption(config: RunConfig, events: EventLog, guard: Guard, others: frozenset[tuple[str, int]]) -> int:
     """Says what the run can go on from; returns the exit code.
 
     Args:
@@ -369,7 +367,9 @@ def build_sinks(args: Any) -> list:
 
     wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
     if args.logger.wandb.key:
-        os.environ["WANDB_API_KEY"] = args.logger.wandb.key  # wandb asks it first (openrlhf/utils/logging_utils.py:68)
+        os.environ.setdefault(
+            "WANDB_API_KEY", args.logger.wandb.key
+        )  # asked first (openrlhf/utils/logging_utils.py:68)
     shown = _without_passwords(args)
     shown.logger.wandb.key = HIDDEN
     return [logger(shown) for logger, is_wanted in wanted if is_wanted]
