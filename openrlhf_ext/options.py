@@ -23,6 +23,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
+from openrlhf_ext.redaction import redact
+
 # "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
 PathKind = Literal["input", "output"]
 Arity = Literal["flag", "one", "pair", "many", "open"]
@@ -45,7 +47,7 @@ class Violation:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message lists every violation, one per line.
+    """A configuration that cannot run. The message lists every violation, one per line, without passwords of addresses.
 
     Args:
         violations: what is wrong; a text stands for a violation that is filed under no option.
@@ -55,7 +57,7 @@ class ConfigError(ValueError):
         self.violations = tuple(Violation((), entry) if isinstance(entry, str) else entry for entry in violations)
         count = len(self.violations)
         lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
-        super().__init__("\n".join(lines + [f"- {violation.message}" for violation in self.violations]))
+        super().__init__(redact("\n".join(lines + [f"- {violation.message}" for violation in self.violations])))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Violation, ...]]]:
         return type(self), (self.violations,)

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from openrlhf_ext.megatron.model.hf_files import HFRows, save_hf
+from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.weight_map import HFTensor
 
 FAMILIES = {
@@ -97,4 +97,4 @@ def save_tensors(tensors: Mapping[str, Tensor], source: Path, target: Path, *mor
     """``save_hf`` of whole tensors of one dtype."""
     specs = [HFTensor(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {tensor.dtype for tensor in tensors.values()}
-    return save_hf(rows_of(tensors), specs, dtype, source, target, *more, **named)
+    return save_hf(rows_of(tensors), specs, dtype, read_side_files(source), target, *more, **named)

@@ -26,5 +26,5 @@ ray_address=
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 on_node() { srun --overlap --nodes 1 --ntasks 1 --nodelist "$1" "${@:2}"; }
 resume=()
-((${SLURM_RESTART_COUNT:-0} == 0)) || resume=(--ckpt.load_enable)
+((${SLURM_RESTART_COUNT:-0} == 0)) || resume=(--ckpt.load_enable --ckpt.take_over_lock) # it has ended, on whichever node
 launch "$@" "${resume[@]}"

@@ -81,6 +81,14 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def free_name(path: Path) -> Path:
+    """The first of ``<path>.1``, ``<path>.2``, ... that is not there."""
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate
+
+
 def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
     """Files that are still not here with their size after ``wait_s`` seconds: another machine wrote them elsewhere.
 

@@ -18,7 +18,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.checkpoints.files import VISIBLE_S, CheckpointError, FileEntry, absent_files, fsync_folder, write_file
+from openrlhf_ext.checkpoints.files import (
+    VISIBLE_S,
+    CheckpointError,
+    FileEntry,
+    absent_files,
+    free_name,
+    fsync_folder,
+    write_file,
+)
 from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, check, read_json
 
 logger = logging.getLogger(__name__)
@@ -109,6 +117,10 @@ class CheckpointStore:
         """Folders with the name of a checkpoint, oldest first."""
         found = [p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()]
         return sorted(found, key=step_of)
+
+    def identities(self) -> frozenset[tuple[str, int]]:
+        """What tells the checkpoints that are here from later ones of the same name, as long as none is deleted."""
+        return frozenset((path.name, path.stat().st_ino) for path in self.folder.glob("global_step*"))
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -245,7 +257,7 @@ class CheckpointStore:
         try:
             return read_json(path, _BEST_KEYS)
         except InputError as error:  # a run goes on saving; the next best one is marked anew
-            aside = _free_name(path.with_name(f"{BEST}.superseded"))
+            aside = free_name(path.with_name(f"{BEST}.superseded"))
             logger.warning("%s; it is moved to %s, and no checkpoint counts as the best any more", error, aside)
             path.rename(aside)
             return None
@@ -266,14 +278,14 @@ class CheckpointStore:
         found = [*self.folder.glob("global_step*"), *self.folder.glob(BEST)]
         if not found:
             return None
-        target = _free_name(self.folder / "superseded")
+        target = free_name(self.folder / "superseded")
         target.mkdir()
         for path in found:
             path.rename(target / path.name)
         return target
 
     def _set_aside(self, path: Path) -> None:
-        aside = _free_name(path.with_name(f"{path.name}.superseded"))
+        aside = free_name(path.with_name(f"{path.name}.superseded"))
         logger.warning("%s of an earlier run is in the way and is moved to %s", path, aside)
         path.rename(aside)
 
@@ -304,10 +316,3 @@ def step_of(path: Path) -> int:
 
 def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return candidate

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.redaction import RedactingFormatter, redact
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for each other leave the cores to engines
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[terminal])
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
     return _reporting_faults(lambda: start(sys.argv[1:] if argv is None else argv))
 
@@ -74,7 +77,7 @@ def dry_run(config: RunConfig) -> int:
     print(placement_table(config))
     policy = config.actor.model_name_or_path or ""
     if not os.path.isdir(policy):
-        print(f"model: {policy} is not on this machine, so no rank of it was built")
+        print(redact(f"model: {policy} is not on this machine, so no rank of it was built"))
         return 0
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
@@ -115,7 +118,7 @@ def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:
         return
     critic = config.critic.model_name_or_path or policy
     if not os.path.isdir(critic):
-        yield f"critic: {critic} is not on this machine, so no rank of it was built\n"
+        yield f"critic: {redact(critic)} is not on this machine, so no rank of it was built\n"
         return
     proof = prove_layout(critic, config.critic_layout, dtype, distributed, config.ds.value_head_prefix)
     yield f"critic, {format_proof(proof)}"

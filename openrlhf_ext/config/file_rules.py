@@ -22,7 +22,8 @@ from openrlhf_ext.config.records import Scan, Wanted, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections import Data
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.options import Violation, value_of
+from openrlhf_ext.options import Violation, leaf_fields, value_of
+from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
 _FAULTS_SHOWN = 5
 # what a run writes, and whether it is a folder
@@ -43,10 +44,22 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 def file_violations(config: RunConfig) -> Iterator[Violation]:
     """All of them, but those about the models (``rules.model_violations``)."""
+    yield from _hidden_violations(config)
     yield from _reward_violations(config.reward.remote_url, config.train.agent_func_path)
     yield from _prompt_violations(config)
     yield from _output_violations(config)
     yield from _space_violations(config)
+
+
+def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
+    """No address has lost its password in a dry run's or a checkpoint's configuration."""
+    for name, _ in leaf_fields(type(config)):
+        if lacks_a_secret(value := value_of(config, name)):
+            yield Violation(
+                (name,),
+                f"{name} must be a whole address: got {value}, where a dry run or a checkpoint's config.yaml wrote "
+                f"{HIDDEN} for a password; put it in",
+            )
 
 
 # ---- what is read ------------------------------------------------------------------------------------------------
@@ -323,21 +336,40 @@ def _overlap(outputs: Sequence[Output], option: str, path: str, what: str) -> It
 
 
 def _space_violations(config: RunConfig) -> Iterator[Violation]:
-    """There is room for a checkpoint; further ones replace older ones."""
-    if not config.ckpt.saves:
-        return
-    size = checkpoint_bytes(config)
-    place = _existing(Path(config.ckpt.path))
-    if size is None or not place.is_dir():
-        return
-    free = shutil.disk_usage(place).free
-    if size > free:
+    """There is room for the final weights, and for a checkpoint, which further ones replace."""
+    needs = [("ckpt.output_dir", config.ckpt.output_dir, final_bytes(config))]
+    if config.ckpt.saves:
+        needs.append(("ckpt.path", config.ckpt.path, checkpoint_bytes(config)))
+    asked: dict[int, int] = {}  # bytes by disk
+    for option, path, size in needs:
+        place = _existing(Path(path))
+        if size is None or not place.is_dir():
+            continue
+        disk, free = place.stat().st_dev, shutil.disk_usage(place).free
+        asked[disk] = asked.get(disk, 0) + size
+        if asked[disk] <= free:
+            continue
+        if option == "ckpt.output_dir":
+            what, hint = f"the final weights take about {_readable(size)}", ""
+        else:
+            with_final = f" ({_readable(asked[disk])} with the final weights, on the same disk)"
+            both = "" if asked[disk] == size else with_final
+            what = f"a checkpoint takes about {_readable(size)}{both}"
+            hint = " (ckpt.max_num + 1 of them are there at a time)"
         yield Violation(
-            ("ckpt.path", "ckpt.save_steps"),
-            f"a checkpoint takes about {_readable(size)}, the disk of ckpt.path {config.ckpt.path} has "
-            f"{_readable(free)} free; use another ckpt.path or make room (ckpt.max_num + 1 of them are there at a "
-            "time)",
+            (option,) if option == "ckpt.output_dir" else (option, "ckpt.save_steps"),
+            f"{what}, the disk of {option} {path} has {_readable(free)} free; use another {option} or make room{hint}",
         )
+
+
+def final_bytes(config: RunConfig) -> int | None:
+    """Bytes of the final Hugging Face checkpoints, about; None where the model's files are not here to be counted."""
+    count = parameter_count(config.actor.model_name_or_path)
+    if count is None:
+        return None
+    if config.has_critic and config.critic.save_value_network:
+        count += parameter_count(config.critic.model_name_or_path or config.actor.model_name_or_path) or count
+    return count * _WEIGHT_BYTES[config.megatron.param_dtype]
 
 
 def checkpoint_bytes(config: RunConfig) -> int | None:

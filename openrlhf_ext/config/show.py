@@ -29,6 +29,7 @@ from openrlhf_ext.options import (
     value_of,
     value_text,
 )
+from openrlhf_ext.redaction import redact
 
 _WIDTH = 110
 _USAGE = """\
@@ -176,20 +177,26 @@ _MATTER_WHEN_SET = (
 )  # fmt: skip
 
 
+_PUT_IN = "  # something is hidden: put it in before this file is used"
+
+
 def format_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that loads back to the same run.
+    """The resolved configuration as YAML that loads back to the same run, once what it hides is put in.
 
     Every line that was set says where; refused options and unset ones that an estimator decides itself (OpenRLHF's clip
-    and aggregation flags) are left out, secrets are masked. A comment at the top holds the estimator's merged options.
+    and aggregation flags) are left out, secrets and passwords in addresses are hidden. A comment at the top holds the
+    estimator's merged options.
     """
     name, options, correction = config.algorithm_options()
-    lines = [f"# algorithm: {name} {_flow(options)}", f"# importance correction: {_flow(correction)}"]
+    lines = [redact(f"# algorithm: {name} {_flow(options)}"), f"# importance correction: {_flow(correction)}"]
     section: list[str] = []
     for dotted, value, comment in _shown_values(config):
         *parents, leaf = dotted.split(".")
         common = _common_length(section, parents)
         lines += [f"{'  ' * depth}{parents[depth]}:" for depth in range(common, len(parents))]
-        lines.append(f"{'  ' * len(parents)}{leaf}: {value}{comment}")
+        shown = redact(value)
+        put_in = "" if shown == value else _PUT_IN
+        lines.append(f"{'  ' * len(parents)}{leaf}: {shown}{comment}{put_in}")
         section = parents
     return "\n".join(lines) + "\n"
 

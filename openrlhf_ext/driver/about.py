@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +16,8 @@ from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig, option_table, value_of
 from openrlhf_ext.driver.checkpoints import checkpoint_store
 from openrlhf_ext.patches.base import installed_version
+from openrlhf_ext.redaction import HIDDEN, redact
 
-HIDDEN = "(hidden)"
-_PASSWORD = re.compile(r"//[^/@\s]+@")  # of an address: //user:password@
 _VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
 
 
@@ -64,7 +62,7 @@ def shown_options(config: RunConfig) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """What JSON can hold."""
     if isinstance(value, str):
-        return _PASSWORD.sub(f"//{HIDDEN}@", value)
+        return redact(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, Sequence):

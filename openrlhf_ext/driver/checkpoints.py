@@ -28,6 +28,7 @@ from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.response import Response
 
@@ -241,7 +242,8 @@ class Checkpointer:
         """What the manifest says for people."""
         versions = {name: version(name) for name in ("torch", "megatron-core", "safetensors")}
         estimator = self.config.algo.advantage.estimator
-        return {"model": self.config.actor.model_name_or_path, "estimator": estimator, "versions": versions}
+        model = redact(str(self.config.actor.model_name_or_path))
+        return {"model": model, "estimator": estimator, "versions": versions}
 
 
 def _flat(parts: Iterable[Iterable[FileEntry]]) -> list[FileEntry]:
@@ -302,5 +304,6 @@ def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Arrays) -> lis
 
 
 def plain_options(config: RunConfig) -> dict[str, str]:
-    """Every option that is not a secret, as text by its name."""
-    return {name: repr(value_of(config, name)) for name, option in option_table().items() if not option.info.secret}
+    """Every option that is not a secret, as text by its name, without passwords of addresses."""
+    options = {name: value_of(config, name) for name, option in option_table().items() if not option.info.secret}
+    return {name: redact(repr(value)) for name, value in options.items()}

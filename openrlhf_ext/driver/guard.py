@@ -27,7 +27,9 @@ from typing import Any
 
 import psutil
 
+from openrlhf_ext.checkpoints import CheckpointStore
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.folders import own_folders
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rewards.worker import die_with
 
@@ -149,12 +151,16 @@ def run(config: RunConfig, train: Train) -> int:
     Returns:
         The driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was
         killed by signal n (137 also if Ray or this process had to end it).
+
+    Raises:
+        ConfigError: another run has a folder of this one.
     """
     _adopt_orphans()
     parent = _Parent(config, train)
     handlers = {number: signal.signal(number, parent.forward) for number in INTERRUPTED}
     try:
-        return run_with_restarts(config, parent.attempt)
+        with own_folders(config):
+            return run_with_restarts(config, parent.attempt)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -163,13 +169,19 @@ def run(config: RunConfig, train: Train) -> int:
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
     """One attempt, and after a failure another one from the last checkpoint, ``train.max_restarts`` times at most.
 
+    Without ``ckpt.load_enable`` the checkpoints that were there before are not this run's: where it has written none,
+    it starts from the beginning.
+
     Args:
         attempt: takes a configuration and the number of the restart, returns the exit code.
     """
+    store = CheckpointStore(config.ckpt.path, config.ckpt.max_num)
+    others = store.identities()
     for restart in range(config.train.max_restarts + 1):
         if restart:
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
-            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
+            goes_on = config.ckpt.load_enable or bool(store.identities() - others)
+            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": goes_on})})
         code = attempt(config, restart)
         if code in _FINAL:
             break

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,7 @@ from openrlhf_ext.driver.settings import (
 from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.redaction import HIDDEN, redacted
 from openrlhf_ext.reporting import EventLog, SampleWriter
 
 if TYPE_CHECKING:
@@ -89,7 +92,7 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
     guard.expect(config.vllm.start_timeout_s, "starting Ray (vllm.start_timeout_s)")
     preflight.check_reward(config)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
-    with EventLog(events, goes_on=config.ckpt.load_enable) as log:
+    with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log
         if restart:
             log.note("restart", number=restart, most=config.train.max_restarts)
@@ -104,7 +107,7 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
         policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
         verbose=config.logger.verbose, guard=guard,
     )  # fmt: skip
-    code = 0
+    code, others = 0, others_checkpoints(config)
     with ExitStack() as processes:
         try:
             processes.enter_context(session)
@@ -119,21 +122,32 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()
-            code = report_interruption(config, events, guard)
+            code = report_interruption(config, events, guard, others)
         guard.ended(code)
     guard.expect(config.train.step_timeout_s, "removing what is half-written")
     clean_up(config)
     return code
 
 
-def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
-    """Says what the run can go on from; returns the exit code."""
+def others_checkpoints(config: RunConfig) -> frozenset[tuple[str, int]]:
+    """Those in ``ckpt.path`` that are of another run, before this one has done anything."""
+    return frozenset() if config.ckpt.load_enable else checkpoint_store(config).identities()
+
+
+def report_interruption(config: RunConfig, events: EventLog, guard: Guard, others: frozenset[tuple[str, int]]) -> int:
+    """Says what the run can go on from; returns the exit code.
+
+    Args:
+        others: ``others_checkpoints`` at the start.
+    """
     number = guard.received or signal.SIGINT
-    newest = checkpoint_store(config).checkpoints()[-1:]
+    store = checkpoint_store(config)
+    own = {name for name, _ in store.identities() - others}
+    newest = [path for path in store.checkpoints() if path.name in own][-1:]
     if newest:
         logger.error("%s: %s", number.name, resume_line(str(newest[0])))
     else:
-        logger.error("%s: there is no checkpoint in %s, the run has to begin again", number.name, config.ckpt.path)
+        logger.error("%s: the run has no checkpoint in %s and has to begin again", number.name, config.ckpt.path)
     note_end(events, "interrupted", signal=number.name, checkpoint=str(newest[0]) if newest else None)
     return INTERRUPTED[number]
 
@@ -348,11 +362,25 @@ def requests_of(config: RunConfig, parts: Parts) -> Requests:
 
 
 def build_sinks(args: Any) -> list:
-    """OpenRLHF's loggers that the options ask for."""
+    """OpenRLHF's loggers that the options ask for; without secrets, which W&B would show."""
     from openrlhf_ext.compat import TensorboardLogger, WandbLogger
 
     wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
-    return [logger(args) for logger, is_wanted in wanted if is_wanted]
+    if args.logger.wandb.key:
+        os.environ.setdefault(
+            "WANDB_API_KEY", args.logger.wandb.key
+        )  # asked first (openrlhf/utils/logging_utils.py:68)
+    shown = _without_passwords(args)
+    shown.logger.wandb.key = HIDDEN
+    return [logger(shown) for logger, is_wanted in wanted if is_wanted]
+
+
+def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
+    inner = {
+        name: _without_passwords(value) if isinstance(value, SimpleNamespace) else redacted(value)
+        for name, value in vars(args).items()
+    }
+    return SimpleNamespace(**inner)
 
 
 def step_gauges(config: RunConfig, parts: Parts, shape: ModelShape) -> StepGauges:

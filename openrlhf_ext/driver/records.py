@@ -365,15 +365,21 @@ class StepRecorder:
         if wait:
             if self._drawing is not None:
                 self._drawing.join(timeout=60)
-            write_figure(self.metrics_path, self.figure_path, self.title)
+            self._draw()
             return
         busy = self._drawing is not None and self._drawing.is_alive()
         if busy or time.monotonic() - self._drawn_at < _FIGURE_EVERY_S:
             return
         self._drawn_at = time.monotonic()
-        arguments = (self.metrics_path, self.figure_path, self.title)
-        self._drawing = threading.Thread(target=write_figure, args=arguments, name="figure", daemon=True)
+        self._drawing = threading.Thread(target=self._draw, name="figure", daemon=True)
         self._drawing.start()
+
+    def _draw(self) -> None:
+        """A picture of what metrics.jsonl has is no reason to end a run, nor for a traceback of a thread."""
+        try:
+            write_figure(self.metrics_path, self.figure_path, self.title)
+        except OSError as error:
+            logger.error("the figure %s could not be drawn: %s; metrics.jsonl has its numbers", self.figure_path, error)
 
     def close(self) -> None:
         """Draws the last figure and closes the files."""

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_manifest
 from openrlhf_ext.checkpoints.plain import read_plain
-from openrlhf_ext.checkpoints.store import step_of
+from openrlhf_ext.checkpoints.store import MANIFEST, step_of
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import (
     CONTROLLER,
@@ -25,7 +25,8 @@ from openrlhf_ext.driver.checkpoints import (
 )
 from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.megatron.model.hf_files import finish_interrupted
+from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
+from openrlhf_ext.redaction import redact
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -50,7 +51,7 @@ class Resumed:
 
 
 def prepare_folder(config: RunConfig) -> None:
-    """Makes the folders ready: half-written checkpoints go; a run that starts anew finds none of another one.
+    """Makes the folders ready: half-written checkpoints go; a run that starts anew finds no weights of another one.
 
     Raises:
         CheckpointError: the folder cannot be changed.
@@ -64,8 +65,18 @@ def prepare_folder(config: RunConfig) -> None:
                 store.folder,
                 aside,
             )
+        if not (config.ckpt.load_enable and store.checkpoints()):
+            _set_aside_final(config.ckpt.output_dir)
     except OSError as error:
-        raise CheckpointError(f"ckpt.path {store.folder} cannot be used: {error}") from error
+        raise CheckpointError(
+            f"ckpt.path {store.folder} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
+        ) from error
+
+
+def _set_aside_final(output_dir: str) -> None:
+    for folder in (output_dir, f"{output_dir}_critic"):
+        if (aside := set_aside_hf(folder)) is not None:
+            logger.warning("%s holds the final model of an earlier run, which is moved to %s", folder, aside)
 
 
 def check_shared_folders(config: RunConfig, policy: RankGroup) -> None:
@@ -162,9 +173,11 @@ def find_good(store: CheckpointStore, groups: Mapping[str, RankGroup], timeout_s
 
 def _problems(folder: Path, groups: Mapping[str, RankGroup], timeout_s: float) -> list[str]:
     try:
-        read_manifest(folder)
+        step = read_manifest(folder).step
     except CheckpointError as error:
         return [str(error)]
+    if step != step_of(folder):
+        return [f"its name says step {step_of(folder)}, its {MANIFEST} step {step}: rename it to global_step{step}"]
     name, group = next(iter(groups.items()))
     parts = call_ranks(group, name, "check_checkpoint", timeout_s, folder=str(folder))
     return [problem for part in parts for problem in part]
@@ -192,6 +205,7 @@ def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
 
 def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Logs the options that differ from those of the run that wrote the checkpoint."""
+    before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
     names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
     for name in names:
         logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])

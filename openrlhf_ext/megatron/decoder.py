@@ -41,7 +41,7 @@ from openrlhf_ext.megatron.model.build import (
 )
 from openrlhf_ext.megatron.model.context_parallel import sum_ranks
 from openrlhf_ext.megatron.model.export import HFExporter, whole_tensors
-from openrlhf_ext.megatron.model.hf_files import HFRows, save_hf
+from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
@@ -88,6 +88,7 @@ class MegatronModel:
         )
         self.chunks = self.build_chunks()
         self.load_weights()
+        self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
         self.models = [self._wrap(chunk) for chunk in self.chunks]
         self.scaling_state = ScalingState(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
@@ -445,8 +446,8 @@ class MegatronModel:
         """
         rows = self.export_rows()
         if dist.get_rank() == 0:
-            source, tensors = self.settings.model_path, hf_tensors(self.shape)
-            return save_hf(rows, tensors, self.dtype, source, target, config_changes=config_changes)
+            tensors = hf_tensors(self.shape)
+            return save_hf(rows, tensors, self.dtype, self.side_files, target, config_changes=config_changes)
         for _ in rows:
             pass
         return {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting.lines import JsonLines, step_of
 
 EVENTS = {
@@ -58,7 +59,7 @@ class EventLog:
 
         Args:
             event: a key of ``EVENTS``.
-            facts: what JSON can hold.
+            facts: what JSON can hold; passwords in addresses are left out.
 
         Raises:
             KeyError: unknown event.
@@ -67,7 +68,7 @@ class EventLog:
         if event not in EVENTS:
             raise KeyError(f"unknown event {event!r}; known are {', '.join(EVENTS)}")
         if self._lines is not None:
-            self._lines.append({"event": event, "step": self.step, "time": self._now(), **facts})
+            self._lines.append({"event": event, "step": self.step, "time": self._now(), **redacted(facts)})
 
     def repeat_from(self, step: int) -> None:
         """Moves aside the events of later steps, which will be made again."""

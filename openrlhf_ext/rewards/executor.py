@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf_ext.redaction import redacted
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardError, RewardInvalid
 from openrlhf_ext.rewards.grading import FAILED_KEY, Grader, RewardResult, RewardSettings
 from openrlhf_ext.rewards.http_reward import HttpReward
@@ -187,7 +188,8 @@ def open_grader(settings: RewardSettings) -> Grader:
             memory_mib=settings.memory_mib, environment=settings.environment,
         )  # fmt: skip
     raise ValueError(
-        f"--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got {addresses}"
+        "--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got "
+        f"{redacted(addresses)}"
     )
 
 

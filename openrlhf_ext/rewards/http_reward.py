@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.rewards.errors import RewardError, RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
 
@@ -43,8 +44,8 @@ class HttpReward:
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 30.0, retries: int = 4, pause_s: float = 0.5) -> None:
         if not urls or timeout_s <= 0 or retries < 0:
-            raise ValueError(f"HttpReward: urls={urls}, timeout_s={timeout_s}, retries={retries}: give an address, a "
-                             "positive deadline, a number of retries of at least 0")  # fmt: skip
+            raise ValueError(f"HttpReward: urls={redacted(urls)}, timeout_s={timeout_s}, retries={retries}: give an "
+                             "address, a positive deadline, a number of retries of at least 0")  # fmt: skip
         self._urls = cycle(urls)
         self._timeout_s = timeout_s
         self._retries = retries
@@ -83,23 +84,24 @@ class HttpReward:
             await self._session.close()
 
     async def _request(self, url: str, payload: dict[str, Any], sample: tuple[str, str, Any]) -> RewardResult:
-        started = time.perf_counter()
+        started, shown = time.perf_counter(), redact(url)
         try:
             async with self._open_session().post(url, json=payload) as response:
-                await _check_status(response, url, sample)
+                await _check_status(response, shown, sample)
                 answer = await response.json(content_type=None)
         except TimeoutError:
-            message = f"reward server {url} did not answer within {self._timeout_s:g} s (--reward.timeout_s)"
+            message = f"reward server {shown} did not answer within {self._timeout_s:g} s (--reward.timeout_s)"
             raise _Retryable(RewardTimeout, message) from None
         except aiohttp.ClientError as error:
-            message = f"reward server {url}: {type(error).__name__}: {error}"
-            raise _Retryable(RewardServerError, message) from error
+            message = f"reward server {shown}: {type(error).__name__}: {redact(str(error))}"
+            raise _Retryable(RewardServerError, message) from None  # its own text may have the whole address
         except ValueError as error:
-            raise RewardInvalid(f"reward server {url} answered something that is not JSON: {error}", *sample) from error
+            message = f"reward server {shown} answered something that is not JSON: {error}"
+            raise RewardInvalid(message, *sample) from error
         try:
             return parse_answer(answer, time.perf_counter() - started)
         except InvalidAnswer as error:
-            raise RewardInvalid(f"reward server {url} {error}", *sample) from error
+            raise RewardInvalid(f"reward server {shown} {error}", *sample) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:

@@ -480,6 +480,11 @@ def test_a_disk_without_room_is_found_before_the_run(weights, problems, monkeypa
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 40_000))
     (message,) = problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16")
     assert "takes about 42.0 kB" in message and "40.0 kB free" in message and "use another ckpt.path" in message
-    assert problems() == [], "a run that saves nothing needs no room"
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 42_001))
+    assert "48.0 kB with the final weights, on the same disk" in message
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 48_000))
     assert problems("--ckpt.save_steps", "1", "--megatron.param_dtype", "bf16") == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 5_999))
+    (message,) = problems("--megatron.param_dtype", "bf16")
+    assert message.startswith("the final weights take about 6.0 kB, the disk of ckpt.output_dir")
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(10**9, 10**9, 6_000))
+    assert problems("--megatron.param_dtype", "bf16") == []

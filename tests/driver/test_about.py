@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver import job
 from openrlhf_ext.driver.about import about_run
 
 
@@ -27,3 +29,19 @@ def test_options_without_secrets_versions_machine_and_layout(tmp_path):
     (tmp_path / "global_step7").mkdir()
     (tmp_path / "global_step7/manifest.json").write_text("{}")
     assert about_run(RunConfig.model_validate(given))["resume_step"] == 7
+
+
+def test_wandb_is_told_no_secret_and_finds_its_key(monkeypatch):
+    told = []
+    monkeypatch.setattr("openrlhf_ext.compat.WandbLogger", told.append)
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    monkeypatch.delenv("WANDB_API_KEY")
+    given = {
+        "logger": {"wandb": {"key": "a1b2c3", "project": "p"}},
+        "reward": {"remote_url": "http://me:passw0rd@grader:80/f"},
+    }
+    args = RunConfig.model_validate(given).upstream_args()
+    job.build_sinks(args)
+    (shown,) = told
+    assert "a1b2c3" not in str(shown) and "passw0rd" not in str(shown) and shown.logger.wandb.project == "p"
+    assert os.environ["WANDB_API_KEY"] == "a1b2c3" and args.logger.wandb.key == "a1b2c3"

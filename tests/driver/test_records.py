@@ -230,6 +230,19 @@ def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     assert recorder.title == f"grpo, toy, {label}"
 
 
+def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(tmp_path, monkeypatch, caplog, capsys):
+    def full(self, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", full)
+    recorder = StepRecorder(tmp_path / "metrics.jsonl", tmp_path / "figure.png", 1, 0)
+    recorder.step(1, {"time/step": 2.0, "tokens/generated": 10.0}, [{"generation_s": 1.0, "exposed_grading_s": 0.0}])
+    recorder.close()
+    assert caplog.messages.count(caplog.messages[0]) == 2, "by the thread and at the end"
+    assert "figure.png could not be drawn: [Errno 28] No space left" in caplog.messages[0].replace(str(tmp_path), "")
+    assert "Traceback" not in capsys.readouterr().err and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
 def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
     engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
     gone = [(2.0, 0.0, 0.0), (2.0, 0.0, 0.0), (5.0, 1.0, 0.0), (5.0, 1.0, 3.0)]

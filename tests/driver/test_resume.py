@@ -70,6 +70,16 @@ def test_foreign_and_missing_manifests_are_damage_too(store):
         assert words in str(error.value)
 
 
+def test_a_renamed_checkpoint_is_none_of_its_new_step(store):
+    (store.folder / "global_step10").rename(store.folder / "global_step12")
+    told = (
+        r"global_step12 is not usable:\s+its name says step 12, its manifest.json step 10: rename it to global_step10"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        find(store, fallback=False)
+    assert find(store, fallback=True) == "global_step2"
+
+
 def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store):
     best = {"step": 2, "metric": "eval/accuracy", "value": 0.5}
     folder = store.begin(11)
@@ -115,6 +125,16 @@ def test_changed_options_are_named_and_immaterial_ones_not(caplog):
     resume.report_changed_options(before, plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor})))
     assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
     assert "logger.wandb.key" not in before and json.dumps(before)
+
+
+def test_passwords_are_neither_kept_nor_compared_nor_shown(caplog):
+    def options(password):
+        return plain_options(RunConfig(reward={"remote_url": f"http://me:{password}@grader/f"}))
+
+    assert options("p@ss/w")["reward.remote_url"] == "'http://(hidden)@grader/f'"
+    earlier = options("x") | {"reward.remote_url": "'http://me:p@ss/w@grader/f'", "train.seed": "1"}
+    resume.report_changed_options(earlier, options("other"))
+    assert "train.seed" in caplog.text and "remote_url" not in caplog.text and "ss/w" not in caplog.text
 
 
 # ---- storage
@@ -185,19 +205,37 @@ def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_
     ("codes", "limit", "expected"),
     [([1, 137, 0], 3, 0), ([1, 1, 1], 2, 1), ([130], 3, 130), ([143], 3, 143), ([2], 3, 2), ([1], 0, 1)],
 )
-def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(codes, limit, expected):
-    config = RunConfig()
-    config = config.model_copy(update={"train": config.train.model_copy(update={"max_restarts": limit})})
+def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(tmp_path, codes, limit, expected):
+    config = RunConfig(train={"max_restarts": limit}, ckpt={"path": str(tmp_path)})
     loads, left, restarts = [], list(codes), []
 
     def attempt(config, restart):
         loads.append(config.ckpt.load_enable)
+        save(CheckpointStore(tmp_path, keep=9), restart + 1)
         restarts.append(restart)
         return left.pop(0)
 
     assert guard.run_with_restarts(config, attempt) == expected
     assert restarts == list(range(len(codes)))
     assert not left and loads == [False] + [True] * (len(codes) - 1)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_restart_goes_on_from_a_checkpoint_of_its_own_run_only(tmp_path, asked):
+    store = CheckpointStore(tmp_path, keep=9)
+    save(store, 50)
+    config = RunConfig(train={"max_restarts": 2}, ckpt={"path": str(tmp_path), "load_enable": asked})
+    loads = []
+
+    def attempt(config, restart):
+        loads.append(config.ckpt.load_enable)
+        if restart == 1:  # as a run does that saves: those of others go first
+            store.set_aside_all()
+            save(store, 50)
+        return 1
+
+    guard.run_with_restarts(config, attempt)
+    assert loads == [asked, asked, True], "the first failure came before anything was saved"
 
 
 def test_a_run_that_starts_anew_moves_checkpoints_of_another_aside(tmp_path, caplog):
@@ -211,3 +249,25 @@ def test_a_run_that_starts_anew_moves_checkpoints_of_another_aside(tmp_path, cap
     anew = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": False})})
     resume.prepare_folder(anew)
     assert [p.name for p in tmp_path.iterdir()] == ["superseded.1"] and "ckpt.load_enable is off" in caplog.text
+
+
+def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path, caplog):
+    given = {"path": str(tmp_path / "steps"), "output_dir": str(tmp_path / "out"), "load_enable": True}
+    (tmp_path / "steps").mkdir()
+    saved = save(CheckpointStore(tmp_path / "steps", keep=3), 1)
+    model = ("config.json", "tokenizer.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json")
+    for folder in (tmp_path / "out", tmp_path / "out_critic"):
+        for name in (*model, "notes.txt"):
+            write_file(folder, name, [name.encode()])
+    resume.prepare_folder(RunConfig(ckpt=given))
+    assert (tmp_path / "out/config.json").exists(), "a run that goes on replaces its own"
+    saved.rename(tmp_path / "moved")  # there is nothing to go on from
+    for number, load_enable in ((1, True), (2, False)):
+        resume.prepare_folder(RunConfig(ckpt=given | {"load_enable": load_enable}))
+        for folder in (tmp_path / "out", tmp_path / "out_critic"):
+            aside = folder / f"superseded.{number}"
+            assert sorted(p.name for p in aside.iterdir()) == sorted(model)
+            assert [p.name for p in folder.iterdir() if p.is_file()] == ["notes.txt"]
+            assert f"{folder} holds the final model of an earlier run, which is moved to {aside}" in caplog.text
+            for name in model:
+                write_file(folder, name, [name.encode()])

@@ -61,6 +61,7 @@ class Task:
             "data.label_key": "answer", "data.max_len": 64, "rollout.batch_size": 8, "rollout.n_samples_per_prompt": 4,
             "rollout.max_new_tokens": 12, "rollout.micro_batch_size": 16, "train.batch_size": 32,
             "train.micro_batch_size": 8, "reward.remote_url": self.folder / "reward.py", "ckpt.output_dir": out,
+            "ckpt.path": self.folder / "checkpoints" / name,
         }  # fmt: skip
         return options | {key.replace("__", "."): value for key, value in more.items()}
 

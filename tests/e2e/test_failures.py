@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
 
 
 def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monkeypatch):
-    """Interrupted while it replaces the checkpoint of an earlier run by its own."""
+    """Interrupted while it writes its final model, where an earlier run had left one."""
     task, out = Task.make(tmp_path, prompts=8), tmp_path / "out"
     shutil.copytree(tmp_path / "policy", out)
     (tmp_path / "stuck_disk").mkdir()
@@ -68,11 +68,13 @@ def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monke
     assert job.finish(SOONER_S) == 130
     assert not [*tmp_path.rglob("*.incomplete"), *tmp_path.rglob(".complete")], job.text
     for path in (tmp_path / "policy").iterdir():
-        assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} of the earlier run"
+        aside = out / "superseded.1" / path.name
+        assert aside.read_bytes() == path.read_bytes(), f"{path.name} of the earlier run"
+    assert not [*out.glob("model*")] and f"final model of an earlier run, which is moved to {aside.parent}" in job.text
     assert task.metrics("out"), "the records written so far are complete"
     *_, last = [record for _, record in read_lines(out / "events.jsonl")]
     assert (last["event"], last["signal"], last["checkpoint"]) == ("interrupted", "SIGINT", None)
-    assert "SIGINT: there is no checkpoint in " in job.text
+    assert "SIGINT: the run has no checkpoint in " in job.text
 
 
 def test_a_dead_raylet_restarts_the_run_and_sigterm_saves_it(task, tmp_path):
@@ -85,7 +87,7 @@ def test_a_dead_raylet_restarts_the_run_and_sigterm_saves_it(task, tmp_path):
     job.wait_for(r"restart 1 of 1 \(train.max_restarts\)[\s\S]*\n *1/\d+ ")
     job.process.send_signal(signal.SIGTERM)
     assert job.finish(SOONER_S) == 143
-    (saved,) = (tmp_path / "ckpt").iterdir()
+    (saved,) = (tmp_path / "ckpt").glob("global_step*")
     assert not check_files(saved, read_manifest(saved).files)
     assert f"SIGTERM: to go on from {saved}: the same command with --ckpt.load_enable" in job.text, job.text
     events = [record for _, record in read_lines(task.folder / tmp_path.name / "events.jsonl")]

@@ -23,9 +23,11 @@ from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.e2e.jobs import Job, Task
+from tests.patience import SOONER_S
 
 pytestmark = pytest.mark.e2e
 # a log record of ours, a line of progress or its heading, a line of the table of profiles, nothing
+PASSWORD = "p@ss/w:o%40rd"
 OURS = r"\d\d:\d\d:\d\d (INFO|WARNING) .*|( *\d+/\d+| *step) .*|( +\d+){2}( +\d+\.\d{3})+|"
 
 
@@ -41,7 +43,8 @@ def running(tmp_path_factory):
         ckpt__path=task.folder / "checkpoints", logger__samples_every=2, profile__steps=2, profile__ranks=1,
         train__batch_size=16, logger__peak_tflops=0.01,
     )  # fmt: skip
-    job = Job([*options, "--logger.wandb.project", "secret-free", "--train.drift_check"], task.folder / "log")
+    options += ["--logger.wandb.project", f"https://me:{PASSWORD}@wandb/x?token=t0ken"]
+    job = Job([*options, "--train.drift_check"], task.folder / "log")
     job.wait_for(r"\n +1/3 ")
     job.process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
     (gcs,) = job.named("gcs_server")
@@ -49,6 +52,8 @@ def running(tmp_path_factory):
     words = [" ".join(process.cmdline()) for process in job.living()]
     listening = {seen.laddr.ip.removeprefix("::ffff:") for process in job.living()
                  for seen in process.net_connections("tcp") if seen.status == psutil.CONN_LISTEN}  # fmt: skip
+    second = Job(options, task.folder / "second_log")
+    assert second.finish(SOONER_S) == 2
     job.process.send_signal(signal.SIGCONT)
     return task.folder, job, token, words, listening
 
@@ -66,6 +71,28 @@ def test_ranks_and_engines_listen_on_loopback_and_the_token_of_the_run_is_writte
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 8 and not any(token.encode() in path.read_bytes() for path in files)
     assert not any(token in line for line in words)
+
+
+def test_a_second_run_in_the_folders_of_a_running_one_is_refused_and_told_by_whom(running, job):
+    folder, first, *_ = running
+    text, pid = (folder / "second_log").read_text(), first.process.pid
+    assert text.startswith("2 problems in the configuration:\n"), text
+    for options, name in (("ckpt.path", "checkpoints"), ("ckpt.output_dir and logger.metrics_path", "run")):
+        held = rf"- {options} {folder / name} is in use by pid {pid} on \S+ since [-\d]+ [:\d]+: wait until"
+        assert re.search(held, text), text
+    assert not [*folder.rglob("*superseded*")] and (folder / "run/.lock").read_bytes() == b"", "given back at its end"
+
+
+def test_a_password_in_an_address_is_written_nowhere(running, job):
+    folder, _ = job
+    files = [path for path in running[0].rglob("*") if path.is_file()]
+    left = ("w:o%40rd", "ss/w", "t0ken")
+    assert not [path for path in files if any(part.encode() in path.read_bytes() for part in left)]
+    shown = "https://(hidden)@wandb/x?token=(hidden)"
+    config = (folder.parent / "checkpoints/global_step2/config.yaml").read_text()
+    assert f'project: "{shown}"' in config and "put it in before this file is used" in config
+    assert shown in (folder / "events.jsonl").read_text()
+    assert shown in (folder.parent / "checkpoints/global_step2/controller.json").read_text()
 
 
 def test_events_tell_what_happened_in_order(job):

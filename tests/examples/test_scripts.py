@@ -388,7 +388,7 @@ def test_a_script_that_gets_sigterm_lets_the_driver_save_while_its_ranks_live(cl
 def test_a_job_that_slurm_starts_again_goes_on(cluster) -> None:
     for count, goes_on in (("0", False), ("1", True)):
         assert cluster.call("slurm_recipe.sh", *WORDS, by=("sbatch",), NODES="2", SLURM_RESTART_COUNT=count) == 0
-        assert cluster.training()[0].endswith("--ckpt.load_enable") == goes_on
+        assert cluster.training()[0].endswith("--ckpt.load_enable --ckpt.take_over_lock") == goes_on
 
 
 def test_scripts_have_no_finding_of_shellcheck() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows, save_hf
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import (
@@ -264,7 +264,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(models, tmp_path):
 
     (target / "metrics.jsonl").write_text("{}")
     with pytest.raises(RuntimeError, match="killed"):
-        save_hf(breaks(), specs, torch.float32, source, target)
+        save_hf(breaks(), specs, torch.float32, read_side_files(source), target)
     assert set(load_file(target / "model.safetensors")) == set(tensors)
     save_tensors(tensors, source, target, max_shard_bytes=20_000)
     assert not (target / "model.safetensors").exists() and (target / "config.json").exists()
@@ -285,10 +285,9 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(models, tmp_path):
     ids=["cut", "one tensor", "a gap", "another tensor", "columns", "too many", "extra"],
 )
 def test_rows_that_do_not_make_the_tensors_are_refused(tmp_path, rows, problem):
-    (tmp_path / "config.json").write_text("{}")
     parts = [HFRows(name, start, torch.zeros(size)) for name, start, size in rows]
     with pytest.raises(ValueError, match=problem):
-        save_hf(parts, [HFTensor("a", (4, 3)), HFTensor("b", (5,))], torch.float32, tmp_path, tmp_path / "out")
+        save_hf(parts, [HFTensor("a", (4, 3)), HFTensor("b", (5,))], torch.float32, {}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

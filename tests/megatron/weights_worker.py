@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,10 @@ def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str)
     for model in models:
         for layout in layouts:
             folder = Path(target) / f"{Path(model).name}-{json.dumps(layout, sort_keys=True)}"
-            policy = policy_of(model, layout, ranks)
+            link = Path(target) / f"start-{os.environ['RANK']}"
+            link.symlink_to(model)
+            policy = policy_of(str(link), layout, ranks)
+            link.unlink()  # somebody moves the start model while it is trained: the final one has all of its files
             addresses = addresses or monitors()
             policy.export_rows = partial(HFExporter(policy.chunks, policy.shape).rows, _SMALL_BUCKET_BYTES)
             if dist.get_rank() == 0:

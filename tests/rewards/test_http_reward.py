@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
 
 from openrlhf_ext.rewards.errors import RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
+from openrlhf_ext.rewards.executor import open_grader
+from openrlhf_ext.rewards.grading import RewardSettings
 from openrlhf_ext.rewards.http_reward import HttpReward
 from tests.patience import PATIENCE_S
 
@@ -74,6 +77,21 @@ def test_errors_say_what_the_server_said_and_carry_the_sample() -> None:
     with pytest.raises(RewardServerError, match=r"500 .*model not loaded \(request 2, the last\)") as caught:
         grade_with(handler, retries=1)
     assert (caught.value.prompt, caught.value.completion, caught.value.label) == ("2+2=", "4", "4")
+
+
+def test_no_message_of_a_server_has_its_password(caplog) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    secret = "w0rd:x%40y"
+    with pytest.raises(RewardServerError, match=r"reward server http://\(hidden\)@127.0.0.1:9/f: ") as caught:
+        grade_with(handler, urls=(f"http://me:{secret}@127.0.0.1:9/f",) * 2, retries=1)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "(request 1 of 2)" in caplog.text
+    assert not [part for part in ("w0rd", "x@y", "x%40y") if part in caplog.text + shown]
+    with pytest.raises(ValueError) as refused:
+        open_grader(RewardSettings(remote_url=f"http://me:{secret}@h/f,reward.py"))
+    assert "http://(hidden)@h/f" in str(refused.value) and "w0rd" not in str(refused.value)
 
 
 def test_a_refused_request_is_not_repeated() -> None:

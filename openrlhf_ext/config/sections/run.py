@@ -179,6 +179,11 @@ class Ckpt(Section):
     async_enable: bool = added(
         False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
     )
+    take_over_lock: bool = added(
+        False,
+        "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
+        "because that run has ended",
+    )
     grace_s: Float = added(
         20,
         "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run ends "

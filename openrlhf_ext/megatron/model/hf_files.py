@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from openrlhf_ext.checkpoints.files import fsync_folder, write_durably, write_file
+from openrlhf_ext.checkpoints.files import free_name, fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
 from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, reading, shown
 from openrlhf_ext.megatron.model.weight_map import HFTensor
@@ -97,6 +96,23 @@ _SIDE_FILES = (
 )  # fmt: skip
 
 
+def read_side_files(source: str | Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights.
+
+    Raises:
+        InputError: there is no config.json, or a file cannot be read.
+    """
+    source = Path(source)
+    if not (source / "config.json").is_file():
+        raise InputError(f"{source} holds no config.json, without which nothing can load what is trained from it")
+    found = {}
+    for name in _SIDE_FILES:
+        if (source / name).exists():
+            with reading(source / name):
+                found[name] = (source / name).read_bytes()
+    return found
+
+
 _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 
@@ -119,12 +135,12 @@ def save_hf(
     rows: Iterable[HFRows],
     tensors: Sequence[HFTensor],
     dtype: torch.dtype,
-    source: str | Path,
+    side_files: Mapping[str, bytes],
     target: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     config_changes: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of ``source``.
+    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source.
 
     The rows go to the files as they come: none is held.
 
@@ -136,7 +152,8 @@ def save_hf(
         rows: all rows of all tensors, in order.
         tensors: what ``rows`` make, in the same order.
         dtype: of all of them.
-        source: folder of the checkpoint that the model began as.
+        side_files: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
+            folder may be gone.
         target: folder to write.
         max_shard_bytes: size of a file, unless a tensor alone is larger.
         config_changes: overrides entries of ``config.json``.
@@ -148,21 +165,18 @@ def save_hf(
         CheckpointError: a file cannot be written, for instance because the disk is full.
         ValueError: ``rows`` are not those of ``tensors``.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     finish_interrupted(target)
     exists = target.exists()
     temporary = _inside(target) if exists else _beside(target)
     temporary.mkdir(parents=True)
     _write_shards(rows, tensors, dtype, temporary, max_shard_bytes)
-    for name in _SIDE_FILES:
-        if (source / name).exists():
-            shutil.copy2(source / name, temporary / name)
+    for name, content in side_files.items():
+        write_file(temporary, name, [content])
     if config_changes:
-        config = temporary / "config.json"
-        config.write_text(json.dumps(read_json(config) | dict(config_changes), indent=2, sort_keys=True))
+        config = read_json(temporary / "config.json") | dict(config_changes)
+        write_file(temporary, "config.json", [json.dumps(config, indent=2, sort_keys=True).encode()])
     sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    for name in sizes.keys() & {*_SIDE_FILES, _INDEX}:
-        _fsync(temporary / name)
     if exists:
         write_file(temporary, _FILES, [json.dumps(sizes).encode()])
         temporary.rename(_complete(target))
@@ -185,6 +199,20 @@ def finish_interrupted(target: str | Path) -> None:
     if _complete(target).exists():
         logger.info("finishing the checkpoint in %s, which was complete when a run was stopped", target)
         _replace(target)
+
+
+def set_aside_hf(target: str | Path) -> Path | None:
+    """Moves the weights, configuration and tokenizer of a folder into one inside of it; returns where to, if any."""
+    target = Path(target)
+    weights = [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]
+    if not weights:
+        return None
+    aside = free_name(target / "superseded")
+    aside.mkdir()
+    # config.json first: a loader finds a whole checkpoint or none
+    for path in [*(target / name for name in _SIDE_FILES if (target / name).exists()), *weights]:
+        path.rename(aside / path.name)
+    return aside
 
 
 def _beside(target: Path) -> Path:
@@ -242,7 +270,7 @@ def _write_shards(
         raise ValueError(f"{folder}: rows of {extra.name} come after the last tensor")
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(_bytes(t, dtype) for t in tensors)}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+        write_file(folder, _INDEX, [json.dumps(index, indent=2, sort_keys=True).encode()])
 
 
 def _split(tensors: Sequence[HFTensor], dtype: torch.dtype, limit: int) -> Iterator[list[HFTensor]]:
@@ -276,8 +304,3 @@ def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> It
             raise ValueError(f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came")
         expected += len(values)
         yield values
-
-
-def _fsync(path: Path) -> None:
-    with open(path, "rb") as f:
-        os.fsync(f.fileno())

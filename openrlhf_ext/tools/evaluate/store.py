@@ -28,6 +28,7 @@ from openrlhf_ext.inputs import (
     map_with,
     or_null,
 )
+from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.evaluate.problems import Task
 
 _SETTINGS = "settings"
@@ -145,7 +146,7 @@ def task_settings(
         "data": _file_digest(task.path),
         "problems": len(task.problems),
         "questions_and_labels": _digest_of([[problem.prompt, problem.label] for problem in task.problems]),
-        "reward": _file_digest(task.reward) if Path(task.reward).is_file() else task.reward,
+        "reward": _file_digest(task.reward) if Path(task.reward).is_file() else redact(task.reward),
         **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
     }
     if completions is not None:

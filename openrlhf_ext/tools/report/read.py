@@ -19,6 +19,7 @@ from openrlhf_ext.inputs import (
     list_of,
     or_null,
 )
+from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting import read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 
@@ -116,7 +117,7 @@ def _read_run(folder: Path, name: str) -> Run:
     without = "no events, configuration, versions and hardware, and whether it ended is not known"
     events = _optional(folder / "events.jsonl", _EVENT, _FACTS, missing, without)
     samples = _optional(folder / "samples.jsonl", _SAMPLE, _NUMBERS, missing, "no completions")
-    return Run(name, folder, records, events, samples, missing)
+    return Run(name, folder, records, redacted(events), samples, missing)  # earlier releases wrote passwords down
 
 
 def _optional(

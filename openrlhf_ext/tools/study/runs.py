@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import openrlhf_ext
+from openrlhf_ext.locks import LOCK, FolderLock, LockError
 from openrlhf_ext.reporting.lines import JsonLines, read_lines
 from openrlhf_ext.tools.study.jobs import Job, run_jobs
 from openrlhf_ext.tools.study.settings import Arm, Study, StudyError, Task
@@ -114,14 +114,10 @@ class Rows:
     """
 
     def __init__(self, places: Places) -> None:
-        places.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(places.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StudyError(
-                f"{places.folder} is in use by another process: wait for it, or give another --out"
-            ) from error
+            self._lock = FolderLock(places.folder, take_over=False, remedy=f"remove {places.folder / LOCK}")
+        except LockError as error:
+            raise StudyError(f"{places.folder} {error}, or give another --out") from error
         self._lines = JsonLines(places.rows, keep=lambda row: True)
 
     def append(self, row: dict[str, Any]) -> None:
@@ -131,7 +127,7 @@ class Rows:
     def close(self) -> None:
         """Lets others in."""
         self._lines.close()
-        os.close(self._lock)
+        self._lock.close()
 
 
 def read_rows(places: Places) -> list[dict[str, Any]]:

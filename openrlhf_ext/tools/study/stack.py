@@ -81,6 +81,7 @@ def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "train.num_episodes": 1,
         "train.seed": given["seed"],
         "ckpt.output_dir": str(folder),
+        "ckpt.path": str(folder / "checkpoints"),  # the default is one folder for all, and several run at a time
         "ckpt.grace_s": 0,  # a cell is made anew
         "logger.samples_every": 1,
         "logger.samples_groups": 0,

@@ -1,0 +1,120 @@
+"""One run per folder: who holds it, who may take it over, and that a run which is refused has moved nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.cli.train_ppo_ray import main
+from openrlhf_ext.config import ConfigError, RunConfig
+from openrlhf_ext.driver.folders import own_folders
+from openrlhf_ext.locks import FolderLock
+from tests.e2e.jobs import Task
+from tests.patience import PATIENCE_S
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from openrlhf_ext.locks import FolderLock
+lock = FolderLock(Path(sys.argv[1]), False, "")
+if sys.argv[2:] and not os.fork():
+    time.sleep(1)  # what a killed driver leaves for a moment
+    os._exit(0)
+print("held", flush=True)
+time.sleep(3600)
+"""
+
+
+def killed_holder(folder: Path, *words: str) -> int:
+    """The id of a process that was killed while it had the lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(PATIENCE_S)
+    return process.pid
+
+
+def config(folder: Path, **ckpt: object) -> RunConfig:
+    paths = {"path": str(folder / "steps"), "output_dir": str(folder / "out")}
+    return RunConfig(ckpt={**paths, **ckpt}, logger={"metrics_path": str(folder / "out/metrics.jsonl")})
+
+
+def test_the_command_is_refused_where_another_run_is(tmp_path, capsys):
+    task = Task.make(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.jsonl").write_text('{"step": 1}\n')
+    before = sorted(tmp_path.rglob("*"))
+    lock = FolderLock(tmp_path / "out", False, "")
+    capsys.readouterr()
+    assert main([*task.options("out"), "--ckpt.take_over_lock"]) == 2, "of a living holder nothing is taken over"
+    assert re.search(
+        rf"^1 problem in the configuration:\n- ckpt.output_dir and logger.metrics_path {tmp_path / 'out'} is in use by "
+        rf"pid {os.getpid()} on {re.escape(socket.gethostname())} since [-\d]+ [:\d]+: wait until it has ended, or",
+        capsys.readouterr().err,
+    )
+    left = {path for path in tmp_path.rglob("*") if path.name != ".lock"}
+    assert left == {*before, tmp_path / "checkpoints", tmp_path / "checkpoints/out"}, "nothing was moved"
+    lock.close()
+
+
+def test_a_run_holds_all_of_its_folders_and_gives_them_back(tmp_path):
+    with own_folders(config(tmp_path)):
+        with pytest.raises(ConfigError, match=r"2 problems[\s\S]*- ckpt.path .*steps is in use by[\s\S]*- ckpt.output"):
+            with own_folders(config(tmp_path)):
+                pass
+        elsewhere = config(tmp_path / "b", path=str(tmp_path / "steps"))
+        with pytest.raises(ConfigError, match=r"1 problem .*\n- ckpt.path"), own_folders(elsewhere):
+            pass
+    with own_folders(config(tmp_path)):
+        assert json.loads((tmp_path / "steps/.lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / "steps/.lock").read_text() == ""
+
+
+@pytest.mark.parametrize("words", [(), ("fork",)], ids=["alone", "with a child that ends later"])
+def test_what_a_killed_run_of_this_host_held_is_taken_over(tmp_path, caplog, words):
+    pid = killed_holder(tmp_path / "steps", *words)
+    with own_folders(config(tmp_path)):
+        assert f"{tmp_path / 'steps'} was in use by pid {pid} on " in caplog.text
+        assert "has ended: it is taken over" in caplog.text
+
+
+def test_what_a_run_of_another_host_held_needs_an_option(tmp_path):
+    (tmp_path / "steps").mkdir()
+    holder = {"host": "node-17", "pid": os.getpid(), "since": "2031-01-02 03:04:05"}
+    (tmp_path / "steps/.lock").write_text(json.dumps(holder))
+    told = r"was in use by pid \d+ on node-17 since 2031-01-02 03:04:05, and this host .* --ckpt.take_over_lock, or "
+    with pytest.raises(ConfigError, match=told), own_folders(config(tmp_path)):
+        pass
+    assert json.loads((tmp_path / "steps/.lock").read_text()) == holder
+    with own_folders(config(tmp_path, take_over_lock=True)):
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", '{"host": 1}', json.dumps({"host": "x", "pid": 10**60, "since": ""})[:-1]])
+def test_a_name_that_cannot_be_read_is_no_holder(tmp_path, text):
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps/.lock").write_text(text)
+    with own_folders(config(tmp_path)):
+        pass
+
+
+def test_without_locks_of_the_file_system_the_name_decides(tmp_path, monkeypatch, caplog):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    killed_holder(tmp_path / "steps")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with own_folders(config(tmp_path)):
+        assert "on a file system without locks (No locks available)" in caplog.text
+        with pytest.raises(ConfigError, match=rf"in use by pid {os.getpid()} on "), own_folders(config(tmp_path)):
+            pass
