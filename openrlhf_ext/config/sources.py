@@ -55,6 +55,7 @@ _SCALARS = (  # tag, form, first characters
 _TAG = "tag:yaml.org,2002:"
 _FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}  # half of a UTF-16 pair is no character
 _FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
+_FORMS |= {f"{_TAG}merge": re.compile("<<")}  # no scalar of ours; studies' loader knows it
 _FILE_BYTES = 1 << 20
 _LEVELS, _NODES = 20, 20_000  # the longest configuration of this repository has 5 and some 200
 

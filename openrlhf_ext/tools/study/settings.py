@@ -182,6 +182,13 @@ class StudyError(ValueError):
     """A study that cannot be run; a line for every fault: option, rule, value, remedy."""
 
 
+class _StudyLoader(ConfigLoader):
+    """With the merge key of YAML 1.1: ``<<: *other`` takes what another cell has."""
+
+
+_StudyLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
+
+
 def read_study(path: Path) -> Study:
     """Reads and checks a study.
 
@@ -190,7 +197,7 @@ def read_study(path: Path) -> Study:
     """
     try:
         with reading(path, "as YAML"):
-            raw = yaml.load(read_text(path), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+            raw = yaml.load(read_text(path), Loader=_StudyLoader)  # noqa: S506 (a SafeLoader)
     except InputError as error:
         raise StudyError(str(error)) from error
     try:
