@@ -55,33 +55,46 @@ def make_tiny_model(
     return model
 
 
-def make_tiny_policy(path: Path, *, seed: int = 0, **shape: int) -> None:
-    """A random Qwen2 checkpoint with a byte-level tokenizer that vLLM's CPU build can run (head size 32).
+CHAT_TEMPLATE = (  # SmolLM2's
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_policy(
+    path: Path, family: str = "qwen2", *, seed: int = 0, chat_template: str | None = None, **shape: int
+) -> None:
+    """A random checkpoint with a byte-level tokenizer that vLLM's CPU build can run (head size 32).
 
     Args:
+        chat_template: of the tokenizer, which then has the token that begins a message.
         shape: entries of its configuration.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<|endoftext|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
+    special = ["<|endoftext|>", "<|im_end|>", *(["<|im_start|>"] if chat_template else [])]
+    words = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens(special)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[1])
+    fast.chat_template = chat_template
     torch.manual_seed(seed)
     sizes = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "vocab_size": len(words), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
     } | shape  # fmt: skip
-    config = Qwen2Config(
-        vocab_size=len(special) + len(alphabet), max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=None, **sizes,
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.1, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None, **sizes,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    model_class(config).float().save_pretrained(path)
     fast.save_pretrained(path)
 
 

@@ -49,11 +49,14 @@ def options(more: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Ru
 
 
 def response(text: str, begun: int, ended: int, score: float = 0.5) -> Response:
-    """A prompt of two tokens and a completion of two, the second sampled with the weights at its end."""
+    """A prompt of two tokens and a completion of two, the second sampled with the weights at its end.
+
+    What is trained on is another number than correctness, as with most reward functions.
+    """
     spans = ((begun, 2, 4),) if begun == ended else ((begun, 2, 3), (ended, 3, 4))
     tokens_S = np.array([1, 2, len(text), 4], dtype=np.int32)
     logprobs_T = np.array([-0.5, -1.0], dtype=np.float32)
-    return Response(tokens_S, logprobs_T, ((2, 4),), spans, score, score, False, {"reward_failed": 0.0})
+    return Response(tokens_S, logprobs_T, ((2, 4),), spans, 2 * score - 1, score, False, {"reward_failed": 0.0})
 
 
 class Loader(list):

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +14,12 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.groups import group_chunks
-from openrlhf_ext.driver.experience import in_group_order, training_shards
-from openrlhf_ext.driver.scoring import deal
+from openrlhf_ext.driver.experience import ExperienceMaker, in_group_order, training_shards
+from openrlhf_ext.driver.rollouts import Group, Prompt
+from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
+from tests.driver.simulated import response
+from tests.ranks.helpers import LocalGroup, get
 
 GROUP = 4
 
@@ -77,3 +84,52 @@ def test_groups_are_sorted_by_prompt_and_kept_together():
 def test_broken_groups_are_refused():
     with pytest.raises(ValueError, match="a group of 1 completions, rollout.n_samples_per_prompt is 2: 'b'"):
         in_group_order([group("a", 2), group("b", 1)], 2)
+
+
+# ---- from groups to shards
+
+
+def maker(kl: KLCoefficient, replicas: int = 2) -> ExperienceMaker:
+    """On a policy and a reference that read their log-probs off the tokens."""
+
+    def scored(scale: float) -> Callable[[SequenceBatch], np.ndarray]:
+        return lambda batch: -scale * batch.targets_N.float().numpy()
+
+    policy = LocalGroup(replicas, 1, forward=lambda batch: [scored(0.1)(batch), scored(-0.2)(batch)])
+    reference = LocalGroup(1, 1, forward=scored(0.2))
+    return ExperienceMaker(
+        policy, algorithm=get_algorithm("grpo", mask_truncated=True, kl={"coef": 0.5, "place": "loss"}), group_size=2,
+        mini_batch_size=2, data_parallel_size=replicas, reference=Scorer(reference, "forward", 1), kl=kl,
+    )  # fmt: skip
+
+
+def graded(number: int, *, truncated: tuple[bool, bool] = (False, False)) -> Group:
+    right, wrong = (response(f"{number}" * (number + 1), 3, 3, score) for score in (1.0, 0.0))
+    cut = [dataclasses.replace(made, truncated=at) for made, at in zip((right, wrong), truncated, strict=True)]
+    return Group(Prompt(number, f"{number}", "label"), cut)
+
+
+def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the_step() -> None:
+    made = maker(KLCoefficient(0.5, target=0.01, horizon=4))
+    made.kl.update(1.0, 4)
+    groups = [graded(0, truncated=(False, True)), graded(1)]
+    experience = made.make(groups, version=4, get=get, shown=0)
+    assert experience.metrics["response/truncated_rate"] == 0.25 and experience.metrics["staleness/max"] == 1
+    assert experience.metrics["accuracy/mean"] == 0.5 and experience.metrics["reward/mean"] == 0.0
+    assert experience.metrics["kl/coef"] == pytest.approx(0.5 * 1.2) and made.kl.value == pytest.approx(0.5 * 1.44)
+    assert [sample["truncated"] for sample in experience.samples] == [False, True, False, False]
+    carries_loss = [sample["loss_mask"] for sample in experience.samples]
+    assert carries_loss == [[1, 1], [0, 0], [1, 1], [1, 1]], "what was cut off teaches nothing"
+    losses = [mini for shard in experience.shards for mini in shard.mini_batches if len(mini)]
+    assert losses and {mini.algorithm.kl.coef for mini in losses} == {0.5 * 1.2}, "as it was steered to"
+    assert [shard.seed for shard in experience.shards] == [1, 1]
+
+
+def test_a_resumed_run_goes_on_with_its_count_of_batches_and_its_coefficient() -> None:
+    before, resumed = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
+    before.make([graded(0), graded(1)], version=3, get=get)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert resumed.state_dict() == before.state_dict() != maker(KLCoefficient(0.5)).state_dict()
+    one, other = (it.make([graded(2), graded(3)], version=4, get=get) for it in (before, resumed))
+    assert one.shards[0].seed == other.shards[0].seed == 2
+    assert one.metrics["kl/coef"] == other.metrics["kl/coef"] == pytest.approx(0.6)

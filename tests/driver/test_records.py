@@ -116,8 +116,8 @@ def test_completions_of_guide_and_policy_are_told_apart():
     made = [response("p", 0, 0, score) for score in (1.0, 0.5, 0.0)]
     got = guide_gauges([made[0], dataclasses.replace(made[2], from_guide=True), made[1]])
     assert got == pytest.approx({
-        "guide/fraction": 1 / 3, "guide/reward_mean": 0.0, "guide/accuracy_mean": 0.0, "guide/length_mean": 2.0,
-        "policy/reward_mean": 0.75, "policy/accuracy_mean": 0.75, "policy/length_mean": 2.0,
+        "guide/fraction": 1 / 3, "guide/reward_mean": -1.0, "guide/accuracy_mean": 0.0, "guide/length_mean": 2.0,
+        "policy/reward_mean": 0.5, "policy/accuracy_mean": 0.75, "policy/length_mean": 2.0,
     })  # fmt: skip
     assert all(map(is_documented, got))
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline, DeadlineExceeded
+from openrlhf_ext.rollout.response import GroupRequest
 from tests.driver.simulated import Loader, Requests, options
 
 
@@ -81,8 +82,9 @@ def test_a_straggler_holds_up_nobody_and_is_trained_late_or_dropped(late: str) -
 
 
 def test_filtered_groups_are_replaced_at_once() -> None:
-    requests = Requests(at_once=True, score=lambda prompt: float(prompt in "0145"))
-    made = rollouts(requests, prompts=10, batch_size=3, filter_range=(0.5, 2.0))
+    """By the score, and not by the reward; groups that are all right or all wrong are on the range's borders."""
+    requests = Requests(at_once=True, score=lambda prompt: {"2": 0.0, "3": 1.0}.get(prompt, 0.25 * (prompt < "6")))
+    made = rollouts(requests, prompts=10, batch_size=3, filter_range=(0.0, 1.0))
     assert numbers(made.take(0)) == [0, 1, 4]
     assert made.gauges()["groups/kept_fraction"] == pytest.approx(3 / 5) and made.dropped["filtered"] == 2
     assert numbers(made.take(1)) == [5], "the rest was filtered"
@@ -105,6 +107,20 @@ def test_other_prompts_are_sampled_beside_those_of_training() -> None:
     assert [group.prompt.text for group in groups] == ["100", "101", "102"]
     assert all(len(group.responses) == 5 for group in groups)
     assert numbers(made.take(1)) == [2, 3], "training's groups were not lost to the evaluation"
+
+
+def test_with_full_determinism_evaluations_draw_with_other_seeds_than_training() -> None:
+    class Noting(Requests):
+        def ask(self, key: Any, request: GroupRequest) -> None:
+            seeds.append(request.seed)
+            super().ask(key, request)
+
+    seeds: list[int | None] = []
+    for seed in (1, 2):
+        made = rollouts(Noting(at_once=True), prompts=2, seed=seed)
+        made.sample(list(iter(PromptStream(Loader(2), 1).draw, None)), 2, made.sampling, "evaluating")
+        made.take(0)
+    assert len(set(seeds)) == 8 and None not in seeds, "two prompts twice, with two seeds of the run"
 
 
 def test_without_partial_rollouts_a_sync_waits_until_nothing_is_in_flight() -> None:

@@ -30,24 +30,6 @@ class Slow(policy.PolicyActor):
         raise AssertionError("nobody ended this")
 
 
-class Frozen(policy.PolicyActor):
-    """Its optimizer's values never reach the parameters."""
-
-    def init_model(self, *arguments: Any) -> dict[str, Any]:
-        about = super().init_model(*arguments)
-        train_step = self.policy.train_step
-
-        def train_and_forget(*batch: Any) -> dict[str, float]:
-            before = [parameter.detach().clone() for parameter in self._parameters]
-            step = train_step(*batch)
-            for parameter, old in zip(self._parameters, before, strict=True):
-                parameter.data.copy_(old)
-            return step
-
-        self.policy.train_step = train_and_forget
-        return about
-
-
 if __name__ == "__main__":
-    processes.PolicyActor = {"small_gpu": OnSmallGpu, "slow": Slow, "frozen": Frozen}[os.environ["SPOILED"]]
+    processes.PolicyActor = {"small_gpu": OnSmallGpu, "slow": Slow}[os.environ["SPOILED"]]
     sys.exit(main())

@@ -82,17 +82,8 @@ def test_call_1_passes_on_a_cpu_without_ray_and_vllm(tmp_path: Path) -> None:
     assert "0 failed" in text.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_call_3_is_small_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = main(monkeypatch, tmp_path / "gpu.json", "--call", "3", "--minutes", str(PATIENCE_S / 60))
-    checks = json.loads((tmp_path / "gpu.json").read_text())["checks"]
-    build, size = checks["tests.gpu.te_build:build"], checks["tests.gpu.size:memory_and_mfu"]
-    assert code == 0 and build["status"] == "skipped" and "needs a GPU" in build["error"], checks
-    assert size["status"] == "passed" and size["measured"], checks
-
-
 def test_every_check_is_where_the_list_says() -> None:
-    """Read, not imported, which takes long: calls 1 and 3 are made above, test_layers.py imports those of call 2."""
+    """Read, not imported, which takes long: call 1 is made above, test_layers.py imports those of calls 2 and 3."""
     importlib.import_module("tests.gpu.study")  # call 4's
     for check in calls.CHECKS:
         module, function = check.name.split(":")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -13,7 +16,7 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import PolicySettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, OptimizerSettings
 from tests.patience import PATIENCE_S
 
 LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3  # a large eps: Adam would amplify the rounding of tiny gradients
@@ -65,7 +68,20 @@ def run_case(critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets
         dist.barrier()
     result["steps"] += [critic.train_step(mine, my_targets) for _ in range(STEPS - 1)]
     result["weights"] = {name: tensor.clone() for name, tensor in critic.export()}
+    if "checkpoint" in case:
+        result["refused"] = refused(critic, mine, my_targets)
     if "save" in case:
         result["saved_values"] = critic.values(mine)
         critic.save_hf(case["save"])
     return result
+
+
+def refused(critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets) -> str:
+    """What a step from a return that is no number says, and whether it changed anything."""
+    before = [p.detach().clone() for model in critic.models for p in model.parameters()]
+    try:
+        critic.train_step(batch, replace(targets, returns_N=targets.returns_N * math.nan))
+    except NonFiniteUpdateError as error:
+        now = (p for model in critic.models for p in model.parameters())
+        return f"{'nothing' if all(map(torch.equal, now, before)) else 'something'} moved: {error}"
+    return "no error"

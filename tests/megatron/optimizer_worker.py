@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,19 +30,39 @@ def rows(replica: int, replicas: int):
     return batch.select(mine), WeightedLogprob(weights_N, batch.responses).select(mine)
 
 
-def moved_by_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> str:
-    """What a step whose gradient is bad on rank 0 alone says, and whether it changed anything."""
-    policy.accumulate_gradients(batch, shaped, shaped)
+class WithoutANumber(WeightedLogprob):
+    """Its gradient is finite; its loss is not, as from an infinite advantage of a token that the clip excludes."""
+
+    def select(self, rows) -> WithoutANumber:
+        return WithoutANumber(**vars(super().select(rows)))
+
+    def to(self, device) -> WithoutANumber:
+        return self
+
+    def loss(self, logprobs_N, shaped):
+        loss = super().loss(logprobs_N, shaped)
+        loss.value = loss.value.detach() * math.nan
+        return loss
+
+
+def refused(policy: MegatronPolicy, step: Callable[[], object]) -> str:
+    """What a step that must not be made says, and whether it changed anything."""
     parameters = [p for model in policy.models for p in model.parameters()]
     before = [p.detach().clone() for p in parameters]
-    if dist.get_rank() == 0:
-        policy.models[0].buffers[0].grad_data[0] = bad
     try:
-        policy.optimizer_step()
+        step()
     except NonFiniteUpdateError as error:
         same = all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
         return f"{'nothing' if same else 'something'} moved: {error}"
     return "no error"
+
+
+def with_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> str:
+    """A step whose gradient is bad on rank 0 alone."""
+    policy.accumulate_gradients(batch, shaped, shaped)
+    if dist.get_rank() == 0:
+        policy.models[0].buffers[0].grad_data[0] = bad
+    return refused(policy, policy.optimizer_step)
 
 
 def run_cases(cases: list[dict], ranks: int) -> list[dict]:
@@ -60,7 +82,9 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
         again = policy.train_step(batch, shaped, shaped)
         result |= {"grad_norm": step["grad_norm"], "step": again}
         assert math.isfinite(again["grad_norm"])
-        result["moved"] = [moved_by_a_bad_gradient(policy, batch, shaped, bad) for bad in (math.nan, math.inf)]
+        result["moved"] = [with_a_bad_gradient(policy, batch, shaped, bad) for bad in (math.nan, math.inf)]
+        no_number = WithoutANumber(**vars(shaped))
+        result["moved"].append(refused(policy, partial(policy.train_step, batch, no_number, no_number)))
         results.append(result)
         parallel_state.destroy_model_parallel()
     return results

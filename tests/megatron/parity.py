@@ -94,6 +94,8 @@ def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tens
     mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
     out = policy.logprobs(mine)
     result = {"rows": rows, "logprobs": out.logprobs_N, "entropies": out.entropies_N}
+    plans = [policy.plan(mine, forward_only=forward_only) for forward_only in (True, False)]
+    result["micro_batches"] = [[mine.lengths_B[rows].tolist() for rows in plan] for plan in plans]
     if not case.get("distributed_optimizer", False):
         result["metrics"] = policy.accumulate_gradients(mine, shaped, shaped)
         result["grads"] = {n: t.clone() for n, t in policy.export(lambda p: p.main_grad)}

@@ -133,6 +133,13 @@ def test_continues_from_a_checkpoint_of_another_layout(outcome):
         assert rank[index]["steps"][0] == pytest.approx(expected["qwen2", None]["steps"][1], rel=2e-5)
 
 
+def test_a_return_that_is_no_number_is_refused_before_anything_moves(outcome):
+    cases, ranks, _, _ = outcome
+    index = next(i for i, case in enumerate(cases) if "checkpoint" in case)
+    for rank in ranks:
+        assert rank[index]["refused"] == "nothing moved: the critic's train step gave the loss nan"
+
+
 def test_some_values_are_clipped_and_some_are_not(outcome):
     _, _, expected, _ = outcome
     assert 0 < expected["qwen2", CLIP]["steps"][0]["value/clip_fraction"] < 1

@@ -49,8 +49,9 @@ def test_groups_in_every_layout(tmp_path):
             assert total == pytest.approx(result["grad_norm"], rel=1e-5), case
             assert ("grad_norm/head" in groups) == (case["model"] == models[False])
             assert {f"grad_norm/{g}" for g in GROUPS} - {"grad_norm/head"} <= set(result["step"])
-            moved = "nothing moved: values that are not finite: the train step gave the gradient norm"
-            assert result["moved"] == [f"{moved} nan", f"{moved} inf"], case
+            norm = "nothing moved: values that are not finite: the train step gave the gradient norm"
+            loss = "nothing moved: the train step gave values that are not finite: loss/policy = nan"
+            assert result["moved"] == [f"{norm} nan", f"{norm} inf", loss], case
 
 
 def test_a_parameter_of_no_group_is_an_error():

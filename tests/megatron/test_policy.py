@@ -93,6 +93,20 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
 
 
+def check_micro_batches(case, forward, training):
+    """Those of log-probs and of training each keep to a limit of their own, and use it."""
+    limits = (case.get("forward_max_tokens"), 3), (case.get("max_tokens"), case.get("micro_batch_size", 2))
+    for lengths, (tokens, sequences) in zip((forward, training), limits, strict=True):
+        if tokens is None:
+            assert max(map(len, lengths)) <= sequences, case
+        else:
+            assert max(map(sum, lengths)) <= tokens * case.get("cp", 1), case
+    if "forward_max_tokens" in case:
+        assert max(map(sum, forward)) > case["max_tokens"], case
+    elif "vp" not in case and sum(map(len, forward)) == 7:
+        assert len(forward) == 3, case
+
+
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_equals_transformers(checkpoints, world_size):
     batch, weights_N = make_batch(61)
@@ -106,6 +120,7 @@ def test_equals_transformers(checkpoints, world_size):
             assert torch.allclose(got["logprobs"], logprobs, atol=2e-5, rtol=1e-5), case
             assert torch.allclose(got["entropies"], entropies, atol=2e-5, rtol=1e-5), case
             assert got["steps"] == ranks[0][i]["steps"], f"metrics differ between ranks: {case}"
+            check_micro_batches(case, *got["micro_batches"])
             passes = len(got["steps"]) + (1 if case.get("distributed_optimizer") else 2)
             assert got["counted"].real == passes * int(batch.lengths_B[got["rows"]].sum()) <= got["counted"].packed
             assert got["counted"].packed % case.get("piece_unit", 1) == 0, case

@@ -173,6 +173,9 @@ def test_a_group_has_one_prompt_and_the_engine_is_asked_as_told(reward_path: Pat
     asyncio.run(executor.respond(request(prompt="x" * 60), CharTokenizer(), engine))
     assert engine.params[0].max_tokens == 60, "what data.max_len leaves"
     assert len(engine.prompts[1]) == 48, "cut from the left to leave room for the completion"
+    engine = FakeEngine(["$"])
+    asyncio.run(executor.respond(request(prompt="x" * 70, max_new_tokens=None), CharTokenizer(), engine))
+    assert (len(engine.prompts[0]), engine.params[0].max_tokens) == (63, 1), "one token of room is always left"
 
 
 def test_a_failure_is_logged_counted_and_never_none(reward_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,8 +23,12 @@ from tests.rollout.updates import FakeEngine, all_hold, fill_with, plan, ready, 
 HOST_IPC = "tests.rollout.host_ipc"
 
 
-def test_every_engine_gets_every_version_also_after_an_update_that_was_void(ray_session: None) -> None:
-    engines = ready(FakeEngine.remote(), FakeEngine.remote())
+@pytest.fixture(scope="module")
+def engines(ray_session: None) -> list[Any]:
+    return ready(FakeEngine.remote(), FakeEngine.remote())
+
+
+def test_every_engine_gets_every_version_also_after_an_update_that_was_void(engines: list[Any]) -> None:
     sender = sender_to(engines, HOST_IPC)
     for version in (1, 2):
         sender.send(fill_with(state(version)), version)
@@ -36,9 +40,10 @@ def test_every_engine_gets_every_version_also_after_an_update_that_was_void(ray_
     sender.close()
 
 
-def test_engines_that_die_hang_or_sit_elsewhere_are_named(ray_session: None) -> None:
-    good, dying, hanging, elsewhere = ready(
-        FakeEngine.remote(), FakeEngine.remote("die"), FakeEngine.remote("hang"), FakeEngine.remote(device="elsewhere")
+def test_engines_that_die_hang_or_sit_elsewhere_are_named(engines: list[Any]) -> None:
+    good = engines[0]
+    dying, hanging, elsewhere = ready(
+        FakeEngine.remote("die"), FakeEngine.remote("hang"), FakeEngine.remote(device="elsewhere")
     )
     sender = sender_to([good, dying], HOST_IPC)
     with pytest.raises(EngineFailed, match="rollout engine 1 failed(.|\n)*(died|unavailable)") as failed:
@@ -88,7 +93,7 @@ def relay_cases() -> dict[str, Any]:
             relay.frame(bucket).fill_(bucket.index + 1)
     for bucket in plan().buckets[:2]:
         relay.complete(bucket)
-    opened = [TRANSPORT.open(handle) for handle in relay.handles[f"device {rank}"]]
+    opened = [TRANSPORT.open(handle).tensor for handle in relay.handles[f"device {rank}"]]
     return {"devices": sorted(relay.handles), "seen": [int(buffer[0]) for buffer in opened]}
 
 
@@ -98,8 +103,8 @@ def test_a_frame_reaches_the_buffers_of_every_policy_rank() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_nccl_without_a_gpu_says_what_to_use(ray_session: None) -> None:
+def test_nccl_without_a_gpu_says_what_to_use(engines: list[Any]) -> None:
     staging = Staging((torch.empty(0), torch.empty(0)))
-    sender = WeightSender("nccl", plan(), staging, ready(FakeEngine.remote()), 1, PATIENCE_S)
+    sender = WeightSender("nccl", plan(), staging, engines[:1], 1, PATIENCE_S)
     with pytest.raises(WeightSyncError, match="nccl needs a GPU(.|\n)*use gloo"):
         sender.connect()

@@ -87,13 +87,14 @@ def test_updates_arrive_in_every_process_and_failures_show_at_the_other_end() ->
 
 @pytest.fixture(scope="module")
 def engines(ray_session: None) -> list[Any]:
-    return ready(FakeEngine.remote(), FakeEngine.remote())
+    """Of two workers each."""
+    return ready(FakeEngine.remote(workers=2), FakeEngine.remote(workers=2))
 
 
 @GLOO_AND_FILES
 def test_every_engine_gets_every_version(engines: list[Any], transport: str) -> None:
     """Also through a transport from outside of the package."""
-    sender = sender_to(engines, transport)
+    sender = sender_to(engines, transport, workers=2)
     for version in (1, 2, 3):
         report = sender.send(fill_with(state(version)), version)
         assert report.load_s == 0.25 and report.nbytes == plan().payload_bytes
@@ -105,7 +106,7 @@ def test_every_engine_gets_every_version(engines: list[Any], transport: str) -> 
 def test_an_export_that_fails_is_an_error_and_the_next_update_needs_no_new_connection(
     engines: list[Any], transport: str
 ) -> None:
-    sender = sender_to(engines, transport)
+    sender = sender_to(engines, transport, workers=2)
     with pytest.raises(KeyError, match="norm"):
         sender.send(without("norm", 4), 4)
     sender.send(fill_with(state(5)), 5)
@@ -115,7 +116,7 @@ def test_an_export_that_fails_is_an_error_and_the_next_update_needs_no_new_conne
 
 @GLOO_AND_FILES
 def test_an_engine_that_fails_gives_its_own_error_and_disconnects(engines: list[Any], transport: str) -> None:
-    sender = sender_to(engines, transport)
+    sender = sender_to(engines, transport, workers=2)
     ray.get(engines[1].behave.remote("fail"))
     start = time.monotonic()
     with pytest.raises(EngineFailed, match="does not fit into this model") as error:
@@ -135,9 +136,9 @@ def test_an_engine_that_fails_gives_its_own_error_and_disconnects(engines: list[
 def test_an_engine_that_cannot_connect_is_named(engines: list[Any]) -> None:
     ray.get(engines[0].behave.remote("cannot connect"))
     with pytest.raises(EngineFailed, match="rollout engine 0 failed while joining(.|\n)*no route to the policy"):
-        sender_to(engines, "gloo")
+        sender_to(engines, "gloo", workers=2)
     ray.get(engines[0].behave.remote("good"))
-    sender = sender_to(engines, "gloo")  # the other engine was not left waiting
+    sender = sender_to(engines, "gloo", workers=2)  # the other engine was not left waiting
     sender.send(fill_with(state(8)), 8)
     sender.close()
 

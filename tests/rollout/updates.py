@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -19,6 +20,8 @@ from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver
 from tests.patience import PATIENCE_S
+
+T = TypeVar("T")
 
 
 def state(version: int) -> dict[str, Tensor]:
@@ -62,9 +65,9 @@ def without(name: str, version: int) -> Fill:
 class FakeEngine:
     """The weight-sync surface of a rollout engine, without a model."""
 
-    def __init__(self, behavior: str = "good", device: str | None = None) -> None:
-        """`device`: the name of this process's device, for `host_ipc`."""
-        self.behavior = behavior
+    def __init__(self, behavior: str = "good", device: str | None = None, workers: int = 1) -> None:
+        """`device`: the name of this process's device, for `host_ipc`; `workers`: threads, each with all weights."""
+        self.behavior, self.workers = behavior, workers
         if device is not None:
             import_module("tests.rollout.host_ipc").TRANSPORT.name = device
 
@@ -74,29 +77,34 @@ class FakeEngine:
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         if self.behavior == "cannot connect":
             raise OSError("no route to the policy")
-        self.receiver = WeightReceiver.connect(BucketPlan.from_wire(plan.to_wire()), Link(**vars(link)), 0)
+        plan, link = BucketPlan.from_wire(plan.to_wire()), Link(**vars(link))
+        self.receivers = self.of_workers(lambda worker: WeightReceiver.connect(plan, link, worker))
+
+    def of_workers(self, function: Callable[[int], T]) -> list[T]:
+        with ThreadPoolExecutor(self.workers) as pool:
+            return list(pool.map(function, range(self.workers)))
 
     def receive_weights(self, version: int) -> Receipt:
         if self.behavior == "hang":
             time.sleep(3600)
-        stream = self.receiver.receive(version)
         if self.behavior == "die":
-            next(stream)
+            next(self.receivers[0].receive(version))
             os._exit(3)
         if self.behavior == "fail":
-            next(stream)
-            self.receiver.close()
+            next(self.receivers[0].receive(version))
+            for receiver in self.receivers:
+                receiver.close()
             raise RuntimeError("layer0.weight does not fit into this model")
-        self.received = dict(stream)
+        self.received = self.of_workers(lambda worker: dict(self.receivers[worker].receive(version)))
         return self.receipt()
 
     def receipt(self) -> Receipt:
-        """Of an engine with one worker that holds everything as it arrived."""
-        held = [(words(tensor, tensor.shape, 1), tensor.numel()) for tensor in self.received.values()]
-        return together([0.25], [[(int(bit_sum(words_N)), entries, False) for words_N, entries in held]])
+        """Of workers that hold everything as it arrived."""
+        held = [[(words(tensor, tensor.shape, 1), tensor.numel()) for tensor in own.values()] for own in self.received]
+        return together([0.25], [[(int(bit_sum(words_N)), entries, False) for words_N, entries in own] for own in held])
 
     def holds(self, version: int) -> bool:
-        return same(self.received, version)
+        return all(same(own, version) for own in self.received)
 
 
 def ready(*engines: Any) -> list[Any]:
@@ -105,10 +113,10 @@ def ready(*engines: Any) -> list[Any]:
     return [*engines]
 
 
-def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S) -> WeightSender:
-    """A sender of `plan` from one process, connected."""
+def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S, workers: int = 1) -> WeightSender:
+    """A sender of `plan` from one process, connected to engines of so many workers."""
     staging = find_transport(transport).staging(plan(), [0], PATIENCE_S)
-    sender = WeightSender(transport, plan(), staging, engines, 1, timeout_s)
+    sender = WeightSender(transport, plan(), staging, engines, workers, timeout_s)
     sender.connect()
     return sender
 

@@ -15,7 +15,8 @@ from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, drop_co
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import PolicySettings, Recompute
 from tests.models import make_tiny_model
 
 GPU = {
@@ -70,10 +71,12 @@ def test_the_environment_decides_about_scales():
     assert Recipe("current", scales="pow2").environment["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "1"
 
 
-def test_without_a_gpu_and_without_the_library_a_rank_refuses(monkeypatch):
+def test_without_a_gpu_and_without_the_library_a_rank_refuses_before_it_builds(monkeypatch, tmp_path):
     monkeypatch.setattr(transformer_engine.socket, "gethostname", lambda: "node7")
+    make_tiny_model(tmp_path)
+    asked = PolicySettings(str(tmp_path), ParallelLayout(1), param_dtype="bf16", fp8=Recipe())
     with pytest.raises(FP8Unavailable) as refused:
-        require(Recipe())
+        MegatronPolicy(asked)
     for words in ("node7", "there is no GPU", "TransformerEngine is not installed", "setup_env.sh gpu", "fp8.emulate"):
         assert words in str(refused.value)
 
