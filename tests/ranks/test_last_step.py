@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf_ext.ranks.auxiliary import CriticActor
+from openrlhf_ext.ranks.messages import SleepModes
 from openrlhf_ext.ranks.policy import PolicyActor
 from openrlhf_ext.ranks.timers import PhaseTimers
 
@@ -45,16 +47,44 @@ def awake(actor: Any, max_epochs: int) -> FakeModel:
     return model
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_a_policys_last_step_announces_no_other(epochs: int) -> None:
+def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]:
+    """A policy's actor with so many parameters, and the model that it trains."""
     actor = PolicyActor.__new__(PolicyActor)
     model = awake(actor, epochs)
-    actor.policy = SimpleNamespace(chunks=[], train_step=lambda *step: model.train_step(more=step[-1]))
-    actor.timers, actor.has_moved = PhaseTimers(), False
+    chunks = [torch.nn.Linear(numbers, 1, bias=False)] if numbers else []
+    actor.policy = SimpleNamespace(chunks=chunks, train_step=lambda *step: model.train_step(more=step[-1]))
+    actor.timers, actor.has_moved, actor.version = PhaseTimers(), False, 0
+    actor.sleeping, actor.offloads = SleepModes(), []
+    return actor, model
+
+
+def fit(actor: PolicyActor) -> None:
     actor.batch = Batch(range(6))
     actor.shard = SimpleNamespace(mini_batches=[MiniBatch(range(3)), MiniBatch(range(3))], seed=1)
     actor.fit()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_policys_last_step_announces_no_other(epochs: int) -> None:
+    actor, model = policy_actor(epochs)
+    fit(actor)
     assert model.announced == [True] * (2 * epochs - 1) + [False]
+
+
+@pytest.mark.parametrize(
+    ("rate", "norm", "moved"), [(1e-3, 1.0, True), (0.0, 1.0, False), (1e-3, 0.0, False), (1e-5, 1.0, False)]
+)
+def test_a_sync_after_a_fit_says_whether_some_weight_must_have_changed(monkeypatch, rate, norm, moved) -> None:
+    """``WeightPublisher.publish`` ends the run if not a bit has."""
+    monkeypatch.setitem(MEASURED, "lr", rate)
+    monkeypatch.setitem(MEASURED, "grad_norm", norm)
+    actor, _ = policy_actor(epochs=1, numbers=100)
+    told: list[tuple[int, bool]] = []
+    actor.publisher = SimpleNamespace(publish=lambda *what: told.append(what), prove=lambda *_, **__: 0.0)
+    fit(actor)
+    actor.send_weights()
+    actor.send_weights()
+    assert told == [(1, moved), (2, False)], "once sent, they have not moved"
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
