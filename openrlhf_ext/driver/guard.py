@@ -155,7 +155,7 @@ def run(config: RunConfig, train: Train) -> int:
     Raises:
         ConfigError: another run has a folder of this one.
     """
-    _adopt_orphans()
+    _adopt_orphans(True)
     parent = _Parent(config, train)
     handlers = {number: signal.signal(number, parent.forward) for number in INTERRUPTED}
     try:
@@ -164,6 +164,7 @@ def run(config: RunConfig, train: Train) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        _adopt_orphans(False)  # nobody would wait for their end
 
 
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
@@ -397,10 +398,10 @@ def _drive(parent: int, pipe: Connection, traces: Any, config: RunConfig, train:
     sys.exit(code)
 
 
-def _adopt_orphans() -> None:
-    """Processes whose parents have died become children of this one, which ends them."""
+def _adopt_orphans(adopt: bool) -> None:
+    """Processes whose parents have died become children of this one, which ends them; or no longer."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _found(pid: int) -> psutil.Process | int:

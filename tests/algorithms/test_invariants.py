@@ -349,16 +349,16 @@ def test_gradient_with_respect_to_logits(name: str) -> None:
     assert_close(logit_grad.tolist(), wanted.tolist(), 1e-9, "logit gradient")
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_v6_failures_lose_when_they_are_few_enough(seed: int) -> None:
+def test_v6_failures_lose_when_they_are_few_enough() -> None:
     """Invariant 15: A < 0 on all failures if their share of tokens is below alpha1/(alpha1 + alpha2)."""
-    groups = mixed_groups(seed, groups=1)
-    share = tokens_where(groups, False) / (tokens_where(groups, False) + tokens_where(groups, True))
-    batch, _, _ = to_batch(groups)
-    shaped = build("gtpo_entropy").shape(batch)
-    failures = batch.segments.spread(batch.rewards <= 0.5)
-    if share < 1.0 / 1.1:
-        assert (shaped.advantages[failures] < 0).all()
+    drawn = [mixed_groups(seed, groups=1) for seed in range(12)]
+    few = [g for g in drawn if tokens_where(g, False) / (tokens_where(g, False) + tokens_where(g, True)) < 1.0 / 1.1]
+    assert len(few) >= 8
+    for groups in few:
+        batch, _, _ = to_batch(groups)
+        shaped = build("gtpo_entropy").shape(batch)
+        failures = batch.segments.spread(batch.rewards <= 0.5)
+        assert failures.any() and (shaped.advantages[failures] < 0).all()
 
 
 def test_v6_failures_can_gain_when_they_are_many() -> None:

@@ -66,7 +66,7 @@ def test_a_node_and_the_driver_are_killed_and_the_run_ends_as_if_undisturbed(tmp
     # what it says on the way: two nodes were looked at, one was killed, joined, and the run went on from a checkpoint
     for node in NODES:
         assert re.search(rf"^  {re.escape(node)} \(\w+\) +\S+ ", job.text, re.MULTILINE), job.text
-    assert job.text.count("Everything needed is there.") == 2, "doctor of this machine, and of the cluster"
+    assert job.text.count("Everything needed is there.") == 3, "this machine; the cluster, before each driver"
     assert f"{NODES[1]} joins again" in job.text
     assert "restart 1 of 2" in job.text and "resumed from" in job.text
     assert "the driver was killed (status 137): restart 1 of 3 from the last checkpoint" in job.text
