@@ -420,9 +420,11 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
         entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
         logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
         loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})
+    said = set(build_algorithm(config).options.cautions())  # by load_config
     loop.experience.algorithm = build_algorithm(config, h_ini=entropy)
     for caution in loop.experience.algorithm.options.cautions():
-        logger.warning("algo.%s.%s", config.algo.advantage.estimator, caution)
+        if caution not in said:
+            logger.warning("algo.%s.%s", config.algo.advantage.estimator, caution)
 
 
 def with_local_model(config: RunConfig) -> RunConfig:

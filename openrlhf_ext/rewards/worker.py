@@ -90,8 +90,13 @@ def _import_file(path: str) -> ModuleType:
     return module
 
 
-def takes_completions(function: RewardFunction) -> bool:
-    """Whether a reward function can be called with ``completions``."""
+def call_reward(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> Any:
+    """A reward function's answer to one sample, told the completion if it takes that; raises what it raises."""
+    more = {"completions": [completion]} if _takes_completions(function) else {}
+    return function([query], [prompt], [label], **more)
+
+
+def _takes_completions(function: RewardFunction) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of compiled code
@@ -102,10 +107,9 @@ def takes_completions(function: RewardFunction) -> bool:
 def _grade(
     function: RewardFunction, reward_path: str, query: str, prompt: str, label: Any, completion: str
 ) -> tuple[str, Any]:
-    more = {"completions": [completion]} if takes_completions(function) else {}
     started = time.perf_counter()
     try:
-        answer = function([query], [prompt], [label], **more)
+        answer = call_reward(function, query, prompt, label, completion)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
         return "raised", _user_traceback(reward_path)
     try:

@@ -143,8 +143,8 @@ class Reward(Section):
     model_name_or_path: str | None = not_yet(None, "checkpoint of a reward model", **_REWARD_MODEL)
     remote_url: str | None = option(
         None,
-        "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), or the http(s) "
-        "URLs of reward servers, separated by commas",
+        "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), which gets "
+        "completions too if it takes them, or the http(s) URLs of reward servers, separated by commas",
         path="input",
     )
     offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)

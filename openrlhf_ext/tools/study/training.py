@@ -26,7 +26,7 @@ from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.settings import OptimizerSettings
 from openrlhf_ext.rewards.grading import parse_answer
-from openrlhf_ext.rewards.worker import load_reward_function
+from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
 from openrlhf_ext.tools.evaluate.accuracy import mean, pass_at_k
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
@@ -144,9 +144,12 @@ class StudyRun:
             eos=self.tokenizer.eos_token_id,
         )  # fmt: skip
         repeated = [problem for problem in problems for _ in range(samples)]
+        ends = [None if truncated else -1 for truncated in sampled.truncated_B.tolist()]
+        bodies = [row[:end] for row, end in zip(sampled.rows, ends, strict=True)]
+        texts = zip(*map(self.tokenizer.batch_decode, (sampled.rows, bodies)), strict=True)
         grades = [
-            parse_answer(self.reward([problem.prompt + text], [problem.prompt], [problem.label]))
-            for problem, text in zip(repeated, self.tokenizer.batch_decode(sampled.rows), strict=True)
+            parse_answer(call_reward(self.reward, p.prompt + text, p.prompt, p.label, body))
+            for p, (text, body) in zip(repeated, texts, strict=True)
         ]
         return Rollout(
             prompts=[ids for ids in unique for _ in range(samples)],

@@ -166,7 +166,9 @@ def test_a_run_learns_what_is_rewarded(made, tmp_path):
     """Completions that end early, with a reward that is their shortness."""
     reward = tmp_path / "short.py"
     reward.write_text(
-        "def reward_func(queries, prompts, labels):\n    return {'rewards': -len(queries[0]), 'scores': 0.5}\n"
+        "def reward_func(queries, prompts, labels, completions):\n"
+        "    assert queries[0].removesuffix('<|im_end|>') == prompts[0] + completions[0]\n"
+        "    return {'rewards': -len(queries[0]), 'scores': 0.5}\n"
     )
     options = {
         "algo.advantage.estimator": "dapo",
