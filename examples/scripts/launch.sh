@@ -182,25 +182,28 @@ check_cluster() {
 # an ssh that lost its connection; 130 and 143 are Ctrl-C and SIGTERM, which somebody wanted. Other failures are the
 # driver's own matter (train.max_restarts).
 drive() {
-    local restart=0 status resume=()
+    local restart=0 status resume
     while true; do
-        status=0
+        status=0 resume=()
+        # A driver begins its events when it has moved earlier runs' checkpoints aside: those that are there now are its own.
+        [[ ! $run_folder/events.jsonl -nt $run_folder/logs/started ]] || resume=(--ckpt.load_enable)
         on_head -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" "${resume[@]}" || status=$?
         ((status > 128 && status != 130 && status != 143)) || return "$status"
         ((restart++ < ${DRIVER_RESTARTS:-3})) || { say "the driver was killed again (status $status)" && return "$status"; }
         say "the driver was killed (status $status): restart $restart of ${DRIVER_RESTARTS:-3} from the last checkpoint"
         if ((starts_nodes)); then check_cluster || return 1; fi
-        resume=(--ckpt.load_enable)
     done
 }
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
-# launch WORDS...: with RAY_ADDRESS set by a script, on that cluster; else Ray is started on `nodes`, and ended.
+# launch WORDS...: with RAY_ADDRESS set by a script, on that cluster; else Ray is started on `nodes`, and ended. With
+# `again` set to another number than 0 an earlier start of the same run is gone on with.
 launch() {
     starts_nodes=$((${#ray_address} == 0)) keepers=() driver='' access=()
     read_words "$@"
     check_words
+    ((${again:-0})) && [[ -e $run_folder/logs/started ]] || touch "$run_folder/logs/started"
     mark="LAUNCH_MARK=$(hostname).$$.$RANDOM"
     export "${mark?}"
     tail --pid=$$ -f /dev/null &

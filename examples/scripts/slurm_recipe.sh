@@ -25,6 +25,6 @@ source examples/scripts/launch.sh
 ray_address=
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 on_node() { srun --overlap --nodes 1 --ntasks 1 --nodelist "$1" "${@:2}"; }
-resume=()
-((${SLURM_RESTART_COUNT:-0} == 0)) || resume=(--ckpt.load_enable --ckpt.take_over_lock) # it has ended, on whichever node
-launch "$@" "${resume[@]}"
+again=${SLURM_RESTART_COUNT:-0} lock=()
+((again == 0)) || lock=(--ckpt.take_over_lock) # it has ended, on whichever node
+launch "$@" "${lock[@]}"

@@ -118,10 +118,6 @@ class CheckpointStore:
         found = [p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()]
         return sorted(found, key=step_of)
 
-    def identities(self) -> frozenset[tuple[str, int]]:
-        """What tells the checkpoints that are here from later ones of the same name, as long as none is deleted."""
-        return frozenset((path.name, path.stat().st_ino) for path in self.folder.glob("global_step*"))
-
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
         return self.folder / f"global_step{step}"

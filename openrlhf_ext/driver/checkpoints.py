@@ -158,8 +158,6 @@ class Checkpointer:
             logger.warning("no checkpoint is written: ckpt.disable_ds is set")
             return
         self.finish()
-        if not saves_checkpoints(self.config) and not self.config.ckpt.load_enable:
-            self.store.set_aside_all()  # of an earlier run, which a run that saves nothing has left alone
         if not self.store.path_of(step).exists():
             self._save_resumable(step, *state, best=None, background=False)
             self.store.rotate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -11,13 +12,18 @@ from openrlhf_ext.config import ConfigError, RunConfig
 from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.options import Violation
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def own_folders(config: RunConfig) -> Iterator[None]:
-    """Holds the locks of everything that the run writes into and moves aside; nothing half-written is in ``ckpt.path``.
+    """Holds the locks of everything that the run writes into and moves aside.
+
+    Nothing half-written is in ``ckpt.path``, and without ``ckpt.load_enable`` no checkpoint of an earlier run: whatever
+    is there later was written by this one, and a restart may go on from it.
 
     Raises:
-        ConfigError: another run has one of the folders.
+        ConfigError: another run has one of the folders, or one cannot be written to.
     """
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
@@ -31,8 +37,20 @@ def own_folders(config: RunConfig) -> Iterator[None]:
                 faults.append(Violation(options, f"{names} {folder} cannot be locked: {error}; give another {names}"))
         if faults:
             raise ConfigError(faults)
-        CheckpointStore(config.ckpt.path, config.ckpt.max_num).clean()
+        try:
+            _prepare_checkpoints(CheckpointStore(config.ckpt.path, config.ckpt.max_num), config.ckpt.load_enable)
+        except OSError as error:
+            raise ConfigError([Violation(("ckpt.path",), f"ckpt.path cannot be used: {error}")]) from error
         yield
+
+
+def _prepare_checkpoints(store: CheckpointStore, goes_on: bool) -> None:
+    store.clean()
+    if not goes_on and (aside := store.set_aside_all()) is not None:
+        logger.warning(
+            "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
+            store.folder, aside,
+        )  # fmt: skip
 
 
 def _folders(config: RunConfig) -> dict[Path, tuple[str, ...]]:

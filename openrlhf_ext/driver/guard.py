@@ -27,7 +27,6 @@ from typing import Any
 
 import psutil
 
-from openrlhf_ext.checkpoints import CheckpointStore
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.folders import own_folders
 from openrlhf_ext.reporting import EventLog
@@ -170,19 +169,15 @@ def run(config: RunConfig, train: Train) -> int:
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
     """One attempt, and after a failure another one from the last checkpoint, ``train.max_restarts`` times at most.
 
-    Without ``ckpt.load_enable`` the checkpoints that were there before are not this run's: where it has written none,
-    it starts from the beginning.
+    Where the run has written none, it starts from the beginning: those of others were moved aside (``own_folders``).
 
     Args:
         attempt: takes a configuration and the number of the restart, returns the exit code.
     """
-    store = CheckpointStore(config.ckpt.path, config.ckpt.max_num)
-    others = store.identities()
     for restart in range(config.train.max_restarts + 1):
         if restart:
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
-            goes_on = config.ckpt.load_enable or bool(store.identities() - others)
-            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": goes_on})})
+            config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
         code = attempt(config, restart)
         if code in _FINAL:
             break

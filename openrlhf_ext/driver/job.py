@@ -107,7 +107,7 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
         policy_ranks=config.training_ranks, engines=config.engine_workers, env=worker_env(config),
         verbose=config.logger.verbose, guard=guard,
     )  # fmt: skip
-    code, others = 0, others_checkpoints(config)
+    code = 0
     with ExitStack() as processes:
         try:
             processes.enter_context(session)
@@ -122,28 +122,17 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()
-            code = report_interruption(config, events, guard, others)
+            code = report_interruption(config, events, guard)
         guard.ended(code)
     guard.expect(config.train.step_timeout_s, "removing what is half-written")
     clean_up(config)
     return code
 
 
-def others_checkpoints(config: RunConfig) -> frozenset[tuple[str, int]]:
-    """Those in ``ckpt.path`` that are of another run, before this one has done anything."""
-    return frozenset() if config.ckpt.load_enable else checkpoint_store(config).identities()
-
-
-def report_interruption(config: RunConfig, events: EventLog, guard: Guard, others: frozenset[tuple[str, int]]) -> int:
-    """Says what the run can go on from; returns the exit code.
-
-    Args:
-        others: ``others_checkpoints`` at the start.
-    """
+def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
+    """Says what the run can go on from; returns the exit code."""
     number = guard.received or signal.SIGINT
-    store = checkpoint_store(config)
-    own = {name for name, _ in store.identities() - others}
-    newest = [path for path in store.checkpoints() if path.name in own][-1:]
+    newest = checkpoint_store(config).checkpoints()[-1:]
     if newest:
         logger.error("%s: %s", number.name, resume_line(str(newest[0])))
     else:

@@ -51,7 +51,7 @@ class Resumed:
 
 
 def prepare_folder(config: RunConfig) -> None:
-    """Makes the folders ready: half-written checkpoints go; a run that starts anew finds no weights of another one.
+    """Makes the folders ready: what is half-written goes; a run that starts anew finds no final model of another one.
 
     Raises:
         CheckpointError: the folder cannot be changed.
@@ -59,12 +59,6 @@ def prepare_folder(config: RunConfig) -> None:
     store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)
-        if saves_checkpoints(config) and not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
-            logger.warning(
-                "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
-                store.folder,
-                aside,
-            )
         if not (config.ckpt.load_enable and store.checkpoints()):
             _set_aside_final(config.ckpt.output_dir)
     except OSError as error:

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.checkpoints import CheckpointStore
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, RunConfig
 from openrlhf_ext.driver.folders import own_folders
+from openrlhf_ext.driver.guard import run_with_restarts
 from openrlhf_ext.locks import FolderLock
 from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
@@ -118,3 +120,26 @@ def test_without_locks_of_the_file_system_the_name_decides(tmp_path, monkeypatch
         assert "on a file system without locks (No locks available)" in caplog.text
         with pytest.raises(ConfigError, match=rf"in use by pid {os.getpid()} on "), own_folders(config(tmp_path)):
             pass
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_restart_goes_on_from_a_checkpoint_of_its_own_run_only(tmp_path, caplog, asked):
+    """Also one that saves none, and one whose first attempt failed before it had saved any."""
+    for half in ("global_step49", "global_step50.incomplete"):
+        (tmp_path / "steps" / half).mkdir(parents=True)
+    store, seen = CheckpointStore(tmp_path / "steps", keep=9), []
+
+    def attempt(config, restart):
+        seen.append((config.ckpt.load_enable, [path.name for path in store.checkpoints()]))
+        (tmp_path / f"steps/global_step{50 + restart}").mkdir()
+        return 1
+
+    run = config(tmp_path, load_enable=asked).model_copy(update={"train": RunConfig(train={"max_restarts": 2}).train})
+    with own_folders(run):
+        run_with_restarts(run, attempt)
+    before = ["global_step49"] * asked
+    first = [*before, "global_step50"]
+    assert seen == [(asked, before), (True, first), (True, [*first, "global_step51"])]
+    aside = sorted(path.name for path in (tmp_path / "steps").glob("superseded.1/*"))
+    assert aside == [] if asked else ["global_step49"]
+    assert ("ckpt.load_enable is off: they are moved to" in caplog.text) == (not asked)

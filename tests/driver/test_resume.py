@@ -211,44 +211,12 @@ def test_a_failed_run_is_restarted_from_its_checkpoint_up_to_n_times(tmp_path, c
 
     def attempt(config, restart):
         loads.append(config.ckpt.load_enable)
-        save(CheckpointStore(tmp_path, keep=9), restart + 1)
         restarts.append(restart)
         return left.pop(0)
 
     assert guard.run_with_restarts(config, attempt) == expected
     assert restarts == list(range(len(codes)))
     assert not left and loads == [False] + [True] * (len(codes) - 1)
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_restart_goes_on_from_a_checkpoint_of_its_own_run_only(tmp_path, asked):
-    store = CheckpointStore(tmp_path, keep=9)
-    save(store, 50)
-    config = RunConfig(train={"max_restarts": 2}, ckpt={"path": str(tmp_path), "load_enable": asked})
-    loads = []
-
-    def attempt(config, restart):
-        loads.append(config.ckpt.load_enable)
-        if restart == 1:  # as a run does that saves: those of others go first
-            store.set_aside_all()
-            save(store, 50)
-        return 1
-
-    guard.run_with_restarts(config, attempt)
-    assert loads == [asked, asked, True], "the first failure came before anything was saved"
-
-
-def test_a_run_that_starts_anew_moves_checkpoints_of_another_aside(tmp_path, caplog):
-    store = CheckpointStore(tmp_path, keep=3)
-    save(store, 1)
-    (tmp_path / "global_step2.incomplete").mkdir()
-    ckpt = {"path": str(tmp_path), "save_steps": 1, "load_enable": True}
-    config = RunConfig().model_copy(update={"ckpt": RunConfig().ckpt.model_copy(update=ckpt)})
-    resume.prepare_folder(config)
-    assert [p.name for p in tmp_path.iterdir()] == ["global_step1"], "a resuming run removes what is half-written only"
-    anew = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": False})})
-    resume.prepare_folder(anew)
-    assert [p.name for p in tmp_path.iterdir()] == ["superseded.1"] and "ckpt.load_enable is off" in caplog.text
 
 
 def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path, caplog):

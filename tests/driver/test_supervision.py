@@ -118,13 +118,14 @@ def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp
 
 
 def test_an_engine_that_hangs_is_replaced_and_the_phase_gets_its_time_anew() -> None:
-    deadline = Deadline()
-    recovering = supervisor(FakePolicy(), hang_timeout_s=8.0, deadline=deadline)
+    deadline, hang_s = Deadline(), 8.0
+    recovering = supervisor(FakePolicy(), hang_timeout_s=hang_s, deadline=deadline)
     with deadline.limit(PATIENCE_S, "waiting", "x"):
+        begun = time.monotonic()
         got = dict(answers(sequential(recovering), ["stop", "b", "c"]))
-        left = deadline.remaining
+        used, passed = PATIENCE_S - deadline.remaining, time.monotonic() - begun
     assert got["b"] == "engine 1.0" and set(got) == {"stop", "b", "c"} and recovering.restarts == 1
-    assert left > PATIENCE_S - 5, "the clock did not start anew after the replacement"
+    assert used < passed - hang_s, "the clock did not start anew after the replacement"
 
 
 def test_requests_beyond_what_an_engine_can_batch_wait_here_and_go_to_who_is_free() -> None:
@@ -343,7 +344,7 @@ def test_results_come_in_order_and_others_are_looked_after_meanwhile() -> None:
     with deadline.limit(PATIENCE_S, "training", "train.x"):
         refs = [after.remote(1.0, "slow"), after.remote(0.0, "fast")]
         assert deadline.get(refs, meanwhile=lambda: looks.append(1)) == ["slow", "fast"]
-    assert len(looks) > 2
+    assert looks
 
 
 def test_a_wait_ends_and_says_what_it_was_for() -> None:
@@ -370,14 +371,17 @@ def test_what_happens_meanwhile_may_fail_too() -> None:
         deadline.get([after.remote(3600, None)], meanwhile=fail)
 
 
-def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew() -> None:
+def test_the_clock_stands_still_while_it_is_suspended_and_then_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now[0]))
     deadline = Deadline()
-    with deadline.limit(1.0, "working", "train.x"):
-        time.sleep(0.5)
-        with deadline.suspended(9.0, "replacing"):
-            time.sleep(1.2)
-        assert 0.9 < deadline.remaining <= 1.0
-        time.sleep(1.1)
+    with deadline.limit(10.0, "working", "train.x"):
+        now[0] += 5.0
+        assert deadline.remaining == 5.0
+        with deadline.suspended(90.0, "replacing"):
+            now[0] += 80.0
+        assert deadline.remaining == 10.0
+        now[0] += 10.5
         with pytest.raises(DeadlineExceeded):
             _ = deadline.remaining
     with deadline.suspended(9.0, "replacing"):

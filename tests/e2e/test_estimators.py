@@ -1,4 +1,5 @@
-"""Every estimator trains through the whole stack, and a study's run makes the same weights of the same completions."""
+"""Every estimator trains through the whole stack, the reader's own of docs/algorithms.md too, and a study's run makes
+the same weights of the same completions."""
 
 from __future__ import annotations
 

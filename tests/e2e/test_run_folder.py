@@ -132,7 +132,7 @@ def test_the_profiled_step_has_a_trace_of_the_chosen_rank_and_a_line_in_the_tabl
     for part in ("_LinearTokenLoss", "Optimizer.step", "aten::mm", "c10d::"):
         assert any(part in name for name in names), part
     (event,) = (r for _, r in read_lines(folder / "events.jsonl") if r["event"] == "profile")
-    assert event["rank"] == 1 and sum(event["seconds"].values()) == pytest.approx(event["wall"], rel=0.05)
+    assert event["rank"] == 1 and sum(event["seconds"].values()) == pytest.approx(event["wall"], rel=0.2)
     assert all(event["seconds"][kind] > 0 for kind in ("GEMM", "attention", "head", "optimizer", "communication"))
     assert re.search(r"step +rank +wall_s +communication .*\n +2 +1 +\d", job.text), job.text
 

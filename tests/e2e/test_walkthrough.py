@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import re
 import socket
 import subprocess
@@ -39,6 +41,14 @@ def processes_of(run: Path) -> list[psutil.Process]:
     return found
 
 
+def free_port() -> int:
+    """None that the kernel gives to others meanwhile (from 32768), nor Ray to its workers (10002 to 19999)."""
+    for port in random.sample(range(20000, 32768), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("100 ports are taken")
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -48,8 +58,7 @@ def test_a_node_and_the_driver_are_killed_and_the_run_ends_as_if_undisturbed(tmp
     cache = tmp_path / "cache"
     learn = [sys.executable, "-c", LEARN_LITTLE, str(cache)]
     subprocess.run(learn, cwd=ROOT / "examples/python", check=True, timeout=PATIENCE_S)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     # the nodes get this checkout by name: another one may be installed in the environment
     settings = {"RAY_PORT": port, "FORWARD": "PYTHONPATH", "PYTHONPATH": ROOT, "WALKTHROUGH_DIR": tmp_path}
     settings |= {"OPENRLHF_EXT_CACHE": cache}

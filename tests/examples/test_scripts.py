@@ -103,7 +103,8 @@ printf '%s\n' "python $*" >>"$CALLS"
 case "$*" in
     *--dry_run*) [[ $* != *mistake* ]] || { echo "--train.mistake is no option" >&2; exit 2; }
         echo "{\"options\": {\"logger.metrics_path\": \"$OUT/metrics.jsonl\"}}" ;;
-    *train_ppo_ray*) env >"$CALLS.env"; cp "${RAY_AUTH_TOKEN_PATH:-/dev/null}" "$CALLS.token"
+    *train_ppo_ray*) [[ $* == *too_early* ]] || touch "$OUT/events.jsonl"
+        env >"$CALLS.env"; cp "${RAY_AUTH_TOKEN_PATH:-/dev/null}" "$CALLS.token"
         stat --format %a "${RAY_AUTH_TOKEN_PATH:-/}" >"$CALLS.mode"
         case "$*" in
             *killed_once*) [[ $* == *--ckpt.load_enable* ]] || kill -KILL $$ ;;
@@ -356,11 +357,17 @@ def test_a_job_gets_its_words_as_they_were_typed_and_named_variables(cluster) ->
 
 
 @pytest.mark.parametrize(
-    ("word", "restarts", "status", "times"), [("killed_once", "3", 0, 2), ("killed", "1", 137, 2), ("fails", "3", 3, 1)]
-)
-def test_a_driver_that_was_killed_goes_on_from_its_checkpoint(cluster, word, restarts, status, times) -> None:
+    ("word", "restarts", "status", "loads"),
+    [
+        ("killed_once", "3", 0, [False, True]), ("killed", "1", 137, [False, True]), ("fails", "3", 3, [False]),
+        ("killed_too_early", "1", 137, [False, False]),
+    ],
+)  # fmt: skip
+def test_a_driver_that_was_killed_goes_on_from_its_checkpoint(cluster, word, restarts, status, loads) -> None:
+    cluster.out.mkdir()
+    (cluster.out / "events.jsonl").touch()  # of an earlier run, as the checkpoints may be
     assert cluster.call("train_recipe.sh", *WORDS, "--data.word", word, DRIVER_RESTARTS=restarts) == status
-    assert ["--ckpt.load_enable" in line for line in cluster.training()] == [False, True][:times], cluster.errors
+    assert ["--ckpt.load_enable" in line for line in cluster.training()] == loads, cluster.errors
     assert len(cluster.lines("ray start")) == 1, "the nodes stay"
 
 
@@ -386,9 +393,11 @@ def test_a_script_that_gets_sigterm_lets_the_driver_save_while_its_ranks_live(cl
 
 
 def test_a_job_that_slurm_starts_again_goes_on(cluster) -> None:
-    for count, goes_on in (("0", False), ("1", True)):
-        assert cluster.call("slurm_recipe.sh", *WORDS, by=("sbatch",), NODES="2", SLURM_RESTART_COUNT=count) == 0
-        assert cluster.training()[0].endswith("--ckpt.load_enable --ckpt.take_over_lock") == goes_on
+    for count, word, goes_on in (("1", "too_early", False), ("1", "x", False), ("0", "x", False), ("1", "x", True)):
+        words = (*WORDS, "--data.word", word)
+        assert cluster.call("slurm_recipe.sh", *words, by=("sbatch",), NODES="2", SLURM_RESTART_COUNT=count) == 0
+        (training,) = cluster.training()
+        assert ("--ckpt.take_over_lock" in training, "--ckpt.load_enable" in training) == (count == "1", goes_on)
 
 
 def test_scripts_have_no_finding_of_shellcheck() -> None:

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from openrlhf_ext.rollout.sync import cuda_ipc
-from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError, WeightSyncTimeout
+from openrlhf_ext.rollout.sync.base import (
+    EngineFailed,
+    Staging,
+    WeightSyncError,
+    WeightSyncTimeout,
+    WeightTransferFailed,
+)
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.launch import launch
 from tests.patience import PATIENCE_S
@@ -94,12 +100,22 @@ def relay_cases() -> dict[str, Any]:
     for bucket in plan().buckets[:2]:
         relay.complete(bucket)
     opened = [TRANSPORT.open(handle).tensor for handle in relay.handles[f"device {rank}"]]
-    return {"devices": sorted(relay.handles), "seen": [int(buffer[0]) for buffer in opened]}
+    found = {"devices": sorted(relay.handles), "seen": [int(buffer[0]) for buffer in opened], "late": ""}
+    found["keys"] = dist.distributed_c10d._get_default_store().list_keys()
+    relay = TRANSPORT.staging(plan(), [0, 1], 0.5)
+    if rank == 1:  # rank 0 exports another bucket for longer than that
+        with pytest.raises(WeightTransferFailed) as late:
+            relay.complete(plan().buckets[2])
+        found["late"] = str(late.value)
+    return found
 
 
-def test_a_frame_reaches_the_buffers_of_every_policy_rank() -> None:
-    for result in launch("tests.rollout.test_cuda_ipc", "relay_cases", 2):
-        assert result == {"devices": ["device 0", "device 1"], "seen": [1, 2]}
+def test_a_frame_reaches_the_buffers_of_every_policy_rank_and_one_that_is_late_is_named() -> None:
+    for rank, result in enumerate(launch("tests.rollout.test_cuda_ipc", "relay_cases", 2)):
+        assert (result["devices"], result["seen"]) == (["device 0", "device 1"], [1, 2])
+        assert not [key for key in result["keys"] if "relay" in key], "each is used once, and there are many"
+        late = "rank 0 had not filled bucket 2 after 0.5 s (megatron.collective_timeout_s)"
+        assert result["late"].startswith(late) if rank == 1 else not result["late"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

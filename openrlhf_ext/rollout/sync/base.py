@@ -270,14 +270,14 @@ def while_watching(
     return outcome.result()
 
 
-def _second_connection(store: Any) -> dist.Store:
+def second_connection(store: Any) -> dist.Store:
     """To the same store: one that waits for a key on another thread answers nobody meanwhile."""
     return store.clone()  # in no type stub
 
 
 def announce_leaving(store: dist.Store) -> None:
     """Tell receivers that the sender has left."""
-    _second_connection(store).set(LEFT, "")
+    second_connection(store).set(LEFT, "")
 
 
 def sender_watch(store: dist.Store) -> Callable[[], None]:
@@ -286,7 +286,7 @@ def sender_watch(store: dist.Store) -> Callable[[], None]:
     Returns:
         What raises WeightTransferFailed if the sender has left or is gone.
     """
-    connection = _second_connection(store)
+    connection = second_connection(store)
 
     def watch() -> None:
         try:

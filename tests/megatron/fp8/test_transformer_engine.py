@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from openrlhf_ext.fp8.emulation import Products
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.fp8 import transformer_engine
 from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, drop_copies, prove, require
@@ -147,14 +146,22 @@ def test_an_import_that_took_other_scales_is_found(monkeypatch, tmp_path, pow2):
             require(Recipe())
 
 
+def codes(weight_NK: torch.Tensor, pow2: bool, whole: bool) -> torch.Tensor:
+    """E4M3 as TransformerEngine documents it, by torch's own cast: a scale of 448 / amax for all, or for 128 x 128."""
+    blocks = weight_NK.float().view(1, -1, 1, weight_NK.shape[1]) if whole else weight_NK.float().view(2, 128, 1, 128)
+    scale = 448.0 / blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scaled = blocks * (torch.exp2(scale.log2().floor()) if pow2 else scale)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(weight_NK.shape)
+
+
 class TELinear(torch.nn.Linear):
     """What TransformerEngine's layers show after a pass."""
 
     def __init__(self, recipe: Recipe, spoiled: bool = False) -> None:
         super().__init__(128, 256, bias=False, dtype=torch.bfloat16)
         self.fp8 = True
-        codes = Products(recipe).codes("w", self.weight.detach()).codes_RC.view(torch.uint8)
-        kept = codes ^ 1 if spoiled else codes
+        made = codes(self.weight.detach(), recipe.pow2, whole=not recipe.blockwise)
+        kept = made ^ 1 if spoiled else made
         self._fp8_workspaces = {"weight": SimpleNamespace(_rowwise_data=kept, _data=kept)}
 
 

@@ -60,8 +60,9 @@ class Main:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
+    """Those that are written to their end."""
     path = out / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def table(out: Path) -> list[str]:
