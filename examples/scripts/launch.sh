@@ -48,15 +48,20 @@ marked() (
     grep -lsz "^$1\$" /proc/[0-9]*/environ | cut -d / -f 3 || true
 )
 
-# end_marked NAME=VALUE: SIGTERM, then SIGKILL
+# end_marked NAME=VALUE: SIGTERM, then SIGKILL, once to each, also to those that one of them has just started
 end_marked() {
-    local signal pids deadline
+    local signal pid pids told deadline
     for signal in TERM KILL; do
-        mapfile -t pids < <(marked "$1")
-        ((${#pids[@]})) || return 0
-        kill -s "$signal" "${pids[@]}" 2>/dev/null || true
-        deadline=$((SECONDS + GRACE_S))
-        while [[ -n $(marked "$1") ]] && ((SECONDS < deadline)); do sleep 0.2; done
+        told=' ' deadline=$((SECONDS + GRACE_S))
+        while ((SECONDS < deadline)); do
+            mapfile -t pids < <(marked "$1")
+            ((${#pids[@]})) || return 0
+            for pid in "${pids[@]}"; do
+                [[ $told == *" $pid "* ]] || kill -s "$signal" "$pid" 2>/dev/null || true
+                told+="$pid "
+            done
+            sleep 0.2
+        done
     done
 }
 

@@ -259,7 +259,7 @@ class _Driver:
         self._ends: tuple[float, str] = (math.inf, "")
         self._watched: dict[str, psutil.Process | int] = {}
         self._stopped: dict[str, float] = {}
-        self._logs = ""
+        self._logs = self._lost_at_end = ""
 
     # ---- while it lives ---------------------------------------------------------------------------------------------
 
@@ -283,6 +283,7 @@ class _Driver:
                 self.killed_because = fault
                 self.process.kill()
                 self.process.join()
+        self._lost_at_end = self._lost()  # before its parent ends what is left
         self._hear(0.0)
 
     def _reap(self) -> None:
@@ -322,18 +323,21 @@ class _Driver:
         return self._lost()
 
     def _lost(self) -> str:
-        """Which process the run cannot do without is gone or stopped, and since when."""
+        """Which processes the run cannot do without are gone, or which is stopped, and since when."""
         now = time.monotonic()
+        states = {name: _state(process) for name, process in self._watched.items()}
+        # with the raylet Ray ends the driver, and the driver the GCS
+        if gone := sorted((name for name, state in states.items() if state is None), reverse=True):
+            named = " and ".join(_named(name, self._watched[name]) for name in gone)
+            have = "have" if len(gone) > 1 else "has"
+            return f"{named} {have} died, and the driver cannot go on without{self._see_logs()}"
         for name, process in self._watched.items():
-            state = _state(process)
-            if state == psutil.STATUS_STOPPED:
+            if states[name] == psutil.STATUS_STOPPED:
                 since = self._stopped.setdefault(name, now)
                 if now - since > _STOPPED_S:
                     return f"{_named(name, process)} has been stopped for {now - since:.0f} s{self._see_logs()}"
                 continue
             self._stopped.pop(name, None)
-            if state is None:
-                return f"{_named(name, process)} has died, and the driver cannot go on without it{self._see_logs()}"
         return ""
 
     def _see_logs(self) -> str:
@@ -363,7 +367,7 @@ class _Driver:
             name = signal.Signals(-code).name
             hint = ", often by the kernel's out-of-memory killer" if name == "SIGKILL" else ""
             return f"the driver was killed by {name}{hint}; it was {self._doing}"
-        why = self._lost() or f"no process of Ray's on this machine is missing{self._see_logs()}"
+        why = self._lost_at_end or f"no process of Ray's on this machine is missing{self._see_logs()}"
         return f"the driver was ended from inside (exit code {code}), as Ray does without its raylet: {why}"
 
     @property

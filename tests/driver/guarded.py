@@ -35,8 +35,9 @@ def sleeper(name: str) -> subprocess.Popen:
 
 def ended_by_ray(config: RunConfig, watched: Guard, restart: int) -> int:
     """As Ray does it: the raylet dies, and Ray ends the process without an exception."""
-    raylet = sleeper("raylet")
-    watched.watch({"raylet": raylet.pid}, "/tmp/ray/logs")
+    gcs, raylet = sleeper("gcs"), sleeper("raylet")  # the GCS lives until the parent ends what is left
+    watched.watch({"gcs_server": gcs.pid, "raylet": raylet.pid}, "/tmp/ray/logs")
+    time.sleep(1.0)  # the parent hears of it, and waits
     raylet.kill()
     os._exit(1)
 

@@ -113,9 +113,10 @@ def relay_cases() -> dict[str, Any]:
 def test_a_frame_reaches_the_buffers_of_every_policy_rank_and_one_that_is_late_is_named() -> None:
     for rank, result in enumerate(launch("tests.rollout.test_cuda_ipc", "relay_cases", 2)):
         assert (result["devices"], result["seen"]) == (["device 0", "device 1"], [1, 2])
-        assert not [key for key in result["keys"] if "relay" in key], "each is used once, and there are many"
+        if rank == 0:  # which removes them when all have seen them
+            assert not [key for key in result["keys"] if "relay" in key], "each is used once, and there are many"
         late = "rank 0 had not filled bucket 2 after 0.5 s (megatron.collective_timeout_s)"
-        assert result["late"].startswith(late) if rank == 1 else not result["late"]
+        assert (late in result["late"]) == (rank == 1), result["late"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
