@@ -67,7 +67,7 @@ def heard_from_outside(job: Job) -> set[str]:
     job.look()
     own = {process.pid for process in job.living()}
     heard = [c.laddr.ip for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in own]
-    return {address for address in heard if not address.startswith("127.") and address != "::1"}
+    return {address for address in heard if not address.removeprefix("::ffff:").startswith("127.") and address != "::1"}
 
 
 def faults_of(job: Job, ends: Callable[[], int], allowed: set[int]) -> list[str]:
