@@ -40,7 +40,8 @@ def own_folders(config: RunConfig) -> Iterator[None]:
         try:
             _prepare_checkpoints(CheckpointStore(config.ckpt.path, config.ckpt.max_num), config.ckpt.load_enable)
         except OSError as error:
-            raise ConfigError([Violation(("ckpt.path",), f"ckpt.path cannot be used: {error}")]) from error
+            fault = Violation(("ckpt.path",), f"ckpt.path cannot be used: {error}; give another")
+            raise ConfigError([fault]) from error
         yield
 
 

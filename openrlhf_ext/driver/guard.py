@@ -283,8 +283,8 @@ class _Driver:
                 self.killed_because = fault
                 self.process.kill()
                 self.process.join()
-        self._lost_at_end = self._lost()  # before its parent ends what is left
         self._hear(0.0)
+        self._lost_at_end = self._lost()  # before its parent ends what is left
 
     def _reap(self) -> None:
         """Lets go of orphans that have ended: until then the driver, which waits for their end, still sees them."""

@@ -126,6 +126,8 @@ def restore(config: RunConfig, groups: Mapping[str, RankGroup]) -> Resumed | Non
     store, timeout_s = checkpoint_store(config), config.train.step_timeout_s
     if not store.checkpoints():
         logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
+        for folder in sorted({path.parent for path in store.folder.glob("superseded.*/global_step*")}):
+            logger.warning("checkpoints of an earlier run are in %s: to go on from them, move them back", folder)
         return None
     folder = find_good(store, groups, timeout_s, fallback=config.ckpt.fallback_enable)
     if not (folder / GROUPS).is_file():

@@ -95,6 +95,13 @@ def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store
     assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
 
 
+def test_a_run_that_finds_no_checkpoint_is_told_where_an_earlier_start_has_put_them(tmp_path, store, caplog):
+    ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
+    aside = store.set_aside_all()
+    assert resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None}) is None
+    assert f"checkpoints of an earlier run are in {aside}: to go on from them, move them back" in caplog.text
+
+
 def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path, store):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     with pytest.raises(CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"):
