@@ -4,8 +4,8 @@
 
 The scale of ``weight_sync.probe_tolerance``: policy and transformers score the same text, in bf16 and fp32, and
 then transformers does in bf16 with one fault at a time. The text is what the model says after a question, sampled and
-greedy, 160 tokens in all; each difference is the mean over its tokens, weighed by their probability
-(``openrlhf_ext/rollout/probe.py``). "largest" is what one token shows, without weights.
+greedy, 160 tokens in all; each difference is the mean over its tokens, below a log-prob of -5 in proportion
+(``openrlhf_ext/rollout/probe.py``). "largest" is what one token shows, in nats.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout  # noqa: E402
 from openrlhf_ext.megatron.policy import MegatronPolicy  # noqa: E402
 from openrlhf_ext.megatron.settings import PolicySettings  # noqa: E402
 from openrlhf_ext.megatron.step.batch import sequence_batch  # noqa: E402
-from openrlhf_ext.rollout.probe import weighed_difference  # noqa: E402
+from openrlhf_ext.rollout.probe import relative_difference  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 160
@@ -82,7 +82,7 @@ def rows(path: str) -> Iterator[dict[str, Any]]:
                 found[name] = (sound, score(bf16, text, **options))
         for name, pair in found.items():
             largest = float((pair[0].double() - pair[1].double()).abs().max())
-            yield {"text": kind, "between": name, "mean": weighed_difference(*pair).mean, "largest": largest}
+            yield {"text": kind, "between": name, "mean": relative_difference(*pair).mean, "largest": largest}
 
 
 def load(path: str, dtype: torch.dtype) -> Any:

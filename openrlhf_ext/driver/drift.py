@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from openrlhf_ext.driver.supervision import call_ranks
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
-from openrlhf_ext.rollout.probe import weighed_difference
+from openrlhf_ext.rollout.probe import relative_difference
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -32,7 +32,7 @@ class DriftCheck:
     """Compares before and after each training step.
 
     Attributes:
-        tolerance: difference between log-probs of the same weights that counts as none, nats (`weighed_difference`).
+        tolerance: difference between log-probs of the same weights that counts as none, nats (`relative_difference`).
         mismatch_tolerance: the same between policy and engines, on average.
         timeout_s: longest wait for the ranks.
     """
@@ -59,7 +59,7 @@ class DriftCheck:
             DriftError: lists what moved and on which ranks.
         """
         self.steps += 1
-        moved = weighed_difference(old.logprobs_N, new.logprobs_N).mean
+        moved = relative_difference(old.logprobs_N, new.logprobs_N).mean
         problems = [
             *changed_ranks(self._before, self._digests()),
             *logprob_problems(moved, self.tolerance, mean_mismatch, self.mismatch_tolerance),

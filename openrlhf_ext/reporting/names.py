@@ -90,7 +90,7 @@ METRICS = (
     )),
     Metric("drift/logprob_diff", "nats", (
         "with `train.drift_check`: how far a step with learning rate 0 moved the policy's log-probs of the completion "
-        "tokens, mean over the tokens, weighed by their probability"
+        "tokens, mean over the tokens, below -5 in proportion"
     )),
     Metric("grad_norm/embedding", "norm",
         "L2 norm, before clipping, of the gradient of the input embedding (and of the head where they are tied)"),
@@ -141,7 +141,7 @@ METRICS = (
     Metric("prompts/skipped_overlong", "prompts", "prompts left out because they are too long, since the start"),
     Metric("weight_sync/probe_diff", "nats", (
         "after the sync: difference between an engine's and the policy's log-probs of a fixed text of the model's own, "
-        "mean over its tokens, weighed by their probability; the engine that differs most"
+        "mean over its tokens, below -5 in proportion; the engine that differs most"
     )),
     Metric("weight_sync/version", "version", "number of weight updates the rollout engines have received"),
     Metric("weight_sync/seconds", "s", "from the first bucket until the last engine samples from the new weights"),

@@ -204,12 +204,6 @@ def test_what_is_saved_before_the_end_is_the_last_step_once(tmp_path, ranks, ckp
     assert checkpointer.timeout_s == 5.0 and not list(tmp_path.glob("*superseded*"))
 
 
-def test_what_a_run_without_checkpoints_saves_is_not_beside_an_earlier_runs(tmp_path, ranks):
-    run(make(tmp_path, save_steps=1), {}, last=9)
-    make(tmp_path, save_steps=-1).save_before_the_end(({"step": 3}, {}), timeout_s=5.0)
-    assert steps(tmp_path) == ["global_step3", "superseded.1"], "a resumed run would take the newest"
-
-
 def test_who_wants_no_resumable_checkpoints_gets_none_before_the_end(tmp_path, ranks, caplog):
     make(tmp_path, disable_ds=True, save_hf=True).save_before_the_end(({"step": 3}, {}), timeout_s=5.0)
     assert steps(tmp_path) == [] and "ckpt.disable_ds" in caplog.text

@@ -28,7 +28,7 @@ def check(monkeypatch):
 
 def test_a_step_that_changes_nothing_passes(check):
     metrics = check.after_training(scores(-1.0, -2.0), scores(-1.0, -2.00005), 1e-6)
-    assert metrics["drift/logprob_diff"] == pytest.approx(1.345e-5, rel=1e-2), "the second token is the less likely one"
+    assert metrics["drift/logprob_diff"] == pytest.approx(2.5e-5, rel=1e-2), "the mean of both"
     assert all(map(is_documented, metrics)) and check.steps == 1
 
 
@@ -36,7 +36,7 @@ def test_a_step_that_changes_nothing_passes(check):
     ("digests", "logprob", "mismatch", "message"),
     [
         (["a", "x"], -2.0, None, r"the weights changed on the policy ranks \[1\]"),
-        (["a", "b"], -2.1, None, "log-probs of the batch moved by 2.69e-02 nats, allowed are 0.0001"),
+        (["a", "b"], -2.1, None, "log-probs of the batch moved by 5.00e-02 nats, allowed are 0.0001"),
         (["a", "b"], float("nan"), None, "moved by nan nats"),
         (["a", "b"], -2.0, 0.3, "policy and engines differ by 3.00e-01 nats on average"),
     ],

@@ -20,11 +20,11 @@ from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
-# puts a policy of 60 steps where the cache has the one of 290, which takes a minute: here it need not know much
+# puts a policy of 6 steps where the cache has the one of 290, which takes a minute: here it need not know much
 LEARN_LITTLE = """
 import sys, toy_policy
 name = f"toy_policy-{toy_policy.cache_key(toy_policy.PolicySettings())}"
-words = "--knowledge_steps 40 --careless_steps 20 --heldout_size 8".split()
+words = "--knowledge_steps 4 --careless_steps 2 --heldout_size 8".split()
 toy_policy.main(["--output_dir", f"{sys.argv[1]}/{name}", "--cache_dir", sys.argv[1], *words])
 """
 

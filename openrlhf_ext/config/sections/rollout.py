@@ -99,7 +99,7 @@ class WeightSync(Section):
     probe_tolerance: Float | None = added(
         None,
         "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text "
-        "of the model's own, mean over its tokens, weighed by their probability; a larger one ends the run. Later on, "
+        "of the model's own, mean over its tokens, below -5 in proportion; a larger one ends the run. Later on, "
         "one above a quarter of this plus three times what was found at the start is warned of",
         gt=0,
         default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8",
