@@ -44,7 +44,7 @@ def test_two_steps_in_bf16_through_the_chat_template(layout: dict[str, int], mod
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
-        assert step["weight_sync/probe_diff"] < 0.03 and step["kl/rollout"] < 5e-3, step
+        assert step["weight_sync/probe_diff"] < 0.06 and step["kl/rollout"] < 5e-3, step
         assert step["mismatch/mean_abs"] < 0.1, step
     assert any(step["grad_norm"] > 0 for step in steps), "it can do few sums: a step may have none"
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
