@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +29,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.conflict_mask import conflict_spans
 from openrlhf_ext.algorithms.groups import Groups
@@ -378,19 +378,11 @@ def report(part: str, label: str, row: dict) -> None:
 
 
 def environment(args: argparse.Namespace) -> dict:
-    """What a number needs to be repeated: hardware, commit, versions, settings."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    """What a number needs to be repeated."""
     return {
-        "device": model,
+        **record.environment("torch"),
         "threads": torch.get_num_threads(),
         "clock": args.clock,
-        "cores_visible": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "commit": commit,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "settings": {"prompts": args.prompts, "size": args.size, "positions": args.positions, "repeats": args.repeats},
     }
 
@@ -416,11 +408,10 @@ def main() -> None:
     global clock
     clock = CLOCKS[args.clock]
     result = {**environment(args), "parts": {part: PARTS[part](args) for part in args.part or PARTS}}
-    text = json.dumps(result, indent=1)
     if args.output is None:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(json.dumps(result, indent=1) + "\n")
     else:
-        args.output.write_text(text + "\n")
+        record.write(args.output, result)
 
 
 if __name__ == "__main__":

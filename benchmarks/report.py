@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import record
 from openrlhf_ext.cli.report import main as report
 from openrlhf_ext.reporting import METRICS
 from tests.tools.report.browser import CHROMIUM, Browser
@@ -62,14 +61,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/report_cpu.json"))
     arguments = parser.parse_args()
     browser = subprocess.run([str(CHROMIUM), "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    record = {
+    found = {
         "what": "openrlhf_ext.cli.report of made-up runs, every documented metric in every step; loaded in Chromium",
-        "hardware": {"cores": os.cpu_count(), "machine": platform.machine()},
+        **record.environment(),
         "browser": browser,
         "page": measure(),
     }
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record["page"], indent=2))
+    record.write(arguments.output, found)
+    print(json.dumps(found["page"], indent=2))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
-import platform
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -44,6 +42,9 @@ import ray.cloudpickle as pickle
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.experience import in_group_order, rollout_batch, sequences_of, training_shards
@@ -229,23 +230,9 @@ def _step_with_threads(args: argparse.Namespace, sequences: int) -> dict[str, An
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """What a number needs to be repeated: hardware, commit, versions, settings."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent).stdout
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    return {
-        "device": model,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "commit": git("rev-parse", "HEAD").strip() + ("-dirty" if git("status", "--porcelain").strip() else ""),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "variables": DRIVER,
-        "settings": {name: value for name, value in vars(args).items() if name != "output"},
-    }
+    """What a number needs to be repeated."""
+    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    return {**record.environment("torch"), "variables": DRIVER, "settings": settings}
 
 
 def main() -> None:
@@ -266,12 +253,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     os.environ.update(DRIVER)
-    record = {"environment": environment(args)}
+    found = {"environment": environment(args)}
     quarter = in_a_process(args, args.sequences // 4 // args.group_size * args.group_size)
-    record |= in_a_process(args, args.sequences)
-    record |= {"quarter": quarter, "growth": record["total_seconds"] / quarter["total_seconds"]}
+    found |= in_a_process(args, args.sequences)
+    found |= {"quarter": quarter, "growth": found["total_seconds"] / quarter["total_seconds"]}
     if args.output:
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        record.write(args.output, found)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -37,6 +35,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.record import environment, load, write
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.rollouts import PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline
@@ -47,6 +48,9 @@ NO_TOKENS = np.zeros(0, np.int32)
 # --------------------------------------------------------------------------------------------------------------------
 # Simulation
 # --------------------------------------------------------------------------------------------------------------------
+
+
+RECORD = "streaming_cpu.json"
 
 
 @dataclass(frozen=True)
@@ -355,16 +359,45 @@ def run(command: list[Any]) -> None:
     subprocess.run([str(part) for part in command], check=True, env=environment, timeout=1800)
 
 
-def environment() -> dict[str, Any]:
-    """Hardware and commit."""
 
-    def git(*command: str) -> str:
-        return subprocess.run(["git", *command], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    commit = git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
-    return {"device": model, "cores": os.cpu_count(), "load_average": os.getloadavg(), "commit": commit}
+def cluster_table() -> str:
+    """docs/performance.md: the simulation."""
+    lines = [
+        "| training takes | scheduler | s/step | speedup | engines busy | one completion of 98,304 tokens costs the run"
+        " | staleness (mean) | late groups per step |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    simulation = load(RECORD)["simulation"]
+    for name, part in simulation.items():
+        takes = name.removeprefix("training takes ")
+        for scheduler, row in part["schedulers"].items():
+            late = row["late_groups_per_step"]
+            lines.append(
+                f"| {takes} | {scheduler} | {row['step_s']:.0f} | {row['speedup']:.2f} | {row['engines_busy']:.0%} | "
+                f"{row['one_straggler_costs_s']:.0f} s | {row['staleness_mean']:.2f} | "
+                f"{late:.{0 if late == 0 or late >= 1 else 1}f} of {part['cluster']['groups']} |"
+            )
+            takes = ""
+    alone = next(iter(simulation.values()))["generation_s"]
+    return "\n".join([*lines, "", f"Generation alone takes {alone:.0f} s."])
+
+
+def real_table() -> str:
+    """docs/performance.md: the jobs."""
+    lines = [
+        "| scheduler | s/step | speedup | policy idle | engine idle | staleness (mean) |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {name} | {row['time/step']:.2f} | {row['speedup']:.2f} | {row['time/wait_rollouts']:.2f} s | "
+        f"{row['time/idle_engines']:.2f} s | {row['staleness/mean']:.1f} |"
+        for name, row in load(RECORD)["real"].items()
+    ]
+    return "\n".join(lines)
+
+
+TEXTS = {"cluster": cluster_table, "real": real_table}
 
 
 def main() -> None:
@@ -375,19 +408,19 @@ def main() -> None:
     parser.add_argument("--real_steps", type=int, default=20, help="training steps of a real job")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment(), "simulation": {}}
+    found: dict[str, Any] = {"environment": environment(), "simulation": {}}
     for train_s in (100.0, 200.0, 400.0):
         result = simulate(Cluster(train_s=train_s), args.steps, args.seeds)
-        record["simulation"][f"training takes {train_s:g} s"] = result
+        found["simulation"][f"training takes {train_s:g} s"] = result
         print(f"simulated: generation alone {result['generation_s']:.0f} s, training {train_s:.0f} s")  # noqa: T201
         show(result["schedulers"])
     if args.real:
         with tempfile.TemporaryDirectory() as folder:
-            record["real"] = real_jobs(Path(folder), args.real_steps)
+            found["real"] = real_jobs(Path(folder), args.real_steps)
         print("real engines, toy policy")  # noqa: T201
-        show(record["real"])
+        show(found["real"])
     if args.output:
-        args.output.write_text(json.dumps(record, indent=1) + "\n")
+        write(args.output, found)
 
 
 def show(rows: dict[str, dict[str, float]]) -> None:

@@ -23,15 +23,12 @@ import argparse
 import json
 import logging
 import os
-import platform
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +36,9 @@ from unittest.mock import patch
 import ray
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import record
 from openrlhf_ext import patches
 
 patches.apply()
@@ -374,25 +374,10 @@ def report(part: str, label: str, row: dict[str, Any]) -> None:
     sys.stderr.write(f"{part:9s} {label:10s} {text}\n")
 
 
-def git(*arguments: str) -> str:
-    """Output of a git command."""
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """What a number needs to be repeated: hardware, commit, versions, settings."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
-    commit = git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
-    return {
-        "device": model,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "commit": commit,
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
-        "settings": {"bucket_mib": args.bucket_mib, "repeats": args.repeats, "policy_ranks": 2, "layout": "TP2"},
-    }
+    """What a number needs to be repeated."""
+    settings = {"bucket_mib": args.bucket_mib, "repeats": args.repeats, "policy_ranks": 2, "layout": "TP2"}
+    return {**record.environment(*PACKAGES), "settings": settings}
 
 
 def main() -> None:
@@ -422,11 +407,11 @@ def main() -> None:
         for part in parts:
             found[part] = PARTS[part](args, folder)
         ray.shutdown()
-    text = json.dumps({**result, "parts": {part: found[part] for part in PARTS if part in found}}, indent=1)
+    result |= {"parts": {part: found[part] for part in PARTS if part in found}}
     if args.output is None:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(json.dumps(result, indent=1) + "\n")
     else:
-        args.output.write_text(text + "\n")
+        record.write(args.output, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from openrlhf_ext.config.file_rules import file_violations
-from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name
+from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url
 from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED, Estimator
@@ -525,7 +525,7 @@ def unused_models(config: RunConfig) -> Iterator[str]:
     estimator = config.algo.advantage.estimator
     if not config.has_critic:
         names = [name for name in _below("critic") if is_set(config, name)]
-        for name in ("algo.advantage.gamma", "algo.advantage.lambd", *names):
+        for name in ("algo.advantage.gamma", "algo.advantage.lambd", "ds.value_head_prefix", *names):
             yield from _idle(config, name, f"algo.advantage.estimator is {estimator}, which has no critic")
     if not config.has_reference:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
@@ -535,6 +535,13 @@ def unused_models(config: RunConfig) -> Iterator[str]:
         reason = f"{_GUIDE} is not set" if estimator == GUIDED else alone
         for name in _below("guide"):
             yield from _idle(config, name, reason)
+
+
+def unused_graders(config: RunConfig) -> Iterator[str]:
+    """Options of grader processes where servers grade."""
+    if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
+        for leaf in ("num_workers", "memory_mib", "environment"):
+            yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade in their processes")
 
 
 def schedules(config: RunConfig) -> Iterator[str]:
@@ -551,7 +558,8 @@ def schedules(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, fp8_determinism, restarts, unused_modes, unused_models, schedules,
+    hub_names, memory_and_timing, fp8_determinism, restarts, unused_modes, unused_models, unused_graders,
+    schedules,
 )  # fmt: skip
 
 

@@ -276,6 +276,15 @@ class Logger(Section):
     )
     verbose: bool = added(False, "show the logs of Ray and of the libraries")
 
+    def cautions(self) -> Iterator[str]:
+        if not self.wandb.key:
+            for leaf in ("org", "group", "project"):
+                yield from not_default(self.wandb, "logger.wandb", leaf, "logger.wandb.key is not set")
+            if not self.tensorboard_dir:
+                nobody = "neither logger.wandb.key nor logger.tensorboard_dir is set"
+                yield from not_default(self, "logger", "logging_steps", nobody)
+
+
 
 class Profile(Section):
     """Where the seconds of single steps go."""
