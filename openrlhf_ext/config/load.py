@@ -21,7 +21,13 @@ from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, 
 Rules = Callable[[RunConfig], Findings]
 
 
-def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True) -> RunConfig:
+def load_config(
+    argv: Sequence[str],
+    *,
+    more_rules: Rules | None = None,
+    files: bool = True,
+    defaults: Mapping[str, Any] | None = None,
+) -> RunConfig:
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
@@ -34,6 +40,7 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
         more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
+        defaults: values of options that neither a file nor a word gives.
 
     Returns:
         The configuration, with ``warnings`` for settings that are allowed but deserve a look.
@@ -47,7 +54,7 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
         own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
         sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
         raise SystemExit(0)
-    settings: list[Setting] = []
+    settings = [found for name, value in (defaults or {}).items() for found in flattened(name, value, "default")]
     violations = list(line.violations)
     readable = True
     for path in line.config_files:
