@@ -441,7 +441,7 @@ def binding(candidate: Candidate) -> str:
     """One sentence: what keeps the step from being shorter, and how full the GPU is."""
     seconds = candidate.seconds
     if seconds is None:
-        return _lacking(candidate)
+        return lacking(candidate)
     phases = dataclasses.asdict(seconds)
     longest = max(phases, key=lambda name: phases[name])
     fullest = candidate.fullest
@@ -453,7 +453,7 @@ def binding(candidate: Candidate) -> str:
     )
 
 
-def _lacking(candidate: Candidate) -> str:
+def lacking(candidate: Candidate) -> str:
     """What does not fit: an engine into its share, or a GPU's parts into its memory."""
     moment, gib = candidate.fullest, 1 << 30
     if moment.total - candidate.memory < candidate.short:
