@@ -297,7 +297,7 @@ def _alike(layout: ParallelLayout, per_node: int) -> Iterator[list[int]]:
 
 
 def _goes_on(first: tuple[int, ...], last: tuple[int, ...], place: tuple[int, ...]) -> bool:
-    """Whether a place (node, GPU, coordinates) is the next one on the node and the line that lead from first to last."""
+    """Whether a place (node, GPU, coordinates) is the next on the node and on the line from first to last."""
     before, now = ([axis for axis in range(2, len(to)) if to[axis] != first[axis]] for to in (last, place))
     return place[0] == first[0] and len(now) == 1 and before in ([], now) and place[now[0]] == last[now[0]] + 1
 
@@ -374,7 +374,7 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
     yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, {where}"
     if shared:
         for engine in [*range(config.vllm.num_engines)][:_ENGINES_SHOWN]:
-            yield f"  engine {engine}: ranks {_span([engine * size, (engine + 1) * size - 1])}"
+            yield f"  engine {engine}: rank{'s' if size > 1 else ''} {_span([engine * size, (engine + 1) * size - 1])}"
         if config.vllm.num_engines > _ENGINES_SHOWN:
             yield f"  ... and so on, up to engine {config.vllm.num_engines - 1}"
     if config.has_guide:

@@ -239,6 +239,8 @@ class Planner:
         None if none does on up to 4,096. Above eight nodes, more GPUs are taken to do where fewer do.
         """
         per_node = self.config.actor.num_gpus_per_node
+        if not any(self._engine_fits(tp) for tp in _DEGREES):
+            return None
         few = [*range(1, per_node), *(per_node * nodes for nodes in range(1, _FEW_NODES + 1))]
         if (found := next(filter(self.fits, few), None)) is not None:
             return found
@@ -252,6 +254,12 @@ class Planner:
     def fits(self, gpus: int) -> bool:
         """Whether a layout fits on so many GPUs."""
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
+
+    def _engine_fits(self, tp: int) -> bool:
+        """Whether an engine of so many GPUs holds its weights and one of the longest sequences in its share."""
+        one = with_options(self.config, {"vllm.tensor_parallel_size": tp})
+        shares = SHARES if self.config.vllm.gpu_memory_utilization is None else (one.gpu_memory_utilization,)
+        return self.clock.concurrency(self._engines(with_options(one, {SHARE: max(shares)}))) > 0
 
     def sharing(self) -> Planner:
         """The same run with policy and engines on the same GPUs."""
