@@ -61,12 +61,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _load(words: list[str]) -> RunConfig:
     """The run's configuration; a group size that it lacks is the usual one, which is said."""
+    from openrlhf_ext.tools.plan.search import CHOSEN
+
     try:
-        return load_config(words, files=False)
+        return load_config(words, files=False, chosen=CHOSEN)
     except ConfigError as error:
         if not any(_GROUP in violation.options for violation in error.violations):
             raise
-    config = load_config(words, files=False, defaults={_GROUP: _USUAL_GROUP})
+    config = load_config(words, files=False, chosen=CHOSEN, defaults={_GROUP: _USUAL_GROUP})
     print(
         f"{_GROUP} is not set, and the run needs it (algo.advantage.estimator {config.algo.advantage.estimator} "
         f"compares the responses to one prompt): planned with {_USUAL_GROUP}\n"
@@ -150,7 +152,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
         "log-probs", "train", "sync", "step s",
     )  # fmt: skip
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
-    own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus else []
+    own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
     yield from _table([header, *rows, *own])
     yield (
         "  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n"
@@ -290,7 +292,7 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
         "fitting": len(fitting),
         "disk": planner.disk(),
         "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
-        "configured": _candidate_json(planner.as_configured()),
+        "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip
 
 

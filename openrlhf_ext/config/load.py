@@ -27,6 +27,7 @@ def load_config(
     more_rules: Rules | None = None,
     files: bool = True,
     defaults: Mapping[str, Any] | None = None,
+    chosen: Iterable[str] = (),
 ) -> RunConfig:
     """Builds the configuration of a run from command-line words.
 
@@ -41,6 +42,7 @@ def load_config(
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
         defaults: values of options that neither a file nor a word gives.
+        chosen: options that the caller gives other values, so that no rule about them is asked.
 
     Returns:
         The configuration, with ``warnings`` for settings that are allowed but deserve a look.
@@ -63,7 +65,7 @@ def load_config(
         violations += broken
         readable &= all(violation.options for violation in broken)
     rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
-    return _build([*settings, *line.settings], violations, rules if readable else [])
+    return _build([*settings, *line.settings], violations, rules if readable else [], chosen)
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
@@ -95,7 +97,9 @@ class _Draft:
         return {option for violation in self.violations for option in violation.options}
 
 
-def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules]) -> RunConfig:
+def _build(
+    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = ()
+) -> RunConfig:
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
     _collect(draft, settings)
@@ -108,7 +112,7 @@ def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequ
     draft.violations += _unsupported(config, draft.origins)
     config._sources = draft.origins
     findings = [check(config) for check in rules]
-    tainted = draft.tainted
+    tainted = draft.tainted | set(chosen)
     draft.violations += [v for found in findings for v in found.violations if tainted.isdisjoint(v.options)]
     if draft.violations:
         raise ConfigError(draft.violations)

@@ -117,38 +117,40 @@ class Trained:
     policy: TrainedModel
     critic: TrainedModel | None
     policy_parts: tuple[Parts, Parts]
-    critic_parts: tuple[Parts, Parts]
+    critic_parts: tuple[Parts, Parts] | None
 
 
 def trained(config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None) -> Trained:
     """What the ranks of policy and critic hold."""
-    none: tuple[Parts, Parts] = ({}, {})
     return Trained(
-        policy, critic, _heaviest(config, work, policy), none if critic is None else _heaviest(config, work, critic)
+        policy, critic, _heaviest(config, work, policy), None if critic is None else _heaviest(config, work, critic)
     )
 
 
-def moments(config: RunConfig, models: Trained, engine: Parts) -> tuple[Moment, ...]:
+def moments(
+    config: RunConfig, engine: Parts, policy: tuple[Parts, Parts], critic: tuple[Parts, Parts] | None = None
+) -> tuple[Moment, ...]:
     """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
 
     Args:
         engine: what an engine worker that is awake holds, by part.
+        policy, critic: states, and what training adds to them, of the fullest ranks.
     """
     staging = 2 * config.weight_sync.bucket_mib << 20
-    (states, working), (critic_states, critic_working) = models.policy_parts, models.critic_parts
+    (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
     if not config.train.colocate_all:
         buffers = {"buffers of the weight sync": staging}
         sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
         found = [Moment("sampling", sampling)]
         found.append(Moment("training", {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}))
-        if models.critic is not None:
+        if critic is not None:
             found.append(Moment("training the critic", {**critic_states, **critic_working, _CONTEXTS: RESERVE_BYTES}))
         return tuple(found)
     asleep, engine_sleeps = config.ds.enable_sleep, config.vllm.enable_sleep
     awake = {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
     sampling, training = shared_parts(engine, states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
     found = [Moment("sampling", {**sampling, **awake}), Moment("training", {**training, **working, **awake})]
-    if models.critic is not None:
+    if critic is not None:
         _, training = shared_parts(engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
         awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
         found.append(Moment("training the critic", {**training, **critic_working, **awake}))

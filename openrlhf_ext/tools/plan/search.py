@@ -62,7 +62,13 @@ TIGHT = 0.95
 SHARE = "vllm.gpu_memory_utilization"
 SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU for its engine, tried where the run sets none."""
-ROOM = "activations, CUDA graphs (estimate)"
+KV_CACHE = "engine: KV cache"
+CHOSEN = (
+    "megatron.tensor_parallel_size", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
+    "megatron.virtual_pipeline_size", "megatron.sequence_parallel_enable", "vllm.num_engines",
+    "vllm.tensor_parallel_size",
+)  # fmt: skip
+"""Options of the run that a layout replaces."""
 SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sleep": True}
 """What policy and engines on the same GPUs take."""
 
@@ -214,6 +220,11 @@ class Planner:
         return self._candidate(options, config, self._trained(config))
 
     @property
+    def is_allowed(self) -> bool:
+        """Whether the configuration's own layout keeps the rules."""
+        return not self._broken(self.config)
+
+    @property
     def critic_takes_turns(self) -> bool:
         """Whether a critic works before or after the policy, not at the same time (driver/loop.py, ``train``)."""
         return self.config.train.colocate_all
@@ -256,10 +267,15 @@ class Planner:
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
-        """Whether an engine of so many GPUs holds its weights and one of the longest sequences in its share."""
-        one = with_options(self.config, {"vllm.tensor_parallel_size": tp})
-        shares = SHARES if self.config.vllm.gpu_memory_utilization is None else (one.gpu_memory_utilization,)
-        return self.clock.concurrency(self._engines(with_options(one, {SHARE: max(shares)}))) > 0
+        """Whether an engine of so many GPUs fits on them without a policy, with one of the longest sequences."""
+        given = self.config.vllm.gpu_memory_utilization
+        for share in SHARES if given is None else (given,):
+            config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
+            engines = self._engines(config)
+            sampling, *_ = moments(config, self._engine_parts(engines), ({}, {}))
+            if self.clock.concurrency(engines) and sampling.total <= self.clock.gpu.memory:
+                return True
+        return False
 
     def sharing(self) -> Planner:
         """The same run with policy and engines on the same GPUs."""
@@ -349,7 +365,7 @@ class Planner:
 
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
         engines, memory = self._engines(config), self.clock.gpu.memory
-        found = moments(config, models, self._engine_parts(engines))
+        found = moments(config, self._engine_parts(engines), models.policy_parts, models.critic_parts)
         concurrency = self.clock.concurrency(engines)
         needed = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         needed += self._engine_room + self.clock.longest_bytes(engines) - int(config.gpu_memory_utilization * memory)
@@ -381,8 +397,8 @@ class Planner:
         weights = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         return {
             "engine: weights": weights,
-            "engine: KV cache": engines.kv_bytes,
-            f"engine: {ROOM}": self._engine_room,
+            KV_CACHE: engines.kv_bytes,
+            "engine: activations, CUDA graphs (estimate)": self._engine_room,
         }
 
     def activations_by_mode(self, candidate: Candidate) -> dict[str, int]:
@@ -468,6 +484,11 @@ def lacking(candidate: Candidate) -> str:
         return (
             f"an engine lacks {candidate.short / gib:.1f} GiB of its share of a GPU ({SHARE} {candidate.share:g}) for "
             "its weights, activations and one of the longest sequences in its KV cache"
+        )
+    if moment.doing == "sampling" and moment.largest == KV_CACHE:
+        return (
+            f"the engines' share of a GPU ({SHARE} {candidate.share:g}) leaves {candidate.short / gib:.1f} GiB too "
+            "little for the rest"
         )
     return (
         f"memory while {moment.doing}: {candidate.short / gib:.1f} GiB are missing, and {moment.largest} is the "
