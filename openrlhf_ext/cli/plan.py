@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.config import ConfigError, load_config
+from openrlhf_ext.config import ConfigError, RunConfig, load_config
+from openrlhf_ext.inputs import InputError
 
 if TYPE_CHECKING:
     from openrlhf_ext.tools.plan.search import Candidate, Planner
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _SHOWN = 10
 _SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
+_GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     from openrlhf_ext.tools.plan.search import PlanError, Planner
 
     try:
-        config = load_config(words, files=False)
+        config = _load(words)
         planner = Planner(config, arguments.gpu, arguments.response_tokens, arguments.prompt_tokens)
         gpus = arguments.gpus or planner.configured_gpus
         found = planner.candidates(gpus)
-    except (ConfigError, PlanError) as error:
+    except (ConfigError, InputError, PlanError) as error:
         print(error, file=sys.stderr)
         return 2
     if not found or found[0].seconds is None:
@@ -55,6 +57,23 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.write:
         print(f"\nwritten: {arguments.write}; python -m openrlhf_ext.cli.train_ppo_ray --config RECIPE --config it")
     return 0
+
+
+def _load(words: list[str]) -> RunConfig:
+    """The run's configuration; a group size that it lacks is the usual one, which is said."""
+    from openrlhf_ext.tools.plan.search import CHOSEN
+
+    try:
+        return load_config(words, files=False, chosen=CHOSEN)
+    except ConfigError as error:
+        if not any(_GROUP in violation.options for violation in error.violations):
+            raise
+    config = load_config(words, files=False, chosen=CHOSEN, defaults={_GROUP: _USUAL_GROUP})
+    print(
+        f"{_GROUP} is not set, and the run needs it (algo.advantage.estimator {config.algo.advantage.estimator} "
+        f"compares the responses to one prompt): planned with {_USUAL_GROUP}\n"
+    )
+    return config
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -99,7 +118,7 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
         yield f"  log-probs and train: with a critic {where}"
     yield "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch fill its budget"
     yield ""
-    yield f"what binds: {binding(best, planner.clock.gpu.memory)}."
+    yield f"what binds: {binding(best)}."
 
 
 def _head(planner: Planner, gpus: int) -> Iterator[str]:
@@ -128,13 +147,17 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
         "then the layout with fewer ranks in a copy is ahead, then the one that takes less memory:"
     )
     header = (
-        "", "TP", "PP", "VP", "CP", "DP", "recompute", "tokens", "engines", "training", "sampling", "rollout",
+        "", "TP", "PP", "VP", "CP", "DP", "recompute", "tokens", "engines", "share", "training", "sampling",
+        "rollout",
         "log-probs", "train", "sync", "step s",
     )  # fmt: skip
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
-    own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus else []
+    own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
     yield from _table([header, *rows, *own])
-    yield "  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; now: the layout as configured"
+    yield (
+        "  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n"
+        "  (vllm.gpu_memory_utilization, searched where the run sets none); now: the layout as configured"
+    )
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -155,7 +178,8 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     return (
         str(layout.tensor_parallel_size), str(layout.pipeline_parallel_size), str(layout.virtual_pipeline_size),
         str(layout.context_parallel_size), str(layout.data_parallel_size), mode, tokens,
-        f"{engines.count} x {engines.tensor_parallel_size}", peaks["training"], peaks["sampling"], *times,
+        f"{engines.count} x {engines.tensor_parallel_size}", f"{candidate.share:g}", peaks["training"],
+        peaks["sampling"], *times,
     )  # fmt: skip
 
 
@@ -189,23 +213,30 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
 
 
 def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:
-    from openrlhf_ext.tools.plan.search import FULL, binding
+    from openrlhf_ext.tools.plan.search import SHARE, SHARING, binding
 
-    memory = planner.clock.gpu.memory
-    lines = [f"nothing fits on {gpus} {planner.gpu_name}, in {FULL:.0%} of {memory / _GIB:.1f} GiB"]
-    if not found:
+    lines = [f"nothing fits on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"]
+    if found:
+        nearest, moment = found[0], found[0].fullest
+        lines.append(f"what binds: {binding(nearest)}; the nearest layout ({_degrees(nearest)}) needs:")
+        lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
+    else:
+        shared = planner.config.train.colocate_all
         lines.append(
             "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, or another number"
-        )
+            if shared or gpus > 1 else "policy and engines need a GPU each unless they share them (train.colocate_all)"
+        )  # fmt: skip
+    sharing = planner.sharing()
+    enough, enough_shared = planner.fewest_gpus(), sharing.fewest_gpus()
+    if enough:
+        lines.append(f"the fewest {planner.gpu_name} that would do: {enough}")
     else:
-        nearest, moment = found[0], found[0].fullest
-        lines.append(f"{binding(nearest, memory)}; the nearest layout ({_degrees(nearest)}) needs:")
-        lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
-    enough = planner.fewest_gpus(gpus)
-    lines.append(
-        f"the fewest {planner.gpu_name} that would do: {enough}" if enough else "more GPUs alone do not help: shorten "
-        "data.max_len, or use GPUs with more memory (--gpu)"
-    )  # fmt: skip
+        fixed = planner.config.vllm.gpu_memory_utilization is not None
+        share = f"leave {SHARE} out, so that plan chooses it, " if fixed else ""
+        lines.append(f"more GPUs alone do not help: {share}shorten data.max_len, or use GPUs with more memory (--gpu)")
+    if enough_shared and (enough is None or enough_shared < enough):
+        words = " ".join(f"--{name}" for name in SHARING)
+        lines.append(f"with policy and engines on the same GPUs ({words}): {enough_shared}")
     return "\n".join(lines)
 
 
@@ -213,7 +244,9 @@ def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.training.layout, candidate.policy.training.recompute
     return (
         f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
-        f"recompute {recompute.granularity}, engines of {candidate.engines.tensor_parallel_size}"
+        f"recompute {recompute.granularity}, {layout.world_size} ranks, {candidate.engines.count} engines of "
+        f"{candidate.engines.tensor_parallel_size}, "
+        f"vllm.gpu_memory_utilization {candidate.share:g}"
     )
 
 
@@ -259,7 +292,7 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
         "fitting": len(fitting),
         "disk": planner.disk(),
         "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
-        "configured": _candidate_json(planner.as_configured()),
+        "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip
 
 

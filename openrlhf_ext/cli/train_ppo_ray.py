@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
+from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import RedactingFormatter, redact
@@ -49,11 +50,11 @@ def start(argv: list[str]) -> int:
     config = load_config(argv, more_rules=preflight.findings)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
-    for warning in config.warnings:
-        logging.getLogger("openrlhf_ext").warning(warning)
-    if config.dry_run:
+    if config.dry_run:  # shows the warnings itself
         preflight.check_reward(config)
         return dry_run(config)
+    for warning in config.warnings:
+        logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
         preflight.check_reward(config)
         return dry_run_json(config)
@@ -68,31 +69,31 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
 
 
 def dry_run(config: RunConfig) -> int:
-    """Prints the resolved configuration, where every rank and engine goes, and the proof that the model fits there.
+    """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
 
     Returns:
-        0; 2 if the model cannot be laid out as configured.
+        0; 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this machine.
     """
-    print(format_config(config))
-    print(placement_table(config))
-    policy = config.actor.model_name_or_path or ""
-    if not os.path.isdir(policy):
-        print(redact(f"model: {policy} is not on this machine, so no rank of it was built"))
-        return 0
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
 
     apply()
-
     with without_collection():
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
+        from openrlhf_ext.tools.plan.verdict import verdict
 
     try:
-        print("\n".join(layout_proofs(config, policy)))
+        proofs = [*layout_proofs(config)]
     except (LayoutProofError, InputError) as error:
-        print(error, file=sys.stderr)
+        print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
-    return 0
+    found = verdict(config)
+    warned = [f"  - {warning}" for warning in config.warnings]
+    print("\n".join([found.text, *found.details, *(["warnings:", *warned] if warned else []), ""]))
+    print(placement_table(config))
+    print("\n".join(proofs))
+    print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{found.text}")
+    return 0 if found.starts else 2
 
 
 def dry_run_json(config: RunConfig) -> int:
@@ -106,22 +107,20 @@ def dry_run_json(config: RunConfig) -> int:
     return status
 
 
-def layout_proofs(config: RunConfig, policy: str) -> Iterator[str]:
+def layout_proofs(config: RunConfig) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.decoder import DTYPES
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
-    recipe = config.fp8.training_recipe
-    yield f"policy, {format_proof(prove_layout(policy, config.layout, dtype, distributed, fp8=recipe))}"
-    if not config.has_critic:
-        return
-    critic = config.critic.model_name_or_path or policy
-    if not os.path.isdir(critic):
-        yield f"critic: {redact(critic)} is not on this machine, so no rank of it was built\n"
-        return
-    proof = prove_layout(critic, config.critic_layout, dtype, distributed, config.ds.value_head_prefix)
-    yield f"critic, {format_proof(proof)}"
+    policy, recipe = config.actor.model_name_or_path or "", config.fp8.training_recipe
+    critic, head = config.critic.model_name_or_path or policy, config.ds.value_head_prefix
+    models = [("policy", policy, config.layout, None, recipe), ("critic", critic, config.critic_layout, head, None)]
+    for what, name, layout, value_head, recipe in models if config.has_critic else models[:1]:
+        if (folder := model_folder(name)) is None:
+            yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
+        else:
+            yield f"{what}, {format_proof(prove_layout(folder, layout, dtype, distributed, value_head, recipe))}"
 
 
 if __name__ == "__main__":

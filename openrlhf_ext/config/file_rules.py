@@ -44,11 +44,28 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 def file_violations(config: RunConfig) -> Iterator[Violation]:
     """All of them, but those about the models (``rules.model_violations``)."""
+    if not config.dry_run:  # whose verdict says it
+        yield from not_given(config)
     yield from _hidden_violations(config)
     yield from _reward_violations(config.reward.remote_url, config.train.agent_func_path)
     yield from _prompt_violations(config)
     yield from _output_violations(config)
     yield from _space_violations(config)
+
+
+def not_given(config: RunConfig) -> Iterator[Violation]:
+    """Prompts and a source of rewards are given: what a recipe leaves to its user."""
+    if config.data.prompt_dataset is None:
+        yield Violation(
+            ("data.prompt_dataset",),
+            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
+        )
+    if config.reward.remote_url is None and config.train.agent_func_path is None:
+        yield Violation(
+            ("reward.remote_url", "train.agent_func_path"),
+            "a source of rewards is required: set reward.remote_url (a .py file with reward_func, or http URLs) or "
+            "train.agent_func_path",
+        )
 
 
 def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
@@ -67,12 +84,7 @@ def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
 
 def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
     data = config.data
-    if data.prompt_dataset is None:
-        yield Violation(
-            ("data.prompt_dataset",),
-            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
-        )
-    else:
+    if data.prompt_dataset is not None:
         counts: list[int | None] = []
         yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data, counts)
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
@@ -136,14 +148,8 @@ def _prompt_count_violations(counts: Sequence[int | None], max_samples: int, pro
 
 
 def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterator[Violation]:
-    """There is exactly one source of rewards, and it is there."""
+    """There are no two sources of rewards, and the one that is given is there."""
     both = ("reward.remote_url", "train.agent_func_path")
-    if remote_url is None and agent_path is None:
-        yield Violation(
-            both,
-            "a source of rewards is required: set reward.remote_url (a .py file with reward_func, or http URLs) or "
-            "train.agent_func_path",
-        )
     if remote_url is not None and agent_path is not None:
         yield Violation(
             both,

@@ -115,6 +115,33 @@ _MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
+_KNOWN = Path(__file__).resolve().parents[2] / "configs/models"
+_PUBLISHERS = ("Qwen", "meta-llama")
+
+
+def model_folder(name: str) -> str | None:
+    """The folder whose ``config.json`` says what a model is: its own, or that of ``configs/models`` for a hub name.
+
+    ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen2.5-7B-Instruct`` are ``configs/models/qwen2.5-7b``. None if the name is a hub's
+    and there is no such folder, as where the package was installed without its checkout.
+    """
+    if not is_hub_name(name):
+        return name
+    publisher, _, model = name.partition("/")
+    folder = _KNOWN / model.lower().removesuffix("-instruct").removesuffix("-base")
+    return str(folder) if publisher in _PUBLISHERS and folder.is_dir() else None
+
+
+def unknown_model(name: str) -> str:
+    """Why nothing is known of a hub name, and what to do."""
+    known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir())) if _KNOWN.is_dir() else ""
+    where = f"configs/models of the checkout has {known}" if known else f"the package is installed without {_KNOWN}"
+    return (
+        f"{name} is a hub name whose config.json is not on this machine ({where}); give a folder that holds the "
+        "model's config.json, no weights are needed"
+    )
+
+
 def has_weights(folder: str) -> bool:
     """Whether a model folder holds weights; one of ``config.json`` alone is for a dry run."""
     return any(Path(folder).glob("*.safetensors"))

@@ -21,7 +21,14 @@ from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, 
 Rules = Callable[[RunConfig], Findings]
 
 
-def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True) -> RunConfig:
+def load_config(
+    argv: Sequence[str],
+    *,
+    more_rules: Rules | None = None,
+    files: bool = True,
+    defaults: Mapping[str, Any] | None = None,
+    chosen: Iterable[str] = (),
+) -> RunConfig:
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
@@ -34,6 +41,8 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
         more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
+        defaults: values of options that neither a file nor a word gives.
+        chosen: options that the caller gives other values, so that no rule about them is asked.
 
     Returns:
         The configuration, with ``warnings`` for settings that are allowed but deserve a look.
@@ -47,7 +56,7 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
         own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
         sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
         raise SystemExit(0)
-    settings: list[Setting] = []
+    settings = [found for name, value in (defaults or {}).items() for found in flattened(name, value, "default")]
     violations = list(line.violations)
     readable = True
     for path in line.config_files:
@@ -56,7 +65,7 @@ def load_config(argv: Sequence[str], *, more_rules: Rules | None = None, files: 
         violations += broken
         readable &= all(violation.options for violation in broken)
     rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
-    return _build([*settings, *line.settings], violations, rules if readable else [])
+    return _build([*settings, *line.settings], violations, rules if readable else [], chosen)
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
@@ -88,7 +97,9 @@ class _Draft:
         return {option for violation in self.violations for option in violation.options}
 
 
-def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules]) -> RunConfig:
+def _build(
+    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = ()
+) -> RunConfig:
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
     _collect(draft, settings)
@@ -101,7 +112,7 @@ def _build(settings: Sequence[Setting], violations: list[Violation], rules: Sequ
     draft.violations += _unsupported(config, draft.origins)
     config._sources = draft.origins
     findings = [check(config) for check in rules]
-    tainted = draft.tainted
+    tainted = draft.tainted | set(chosen)
     draft.violations += [v for found in findings for v in found.violations if tainted.isdisjoint(v.options)]
     if draft.violations:
         raise ConfigError(draft.violations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf_ext.config.file_rules import tokenizer_violations
-from openrlhf_ext.config.files import has_weights, is_hub_name, tokenizer_difference
+from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections import FP8, Megatron
 from openrlhf_ext.inputs import InputError
@@ -32,13 +32,14 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
 
 
 def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[Violation]]:
-    """What is known of the model named by an option, None where it is no local folder, and why it cannot be used."""
+    """What is known of the model named by an option, None where nothing is here, and why it cannot be used."""
     if path is None:
         return None, [Violation((option,), f"{option} is required: the folder of a Hugging Face checkpoint")]
-    if is_hub_name(path):
+    folder = model_folder(path)
+    if folder is None:
         return None, []
     try:
-        return read_model_shape(path), []
+        return read_model_shape(folder), []
     except InputError as error:
         return None, [Violation((option,), f"{option}: {error}")]
 

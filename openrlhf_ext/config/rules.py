@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from openrlhf_ext.config.file_rules import file_violations
-from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url
+from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
 from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED, Estimator
@@ -441,13 +441,13 @@ def _multiples(value: int, factor: int) -> str:
 def hub_names(config: RunConfig) -> Iterator[str]:
     """What is not here is not looked at."""
     path = config.actor.model_name_or_path
-    if path is not None and is_hub_name(path):
+    if path is not None and model_folder(path) is None:
         yield (
             f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it is "
             "downloaded"
         )
     model, _ = local_shape(_ACTOR, path)
-    if model is not None and not has_weights(path or ""):
+    if model is not None and not is_hub_name(path or "") and not has_weights(path or ""):
         yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
     for option in ("data.prompt_dataset", "eval.dataset"):
         for ref in dataset_refs(value_of(config, option) or ""):

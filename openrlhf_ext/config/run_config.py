@@ -95,7 +95,7 @@ class RunConfig(Section):
         why="only local folders and the Hugging Face hub are read",
         instead="download first and give the local paths",
     )
-    dry_run: bool = added(False, "print the resolved configuration and the placement of every rank, and stop")
+    dry_run: bool = added(False, "say whether the run would start, print memory, places and configuration, and stop")
     dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.openrlhf import DIFFERENCES
 from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
 from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
@@ -32,6 +33,7 @@ from openrlhf_ext.options import (
 from openrlhf_ext.redaction import redact
 
 _WIDTH = 110
+_ROWS_SHOWN, _ENGINES_SHOWN = 16, 2
 _USAGE = """\
 usage: python -m openrlhf_ext.cli.train_ppo_ray [--config FILE.yaml ...] [--section.name value ...]
 
@@ -266,13 +268,42 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
     if model is not None:
         yield from _model_lines(model, layout.tensor_parallel_size)
     yield from _fp8_lines(config, model)
-    rows = [["rank", "node", "gpu", "tp", "cp", "pp", "dp", "layers"]]
+    rows = [["ranks", "node", "gpus", "tp", "cp", "pp", "dp", "layers"]]
+    for ranks in _alike(layout, config.actor.num_gpus_per_node):
+        columns = zip(*(_place(layout, rank, config.actor.num_gpus_per_node) for rank in ranks), strict=True)
+        stage = layout.place(ranks[0]).stage
+        spans = [_span(column) for column in columns]
+        rows.append([*spans, _stage_layers(model, stage, layout.pipeline_parallel_size)])
+    yield from _aligned(rows[: _ROWS_SHOWN + 1])
+    if len(rows) > _ROWS_SHOWN + 1:
+        yield f"  ... and so on, up to rank {layout.world_size - 1}: ranks are numbered in the order {RANK_ORDER}"
+
+
+def _place(layout: ParallelLayout, rank: int, per_node: int) -> tuple[int, ...]:
+    """Rank, node, GPU, and its coordinates."""
+    place = layout.place(rank)
+    return (rank, *divmod(rank, per_node), place.tensor, place.context, place.stage, place.replica)
+
+
+def _alike(layout: ParallelLayout, per_node: int) -> Iterator[list[int]]:
+    """Ranks one after the other on a node that differ in one coordinate only."""
+    run: list[int] = []
     for rank in range(layout.world_size):
-        place, (node, gpu) = layout.place(rank), divmod(rank, config.actor.num_gpus_per_node)
-        layers = _stage_layers(model, place.stage, layout.pipeline_parallel_size)
-        at = (rank, node, gpu, place.tensor, place.context, place.stage, place.replica)
-        rows.append([*map(str, at), layers])
-    yield from _aligned(rows)
+        if run and not _goes_on(*(_place(layout, one, per_node)[1:] for one in (run[0], run[-1], rank))):
+            yield run
+            run = []
+        run.append(rank)
+    yield run
+
+
+def _goes_on(first: tuple[int, ...], last: tuple[int, ...], place: tuple[int, ...]) -> bool:
+    """Whether a place (node, GPU, coordinates) is the next on the node and on the line from first to last."""
+    before, now = ([axis for axis in range(2, len(to)) if to[axis] != first[axis]] for to in (last, place))
+    return place[0] == first[0] and len(now) == 1 and before in ([], now) and place[now[0]] == last[now[0]] + 1
+
+
+def _span(column: Sequence[int]) -> str:
+    return str(column[0]) if column[0] == column[-1] else f"{column[0]}-{column[-1]}"
 
 
 def _degrees(layout: ParallelLayout) -> str:
@@ -283,9 +314,10 @@ def _degrees(layout: ParallelLayout) -> str:
 
 
 def _local_model(config: RunConfig) -> ModelShape | None:
-    """Facts of the model when it is a local folder, None when it is still on the hub."""
+    """Facts of the model; None when nothing of it is here."""
     try:
-        return read_model_shape(config.actor.model_name_or_path or "")
+        folder = model_folder(config.actor.model_name_or_path or "")
+        return None if folder is None else read_model_shape(folder)
     except InputError:
         return None
 
@@ -340,11 +372,11 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
     shared = config.train.colocate_all
     where = "on the GPUs of these policy ranks" if shared else "on GPUs of their own, placed by Ray"
     yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, {where}"
-    rows = [["engine", "policy ranks" if shared else "tp ranks"]]
-    for engine in range(config.vllm.num_engines):
-        first = engine * size if shared else 0
-        rows.append([str(engine), " ".join(map(str, range(first, first + size)))])
-    yield from _aligned(rows)
+    if shared:
+        for engine in [*range(config.vllm.num_engines)][:_ENGINES_SHOWN]:
+            yield f"  engine {engine}: rank{'s' if size > 1 else ''} {_span([engine * size, (engine + 1) * size - 1])}"
+        if config.vllm.num_engines > _ENGINES_SHOWN:
+            yield f"  ... and so on, up to engine {config.vllm.num_engines - 1}"
     if config.has_guide:
         policy = config.rollout.n_samples_per_prompt - config.guide_samples
         yield (

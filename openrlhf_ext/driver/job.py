@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run
 from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, write_hf
@@ -420,7 +420,7 @@ def with_local_model(config: RunConfig) -> RunConfig:
     """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
 
     Raises:
-        ConfigError: a downloaded model does not fit the options.
+        ConfigError: a model cannot be downloaded, or does not fit the options.
     """
     given = config
     needed = {"actor": True, "critic": config.has_critic, "guide": config.has_guide}
@@ -428,19 +428,29 @@ def with_local_model(config: RunConfig) -> RunConfig:
         options = getattr(config, section)
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():
-            changed = options.model_copy(update={"model_name_or_path": _download(name)})
+            folder = _download(f"{section}.model_name_or_path", name)
+            changed = options.model_copy(update={"model_name_or_path": folder})
             config = config.model_copy(update={section: changed})
     if config is not given:
         preflight.check_downloaded(config)
     return config
 
 
-def _download(name: str) -> str:
+def _download(option: str, name: str) -> str:
     """The folder of a hub model's files."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     logger.info("downloading %s", name)
-    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        message = (
+            f"{option}: {name} is no folder on this machine, and it cannot be downloaded from the hub ({reason}); give "
+            "the folder of a checkpoint that holds the weights"
+        )
+        raise ConfigError([Violation((option,), message)]) from error
 
 
 @contextmanager

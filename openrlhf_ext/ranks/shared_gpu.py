@@ -5,15 +5,40 @@ vLLM takes its share of the whole device for itself, whatever others hold: what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 _GIB = 1 << 30
 RESERVE_BYTES = 3 * _GIB
-"""CUDA contexts of both processes, NCCL's buffers, fragments: never given up. An estimate, not measured on a GPU."""
+"""CUDA contexts of both processes, NCCL's buffers, fragments: never given up. An estimate, not measured on a GPU.
+
+They are outside of the engine's share: vLLM measures what is there after NCCL has started, and asks for its share of
+the whole device besides (vllm 0.29.0 v1/worker/gpu_worker.py:434-440)."""
 ASLEEP_BYTES = 2 * _GIB
 """What an engine keeps while it sleeps: its context, NCCL's buffers, CUDA graphs. An estimate too."""
+
+Parts = Mapping[str, int]
+"""What is on a GPU, in bytes, by part."""
+
+
+def shared_parts(
+    engine: Parts, states: Parts, staging: int, *, policy_sleeps: bool, engine_sleeps: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a shared GPU holds while the engine samples, and while the policy is trained, activations apart.
+
+    The sum that a run checks at its start, and that ``plan`` and ``--dry_run`` make beforehand.
+
+    Args:
+        engine: what the engine holds while it is awake.
+        states: parameters, gradients and optimizer states of the rank, FP8 copies of weights.
+        staging: buffers from which weights are sent.
+        policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
+    """
+    both = {"buffers of the weight sync": staging, "CUDA contexts and NCCL (estimate)": RESERVE_BYTES}
+    resident = {"the engine asleep (estimate)": ASLEEP_BYTES} if engine_sleeps else engine
+    return {**engine, **({} if policy_sleeps else states), **both}, {**states, **resident, **both}
 
 
 class SharedGpuTooSmall(RuntimeError):
@@ -41,16 +66,13 @@ class SharedGpu:
 
     def check(self) -> None:
         """Raises SharedGpuTooSmall when sampling or training cannot fit, activations apart."""
-        awake = int(self.engine * self.device)
-        both = {"buffers of the weight sync": self.staging, "CUDA contexts and NCCL (estimate)": RESERVE_BYTES}
-        sampling = {f"the engine ({self.engine:g} of the device)": awake, **both}
-        training = {"parameters, gradients and optimizer states": self.states, **both}
-        if not (self.policy_sleeps and self.engine_sleeps):
-            sampling["parameters, gradients and optimizer states"] = self.states
-        if not self.engine_sleeps:
-            training[f"the engine ({self.engine:g} of the device)"] = awake
-        else:
-            training["the engine asleep (estimate)"] = ASLEEP_BYTES
+        sampling, training = shared_parts(
+            {f"the engine ({self.engine:g} of the device)": int(self.engine * self.device)},
+            {"parameters, gradients and optimizer states": self.states},
+            self.staging,
+            policy_sleeps=self.policy_sleeps,
+            engine_sleeps=self.engine_sleeps,
+        )
         for doing, parts in (("sampling", sampling), ("training, without activations", training)):
             if sum(parts.values()) > self.device:
                 raise SharedGpuTooSmall(self._message(doing, parts))

@@ -15,6 +15,7 @@ from openrlhf_ext.cli import plan
 from openrlhf_ext.cli.train_ppo_ray import dry_run
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.tools.plan.search import SHARES
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = sorted((ROOT / "configs/layouts").glob("*.yaml"))
@@ -55,6 +56,25 @@ def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):
     chosen = config.layout
     assert chosen.tensor_parallel_size == best["options"]["megatron.tensor_parallel_size"]
     assert config.world_size + config.engine_workers == 8
+
+
+@pytest.mark.parametrize("words", [(), ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")])
+def test_a_model_and_a_number_of_gpus_are_enough(tmp_path, capsys, words):
+    """The engines' share and the group size are plan's where the run sets none; the file is one that a run takes."""
+    layout, model = tmp_path / "layout.yaml", ["--actor.model_name_or_path", "Qwen/Qwen2.5-7B"]
+    assert plan.main([*model, "--gpus", "8", "--write", str(layout), *words]) == 0
+    assert "rollout.n_samples_per_prompt is not set, and the run needs it" in capsys.readouterr().out
+    config = load_config([*model, "--rollout.n_samples_per_prompt", "8", "--config", str(layout)], files=False)
+    assert config.vllm.gpu_memory_utilization in SHARES and config.train.colocate_all == bool(words)
+    assert plan.main([*model, "--gpus", "8", "--rollout.n_samples_per_prompt", "1"]) == 2
+    assert "must be at least 2" in capsys.readouterr().err
+
+
+def test_a_share_that_leaves_no_room_is_named(capsys):
+    assert plan.main([*QWEN25_7B, "--gpus", "8", "--vllm.gpu_memory_utilization", "0.98"]) == 2
+    error = capsys.readouterr().err
+    assert "what binds: the engines' share of a GPU (vllm.gpu_memory_utilization 0.98)" in error
+    assert "leave vllm.gpu_memory_utilization out" in error
 
 
 def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):

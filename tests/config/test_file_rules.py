@@ -33,9 +33,16 @@ def test_a_missing_local_folder_is_not_taken_for_a_hub_name(run_dir: Path, probl
 
 
 def test_a_hub_name_skips_the_rules_about_the_model_with_a_warning(load):
-    config = load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B", "--data.max_len", "4096")
-    assert config.actor.model_name_or_path == "Qwen/Qwen2.5-7B"
+    config = load("--actor.model_name_or_path", "org/name", "--data.max_len", "4096")
+    assert config.actor.model_name_or_path == "org/name"
     assert len(config.warnings) == 1 and "hub name" in config.warnings[0]
+
+
+def test_a_hub_name_whose_config_is_in_the_checkout_meets_the_rules_at_once(load, problems):
+    assert load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B").warnings == ()
+    words = ("--megatron.tensor_parallel_size", "8", "--actor.num_gpus_per_node", "8")
+    (message,) = problems("--actor.model_name_or_path", "Qwen/Qwen2.5-7B", *words)
+    assert message.startswith("megatron.tensor_parallel_size must divide the model's attention heads: got 8")
 
 
 @pytest.mark.parametrize(

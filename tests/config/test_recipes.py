@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from openrlhf_ext.cli.train_ppo_ray import dry_run
+from openrlhf_ext.cli import plan, train_ppo_ray
 from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.options import value_of
@@ -48,7 +48,38 @@ def test_recipes_hold_once_model_data_and_reward_are_given(load_recipe, recipe: 
     found = preflight.findings(config)
     assert [v.message for v in found.violations if v.options != ("actor.model_name_or_path",)] == []  # no weights here
     assert found.warnings == ()
-    assert dry_run(config) == 0, "every rank of the layout can be built"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: Path, capsys):
+    """Its model's shape is that of configs/models; only the toy policy is made first."""
+    (run_dir / "model/model.safetensors").unlink()
+    toy = ["--actor.model_name_or_path", "model"] if recipe.stem == "smoke_cpu" else []
+    if "\neval." in recipe.read_text():
+        toy += ["--eval.dataset", "train.jsonl"]
+    assert train_ppo_ray.main(["--config", str(recipe), *toy, "--dry_run"]) == 0, "every rank can be built"
+    first, *others = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("would start, once data.prompt_dataset and reward.remote_url are given") and "fit" not in first
+    )
+    assert others[-1] == first, "the verdict stands at the end too"
+    screen = others[: others.index("the configuration as it was resolved:")]
+    assert any(line.startswith("memory of the fullest GPU") for line in screen[:3]) and len(screen) <= 50
+    assert plan.main(["--config", str(recipe), *toy]) == 0
+
+
+def test_a_dry_run_says_what_does_not_fit(capsys):
+    recipe = ["--config", str(RECIPES[0].parent / "qwen2.5_7b_gtpo_entropy.yaml"), "--dry_run"]
+    assert (
+        train_ppo_ray.main([*recipe, "--train.max_tokens_per_gpu", "200000", "--rollout.max_tokens_per_gpu", "200000"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert re.match(
+        r"would start, once .*, but it does not fit on an H100 .*: memory while training: [\d.]+ GiB are missing, "
+        r"and activations is the largest part; python -m openrlhf_ext.cli.plan finds what does\n",
+        out,
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -395,7 +395,7 @@ def test_an_engine_that_hangs_is_found_before_its_batch_is_given_up(load):
 def test_the_placement_shows_which_ranks_share_gpus_with_which_engine(load):
     table = placement_table(load(*COLOCATED, *TWO_ENGINES))
     assert "2 vLLM engines x tp 1, bf16, on the GPUs of these policy ranks\n" in table
-    assert "  engine  policy ranks\n       0             0\n       1             1\n" in table
+    assert "  engine 0: rank 0\n  engine 1: rank 1\n" in table
     assert "GPUs of their own, placed by Ray" in placement_table(load())
 
 

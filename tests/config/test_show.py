@@ -51,10 +51,11 @@ def test_the_table_places_every_rank_and_engine(load):
     assert "policy: 8 ranks = tp 2 x cp 1 x pp 2 x dp 2 (order tp-cp-ep-pp-dp), bf16" in text
     assert "vocabulary 101, padded to 102 (51 per tensor-parallel rank)" in text
     rows = [line.split() for line in text.splitlines()]
-    ranks = [row for row in rows if len(row) == 8 and all(cell.isdigit() for cell in row[:7])]
-    assert [row[0] for row in ranks] == [str(rank) for rank in range(8)]
-    assert ranks[6] == ["6", "1", "2", "0", "0", "1", "1", "2-3"]
-    assert ["1", "0", "1"] in rows  # engine 1, its two tensor-parallel ranks
+    ranks = [row for row in rows if len(row) == 8 and "-" in row[0]]
+    assert [row[0] for row in ranks] == ["0-1", "2-3", "4-5", "6-7"], "those of a node on one line"
+    assert ranks[3] == ["6-7", "1", "2-3", "0-1", "0", "1", "1", "2-3"]
+    wide = placement_table(load("--actor.num_nodes", "20", "--actor.num_gpus_per_node", "8"))
+    assert "120-127    15   0-7   0   0   0  120-127     0-3\n  ... and so on, up to rank 159" in wide
     assert "16 prompts x 4 responses = 64 samples" in text
     assert "2 optimizer steps of 32 samples, dealt to 2 data-parallel ranks by length" in text
     assert "micro-batches of at most 1 samples, 16 or more on a rank" in text
@@ -67,6 +68,8 @@ def test_the_table_counts_no_micro_batches_that_depend_on_lengths(load):
     assert "micro-batches of at most 512 tokens on a rank" in packed
 
 
-def test_a_model_on_the_hub_has_no_layers_yet(load):
-    text = placement_table(load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B"))
+def test_a_model_on_the_hub_has_layers_where_its_config_is_in_the_checkout(load):
+    text = placement_table(load("--actor.model_name_or_path", "org/name"))
     assert "?" in text and "vocabulary" not in text
+    text = placement_table(load("--actor.model_name_or_path", "Qwen/Qwen2.5-7B-Instruct"))
+    assert "28 layers, 28 heads" in text and "0-27" in text

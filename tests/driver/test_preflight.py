@@ -239,7 +239,7 @@ def test_a_critics_checkpoint_may_hold_a_value_head_and_a_policys_may_not(tmp_pa
 
 
 def test_a_downloaded_model_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
-    monkeypatch.setattr(job, "_download", lambda name: str(task.folder / "policy"))
+    monkeypatch.setattr(job, "_download", lambda option, name: str(task.folder / "policy"))
     hub = ["--actor.model_name_or_path", "org/name"]
     fits = load(task, *hub)
     assert job.with_local_model(fits).actor.model_name_or_path == str(task.folder / "policy")
@@ -251,9 +251,17 @@ def test_a_downloaded_model_meets_the_rules_that_a_hub_name_passed_by(task, monk
     assert "data.max_len must not exceed" in str(error.value)
     shutil.copytree(task.folder / "policy", tmp_path / "hollow")
     save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "hollow/model.safetensors")
-    monkeypatch.setattr(job, "_download", lambda name: str(tmp_path / "hollow"))
+    monkeypatch.setattr(job, "_download", lambda option, name: str(tmp_path / "hollow"))
     with pytest.raises(ConfigError, match="missing from the checkpoint"):
         job.with_local_model(fits)
+
+
+def test_a_model_that_cannot_be_downloaded_is_named_with_its_option_before_ray_starts(task, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
+    with pytest.raises(ConfigError, match="actor.model_name_or_path: org/name is no folder on this machine") as error:
+        job.run(load(task, "--actor.model_name_or_path", "org/name"), Guard())
+    assert "give the folder of a checkpoint that holds the weights" in str(error.value)
 
 
 def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypatch):
@@ -287,7 +295,7 @@ def test_a_guide_without_ranks_of_its_own_has_the_policys_architecture(task, tmp
 
 def test_a_downloaded_guide_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
     make_tiny_policy(tmp_path / "guide", seed=1)
-    monkeypatch.setattr(job, "_download", lambda name: str(tmp_path / "guide"))
+    monkeypatch.setattr(job, "_download", lambda option, name: str(tmp_path / "guide"))
     config = load(task, *GUIDED, "org/guide")
     assert job.with_local_model(config).guide.model_name_or_path == str(tmp_path / "guide")
     (tmp_path / "guide/tokenizer.json").write_text('{"model": {"vocab": {}}}')

@@ -27,7 +27,7 @@ def test_the_recipe_fits() -> None:
         ({"engine": 0.96}, "sampling: they need 80.8 of 80.0 GiB", "--weight_sync.bucket_mib, or lay the policy out"),
         ({"policy_sleeps": False}, "sampling: they need 85.2", "add --ds.enable_sleep, or lay"),
         ({"engine_sleeps": False, "policy_sleeps": False}, "sampling: they", "add --ds.enable_sleep and --vllm.enable"),
-        ({"engine_sleeps": False, "engine": 0.75}, "sampling: they need 81.2", "add --vllm.enable_sleep, or"),
+        ({"engine_sleeps": False, "engine": 0.75}, "activations: they need 81.2", "add --vllm.enable_sleep, or"),
         ({"states": 75 * GIB}, "training, without activations: they need 81.0", "lay the policy out over more ranks"),
         ({"staging": 14 * GIB}, "sampling: they need 81.0", "Lower --vllm.gpu_memory_utilization"),
     ],

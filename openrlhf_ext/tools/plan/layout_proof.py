@@ -10,11 +10,13 @@ Ranks that differ only in their data- or context-parallel coordinate hold the sa
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -237,11 +239,14 @@ def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) 
 
 
 def format_proof(proof: LayoutProof) -> str:
-    """One row for every distinct rank, and what was proved."""
+    """One row for all ranks that hold as much of the same layers, and what was proved."""
     heaviest = max(proof.shares, key=lambda share: share.state_bytes)
     copies = any(share.fp8_bytes for share in proof.shares)
     header = (*_SHARE, *_MEMORY, *(["FP8 copies"] if copies else []), "GiB together", "ranks")
-    rows = [header, *(_row(share, copies) for share in proof.shares)]
+    alike: dict[tuple[Any, ...], list[RankShare]] = defaultdict(list)
+    for share in proof.shares:
+        alike[dataclasses.astuple(dataclasses.replace(share, ranks=(), tensor=0))].append(share)
+    rows = [header, *(_row(shares, copies) for shares in alike.values())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     table = ["  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     what = "weights, fp32 gradients, optimizer" + (", FP8 copies of weights" if copies else "")
@@ -249,11 +254,14 @@ def format_proof(proof: LayoutProof) -> str:
     return "\n".join([title, *table, *_conclusions(proof, heaviest)]) + "\n"
 
 
-def _row(share: RankShare, copies: bool) -> tuple[str, ...]:
+def _row(shares: Sequence[RankShare], copies: bool) -> tuple[str, ...]:
+    share = shares[0]
+    tensor = str(share.tensor) if len(shares) == 1 else f"{share.tensor}-{shares[-1].tensor}"
+    ranks = tuple(sorted(rank for one in shares for rank in one.ranks))
     own = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, *((share.fp8_bytes,) if copies else ()))
     layers = " ".join(f"{layers[0]}-{layers[-1]}" for layers in share.layers)
     memory = [f"{size / _GIB:.3f}" for size in (*own, share.state_bytes)]
-    return str(share.tensor), str(share.pipeline), layers, f"{share.parameters:,}", *memory, _ranks(share.ranks)
+    return tensor, str(share.pipeline), layers, f"{share.parameters:,}", *memory, _ranks(ranks)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -264,7 +272,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _conclusions(proof: LayoutProof, heaviest: RankShare) -> list[str]:
     return [
         f"built {len(proof.shares)} of {proof.layout.world_size} ranks on the meta device in {proof.seconds:.1f} s; "
-        "those of one row differ in their data- or context-parallel coordinate only and hold the same",
+        "those that differ in their data- or context-parallel coordinate only hold the same",
         f"{proof.hf_tensors} HF tensors, {proof.hf_parameters:,} parameters: names and shapes are those of "
         "transformers' model, every entry has exactly one place, every parameter of every rank is filled exactly once",
         f"the heaviest rank is {heaviest.ranks[0]}: {heaviest.state_bytes / _GIB:.2f} GiB before activations",

@@ -58,7 +58,18 @@ class States:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.gradients + self.optimizer + self.fp8_copies
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, without those that are not there."""
+        parts = {
+            "weights": self.weights,
+            "gradients (fp32)": self.gradients,
+            "optimizer": self.optimizer,
+            "FP8 copies of weights": self.fp8_copies,
+        }
+        return {name: size for name, size in parts.items() if size}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.settings import Recompute
-from openrlhf_ext.ranks.shared_gpu import ASLEEP_BYTES, RESERVE_BYTES
+from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 from openrlhf_ext.tools.plan.memory import Pass, StateOptions, States, activations, rank_states
 from openrlhf_ext.tools.plan.seconds import Training, Workload
 
@@ -110,51 +110,66 @@ def param_bytes(megatron: Megatron) -> int:
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The models that are trained, with what the fullest ranks of each hold: states, and what training adds to them."""
+
+    policy: TrainedModel
+    critic: TrainedModel | None
+    policy_parts: tuple[Parts, Parts]
+    critic_parts: tuple[Parts, Parts] | None
+
+
+def trained(config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None) -> Trained:
+    """What the ranks of policy and critic hold."""
+    return Trained(
+        policy, critic, _heaviest(config, work, policy), None if critic is None else _heaviest(config, work, critic)
+    )
+
+
 def moments(
-    config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None, engine: Mapping[str, int]
+    config: RunConfig, engine: Parts, policy: tuple[Parts, Parts], critic: tuple[Parts, Parts] | None = None
 ) -> tuple[Moment, ...]:
-    """The fullest GPU at each time; a critic may be on GPUs of its own.
+    """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
 
     Args:
         engine: what an engine worker that is awake holds, by part.
+        policy, critic: states, and what training adds to them, of the fullest ranks.
     """
-    shared, engines_sleep, models_sleep = config.train.colocate_all, config.vllm.enable_sleep, config.ds.enable_sleep
-    contexts = {_CONTEXTS: RESERVE_BYTES}
-    common = contexts | {"buckets of the weight sync": 2 * config.weight_sync.bucket_mib << 20}
-    resident = {}
-    if shared:
-        resident = {"the engine asleep (estimate)": ASLEEP_BYTES} if engines_sleep else dict(engine)
-    policy_awake, critic_awake = {}, {}
-    if shared and not models_sleep:
-        policy_awake = {"states of the policy, awake": policy.fullest.total}
-        critic_awake = {"states of the critic, awake": critic.fullest.total} if critic is not None else {}
-    training = _heaviest(config, work, policy) | resident | critic_awake | common
-    found = (Moment("sampling", {**engine, **policy_awake, **critic_awake, **common}), Moment("training", training))
-    if critic is None:
-        return found
-    training = _heaviest(config, work, critic) | resident | policy_awake | (common if shared else contexts)
-    return (*found, Moment("training the critic", training))
+    staging = 2 * config.weight_sync.bucket_mib << 20
+    (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
+    if not config.train.colocate_all:
+        buffers = {"buffers of the weight sync": staging}
+        sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
+        found = [Moment("sampling", sampling)]
+        found.append(Moment("training", {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}))
+        if critic is not None:
+            found.append(Moment("training the critic", {**critic_states, **critic_working, _CONTEXTS: RESERVE_BYTES}))
+        return tuple(found)
+    asleep, engine_sleeps = config.ds.enable_sleep, config.vllm.enable_sleep
+    awake = {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
+    sampling, training = shared_parts(engine, states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
+    found = [Moment("sampling", {**sampling, **awake}), Moment("training", {**training, **working, **awake})]
+    if critic is not None:
+        _, training = shared_parts(engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
+        awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
+        found.append(Moment("training the critic", {**training, **critic_working, **awake}))
+    return tuple(found)
 
 
-def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> dict[str, int]:
-    """What the fullest ranks of a model hold in its training."""
+def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[Parts, Parts]:
+    """What the fullest ranks of a model hold in its training: states, and the rest."""
     stages = [_stage(config, work, model, stage) for stage in range(len(model.states))]
-    return max(stages, key=lambda parts: sum(parts.values()))
+    return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
 
-def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -> dict[str, int]:
+def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -> tuple[Parts, Parts]:
     kept, states = activation_bytes(config, work, model, stage, model.training.recompute), model.states[stage]
-    parts = {
-        "weights": states.weights,
-        "gradients (fp32)": states.gradients,
-        "optimizer": states.optimizer,
-        "FP8 copies of weights": states.fp8_copies,
-        "activations": kept,
-        "fragments (estimate)": int(_FRAGMENTS * kept),
-    }
+    working = {"activations": kept, "fragments (estimate)": int(_FRAGMENTS * kept)}
     if stage == len(model.states) - 1 and model.shape.value_head is None:
-        parts["head: workspace, hidden states and their gradient"] = _head(config, work, model)
-    return {name: size for name, size in parts.items() if size}
+        name = "logits" if config.megatron.head == "naive" else "head: workspace, hidden states and their gradient"
+        working[name] = _head(config, work, model)
+    return states.parts, working
 
 
 def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, stage: int, recompute: Recompute) -> int:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from openrlhf_ext.config import RunConfig, Violation
+from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -23,13 +24,16 @@ from openrlhf_ext.megatron.settings import Recompute
 from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
 from openrlhf_ext.tools.plan.moments import (
     Moment,
+    Trained,
     TrainedModel,
     activation_bytes,
     checkpoints,
     critic_in,
     host_memory,
     moments,
+    param_bytes,
     policy_in,
+    trained,
 )
 from openrlhf_ext.tools.plan.seconds import (
     GPUS,
@@ -50,11 +54,23 @@ _RECOMPUTES: tuple[dict[str, Any], ...] = (
     {"megatron.recompute": "selective", "megatron.recompute_modules": ("mlp",)},
     {"megatron.recompute": "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
 )
-_MOST_GPUS = 4096
+_MOST_GPUS, _FEW_NODES = 4096, 8
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
-FULL = 0.95
-"""Share of a GPU that a layout may take: fragments, contexts and NCCL's buffers are estimates."""
+TIGHT = 0.95
+"""A layout that takes a larger share of a GPU comes after all others that fit: parts of the sum are estimates."""
+SHARE = "vllm.gpu_memory_utilization"
+SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""Of a GPU for its engine, tried where the run sets none."""
+KV_CACHE = "engine: KV cache"
+CHOSEN = (
+    "megatron.tensor_parallel_size", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
+    "megatron.virtual_pipeline_size", "megatron.sequence_parallel_enable", "vllm.num_engines",
+    "vllm.tensor_parallel_size",
+)  # fmt: skip
+"""Options of the run that a layout replaces."""
+SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sleep": True}
+"""What policy and engines on the same GPUs take."""
 
 Options = Mapping[str, Any]
 
@@ -71,9 +87,12 @@ class Candidate:
         options: of the layout, by their names.
         moments: the fullest GPU while engines sample and while the policy is trained, and while a critic is; other
             GPUs each time unless all are colocated.
-        seconds: of a step; None where the layout does not fit.
         host: bytes of a node's memory, by part.
+        share: of a GPU for its engine (``vllm.gpu_memory_utilization``).
         concurrency: requests that an engine works on at a time; 0 if its cache does not hold the longest sequence.
+        memory: bytes of a GPU.
+        short: bytes that a GPU or an engine's share lacks; 0 where the layout fits.
+        seconds: of a step; None where the layout does not fit.
     """
 
     options: Options
@@ -81,13 +100,21 @@ class Candidate:
     engines: Engines
     moments: tuple[Moment, ...]
     host: Mapping[str, int]
+    share: float
     concurrency: int
+    memory: int
+    short: int
     seconds: Seconds | None
 
     @property
     def fullest(self) -> Moment:
         """Where memory is tightest."""
         return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, with so little left that the estimates in the sum decide."""
+        return self.fullest.total > TIGHT * self.memory
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,7 @@ class Planner:
         config: of the run; the layout in it is replaced.
         response_tokens, prompt_tokens: mean lengths; None for 0.6 of the longest response, and for what is left of
             ``data.max_len`` beside it, at most 512.
+        device_memory: bytes of the GPU that is there; None for those of the data sheet.
     """
 
     config: RunConfig
@@ -105,6 +133,7 @@ class Planner:
     response_tokens: int | None = None
     prompt_tokens: int | None = None
     assumed: Assumptions = Assumptions()
+    device_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
@@ -126,14 +155,13 @@ class Planner:
         Raises:
             PlanError: the model is a hub name, of which nothing is known here.
         """
-        path = self.config.actor.model_name_or_path or ""
-        try:
-            return read_model_shape(path)
-        except ValueError as error:
-            raise PlanError(
-                f"{_ACTOR}: {error}; a plan needs config.json alone: give a folder that has it, such as those of "
-                "configs/models"
-            ) from error
+        return read_model_shape(self._folder(self.config.actor.model_name_or_path or ""))
+
+    @staticmethod
+    def _folder(name: str) -> str:
+        if (folder := model_folder(name)) is None:
+            raise PlanError(f"{_ACTOR}: {unknown_model(name)}")
+        return folder
 
     @cached_property
     def parameters(self) -> int:
@@ -159,22 +187,27 @@ class Planner:
     @cached_property
     def clock(self) -> Clock:
         """Seconds of this run's phases."""
-        return Clock(GPUS[self.gpu_name], self.shape, self.parameters, self.work, self.assumed)
+        gpu = GPUS[self.gpu_name]
+        gpu = dataclasses.replace(gpu, memory=self.device_memory or gpu.memory)
+        return Clock(gpu, self.shape, self.parameters, self.work, self.assumed)
 
     # ---- what there is --------------------------------------------------------------------------------------------
 
     def candidates(self, gpus: int) -> list[Candidate]:
         """All layouts of the run on so many GPUs that the rules allow; those that fit come first, the fastest ahead."""
-        found = []
+        return sorted(self._allowed(gpus), key=_order)
+
+    def _allowed(self, gpus: int, *, if_states_fit: bool = False) -> Iterator[Candidate]:
         for ranks, engine_gpus in self._divisions(gpus):
             nodes = self._nodes(ranks)
             engines = [*self._engine_options(engine_gpus)] if nodes else []
-            trainings = [*self._trainings(nodes, engines[0])] if nodes and engines else []
-            # what one side's rules say does not depend on the other's degrees, beyond the number of GPUs
-            allowed = [one for one in engines if trainings and not self._broken(with_options(trainings[0][1], one))]
-            for (options, config), one in itertools.product(trainings, allowed):
-                found.append(self._candidate({**options, **one}, with_options(config, one)))
-        return sorted(found, key=_order)
+            allowed = None
+            for options, config in self._trainings(nodes, engines[0], if_states_fit) if nodes and engines else ():
+                if allowed is None:  # what one side's rules say does not depend on the other's degrees
+                    allowed = [one for one in engines if not self._broken(with_options(config, one))]
+                models = self._trained(config)
+                for one in allowed:
+                    yield self._with_best_share({**options, **one}, with_options(config, one), models)
 
     def as_configured(self) -> Candidate:
         """The layout that the configuration has."""
@@ -184,7 +217,12 @@ class Planner:
             "vllm.num_engines", "vllm.tensor_parallel_size",
         ]  # fmt: skip
         options = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in shown}
-        return self._candidate(options, config)
+        return self._candidate(options, config, self._trained(config))
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the configuration's own layout keeps the rules."""
+        return not self._broken(self.config)
 
     @property
     def critic_takes_turns(self) -> bool:
@@ -206,32 +244,53 @@ class Planner:
             best.setdefault(candidate.policy.training.layout, candidate)
         return list(best.values())
 
-    def fewest_gpus(self, above: int) -> int | None:
-        """The fewest GPUs, more than ``above``, on which a layout fits: parts of a node by halves, then whole nodes.
+    def fewest_gpus(self) -> int | None:
+        """The smallest number of GPUs on which a layout fits: of one node, then whole nodes.
 
-        None if none does on up to 4,096.
+        None if none does on up to 4,096. Above eight nodes, more GPUs are taken to do where fewer do.
         """
         per_node = self.config.actor.num_gpus_per_node
-        failed, tried = above, _double(above, per_node)
-        while tried <= _MOST_GPUS and not self._fits(tried):
-            failed, tried = tried, _double(tried, per_node)
-        if tried > _MOST_GPUS:
+        if not any(self._engine_fits(tp) for tp in _DEGREES):
             return None
-        between = range(failed // per_node * per_node + per_node, tried, per_node) if tried > per_node else ()
-        return next((gpus for gpus in between if self._fits(gpus)), tried)
+        few = [*range(1, per_node), *(per_node * nodes for nodes in range(1, _FEW_NODES + 1))]
+        if (found := next(filter(self.fits, few), None)) is not None:
+            return found
+        failed = few[-1]
+        while failed <= _MOST_GPUS // 2 and not self.fits(2 * failed):
+            failed *= 2
+        if failed > _MOST_GPUS // 2:
+            return None
+        return next(filter(self.fits, range(failed + per_node, 2 * failed + 1, per_node)))
 
-    def _fits(self, gpus: int) -> bool:
-        return any(candidate.seconds for candidate in self.candidates(gpus))
+    def fits(self, gpus: int) -> bool:
+        """Whether a layout fits on so many GPUs."""
+        return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
+
+    def _engine_fits(self, tp: int) -> bool:
+        """Whether an engine of so many GPUs fits on them without a policy, with one of the longest sequences."""
+        given = self.config.vllm.gpu_memory_utilization
+        for share in SHARES if given is None else (given,):
+            config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
+            engines = self._engines(config)
+            sampling, *_ = moments(config, self._engine_parts(engines), ({}, {}))
+            if self.clock.concurrency(engines) and sampling.total <= self.clock.gpu.memory:
+                return True
+        return False
+
+    def sharing(self) -> Planner:
+        """The same run with policy and engines on the same GPUs."""
+        return dataclasses.replace(self, config=with_options(self.config, SHARING))
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
-        """(ranks of the policy, GPUs of the engines)."""
+        """(ranks of the policy, GPUs of the engines): all; or quarters, and whole nodes next to quarters and thirds."""
         if self.config.train.colocate_all:
             yield gpus, gpus
             return
-        left = gpus - self.config.critic_ranks
-        for quarters in (1, 2, 3):
-            if (ranks := left * quarters // 4) and left > ranks:
-                yield ranks, left - ranks
+        left, per_node = gpus - self.config.critic_ranks, self.config.actor.num_gpus_per_node
+        parts = [left * quarters // 4 for quarters in (1, 2, 3)]
+        if left > per_node:
+            parts += [max(1, round(part * left / per_node)) * per_node for part in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)]
+        yield from ((ranks, left - ranks) for ranks in dict.fromkeys(parts) if 0 < ranks < left)
 
     def _nodes(self, ranks: int) -> dict[str, int] | None:
         """Nodes of as many GPUs as the configuration's; fewer than one are one small one; None if some are left."""
@@ -240,11 +299,13 @@ class Planner:
             return None
         return {"actor.num_nodes": ranks // per_node, "actor.num_gpus_per_node": per_node}
 
-    def _trainings(self, nodes: dict[str, int], engines: dict[str, int]) -> Iterator[tuple[dict[str, Any], RunConfig]]:
+    def _trainings(
+        self, nodes: dict[str, int], engines: dict[str, int], if_states_fit: bool
+    ) -> Iterator[tuple[dict[str, Any], RunConfig]]:
         ranks, per_node = nodes["actor.num_nodes"] * nodes["actor.num_gpus_per_node"], nodes["actor.num_gpus_per_node"]
         stages = [n for n in range(1, _MOST_STAGES + 1) if self.shape.num_layers % n == 0]
         for tp, pp, cp in itertools.product(_DEGREES, stages, _DEGREES):
-            if tp > per_node or ranks % (tp * pp * cp):
+            if tp > per_node or ranks % (tp * pp * cp) or (if_states_fit and not self._states_fit(tp, pp, ranks)):
                 continue
             for vp, recompute, budget in itertools.product(_CHUNKS if pp > 1 else (1,), _RECOMPUTES, self._budgets(cp)):
                 options = nodes | {
@@ -259,6 +320,13 @@ class Planner:
                 config = with_options(self.config, {**options, **engines})
                 if not self._broken(config):
                     yield options, config
+
+    def _states_fit(self, tp: int, pp: int, ranks: int) -> bool:
+        """Whether the states alone could fit: a bound that is quick to tell and refuses nothing that fits."""
+        mean = self.parameters // (tp * pp)  # the fullest rank holds at least as many
+        shards = ranks // (tp * pp) if self.config.megatron.distributed_optimizer_enable else 1
+        size = param_bytes(self.config.megatron)
+        return mean * (size + 4) + mean * (12 if size == 2 else 8) // shards <= self.clock.gpu.memory
 
     def _budgets(self, cp: int) -> Iterator[dict[str, int]]:
         """Token budgets: room for the longest sequence, for twice as much, and what the configuration says."""
@@ -282,19 +350,36 @@ class Planner:
 
     # ---- one layout -----------------------------------------------------------------------------------------------
 
-    def _candidate(self, options: Options, config: RunConfig) -> Candidate:
-        policy, engines = policy_in(config, self.shape), self._engines(config)
+    def _trained(self, config: RunConfig) -> Trained:
         critic = critic_in(config, self._value_shape) if config.has_critic else None
-        found = moments(config, self.work, policy, critic, self._engine_parts(engines))
+        return trained(config, self.work, policy_in(config, self.shape), critic)
+
+    def _with_best_share(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
+        """The layout with the engines' share that the run sets, or else with the best one: the first in the order."""
+        if config.vllm.gpu_memory_utilization is not None:
+            return self._candidate(options, config, models)
+        tried = (with_options(config, {SHARE: share}) for share in SHARES)
+        return min(
+            (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried), key=_order
+        )
+
+    def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
+        engines, memory = self._engines(config), self.clock.gpu.memory
+        found = moments(config, self._engine_parts(engines), models.policy_parts, models.critic_parts)
         concurrency = self.clock.concurrency(engines)
-        fits = concurrency > 0 and all(moment.total <= FULL * self.clock.gpu.memory for moment in found)
-        seconds = self._seconds(config, policy, critic, engines) if fits else None
-        return Candidate(options, policy, engines, found, host_memory(config, policy), concurrency, seconds)
+        needed = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
+        needed += self._engine_room + self.clock.longest_bytes(engines) - int(config.gpu_memory_utilization * memory)
+        short = max(0, needed, *(moment.total - memory for moment in found))
+        seconds = None if short else self._seconds(config, models.policy, models.critic, engines)
+        return Candidate(
+            options, models.policy, engines, found, host_memory(config, models.policy),
+            config.gpu_memory_utilization, concurrency, memory, short, seconds,
+        )  # fmt: skip
 
     @cached_property
     def _value_shape(self) -> ModelShape:
         path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
-        return read_value_shape(path, self.config.ds.value_head_prefix)
+        return read_value_shape(self._folder(path), self.config.ds.value_head_prefix)
 
     def _engines(self, config: RunConfig) -> Engines:
         tp, fp8 = config.vllm.tensor_parallel_size, config.fp8.rollout_enable
@@ -312,7 +397,7 @@ class Planner:
         weights = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         return {
             "engine: weights": weights,
-            "engine: KV cache": engines.kv_bytes,
+            KV_CACHE: engines.kv_bytes,
             "engine: activations, CUDA graphs (estimate)": self._engine_room,
         }
 
@@ -360,14 +445,10 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
     """Steps that differ by less than the model of seconds knows are as good as equal: then the layout whose copies take
     the fewest ranks is ahead, and of those the one that takes least memory. What does not fit comes last."""
     if candidate.seconds is None:  # the nearest to fitting first
-        return math.inf, candidate.fullest.total if candidate.concurrency else math.inf
+        return math.inf, candidate.short, candidate.fullest.total
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
-    return alike, candidate.policy.training.layout.model_parallel_size, candidate.fullest.total, candidate.seconds.step
-
-
-def _double(gpus: int, per_node: int) -> int:
-    """Twice as many; whole nodes where that is more than one."""
-    return 2 * gpus if 2 * gpus <= per_node else -(-2 * gpus // per_node) * per_node
+    ranks = candidate.policy.training.layout.model_parallel_size
+    return candidate.tight, alike, ranks, candidate.fullest.total, candidate.seconds.step
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:
@@ -380,18 +461,36 @@ def with_options(config: RunConfig, options: Options) -> RunConfig:
     return config.model_copy(update=changed)
 
 
-def binding(candidate: Candidate, memory: int) -> str:
+def binding(candidate: Candidate) -> str:
     """One sentence: what keeps the step from being shorter, and how full the GPU is."""
     seconds = candidate.seconds
     if seconds is None:
-        moment = candidate.fullest
-        if candidate.concurrency == 0 and moment.total <= FULL * memory:
-            return "the KV cache of an engine does not hold one of the longest sequences"
-        return f"memory while {moment.doing}: {moment.largest} is the largest part"
+        return lacking(candidate)
     phases = dataclasses.asdict(seconds)
     longest = max(phases, key=lambda name: phases[name])
     fullest = candidate.fullest
+    tight = "; that is tight, and parts of the sum are estimates" if candidate.tight else ""
     return (
         f"{longest} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
-        f"{fullest.doing}, {fullest.total / memory:.0%} of a GPU, and {fullest.largest} is the largest part of that"
+        f"{fullest.doing}, {fullest.total / candidate.memory:.0%} of a GPU, and {fullest.largest} is the largest part "
+        f"of that{tight}"
+    )
+
+
+def lacking(candidate: Candidate) -> str:
+    """What does not fit: an engine into its share, or a GPU's parts into its memory."""
+    moment, gib = candidate.fullest, 1 << 30
+    if moment.total - candidate.memory < candidate.short:
+        return (
+            f"an engine lacks {candidate.short / gib:.1f} GiB of its share of a GPU ({SHARE} {candidate.share:g}) for "
+            "its weights, activations and one of the longest sequences in its KV cache"
+        )
+    if moment.doing == "sampling" and moment.largest == KV_CACHE:
+        return (
+            f"the engines' share of a GPU ({SHARE} {candidate.share:g}) leaves {candidate.short / gib:.1f} GiB too "
+            "little for the rest"
+        )
+    return (
+        f"memory while {moment.doing}: {candidate.short / gib:.1f} GiB are missing, and {moment.largest} is the "
+        "largest part"
     )

@@ -220,12 +220,17 @@ class Clock:
 
     def concurrency(self, engines: Engines) -> int:
         """Requests of an engine at a time; 0 if its cache does not hold one of the longest sequences."""
-        tokens = engines.kv_bytes // kv_token_bytes(self.shape, engines.tensor_parallel_size)
-        if tokens < self.work.prompt_tokens + self.work.longest:
+        if engines.kv_bytes < self.longest_bytes(engines):
             return 0
+        tokens = engines.kv_bytes // kv_token_bytes(self.shape, engines.tensor_parallel_size)
         waiting = math.ceil(self.work.samples / engines.count)
         held = self.work.prompt_tokens + self.work.response_tokens // 2
         return max(1, min(waiting, engines.most, tokens // held))
+
+    def longest_bytes(self, engines: Engines) -> int:
+        """Of the KV cache, that one of the longest sequences takes on a GPU of an engine."""
+        tokens = self.work.prompt_tokens + self.work.longest
+        return tokens * kv_token_bytes(self.shape, engines.tensor_parallel_size)
 
     def rollout(self, engines: Engines) -> float:
         """Prefill, decoding in full batches, and the tail of the longest responses."""

@@ -1,0 +1,119 @@
+"""Nothing is refused that fits by its own sum, and the fewest GPUs are really the fewest: held against every layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from openrlhf_ext.config import RunConfig, load_config
+from openrlhf_ext.config.model_rules import shape_violations
+from openrlhf_ext.config.rules import RULES
+from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
+from openrlhf_ext.tools.plan.moments import Moment, moments, policy_in, trained
+from openrlhf_ext.tools.plan.search import SHARE, SHARING, Planner, binding, with_options
+
+MODELS = (
+    "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B",
+)  # fmt: skip
+COUNTS = (1, 2, 4, 6, 8, 16, 24, 64)
+GIB = 1 << 30
+
+
+def planner(model: str, shared: bool, *words: str) -> Planner:
+    group = ("--rollout.n_samples_per_prompt", "8")
+    found = Planner(load_config(["--actor.model_name_or_path", model, *group, *words], files=False))
+    return found.sharing() if shared else found
+
+
+def allowed(plan: Planner, config: RunConfig) -> bool:
+    broken = [*shape_violations(config, plan.shape, "model"), *(v for rule in RULES for v in rule(config))]
+    return not broken
+
+
+def an_engine_fits(plan: Planner, tp: int, share: float) -> bool:
+    """Its weights, what it computes with, and one of the longest sequences in its share."""
+    shape = plan.shape
+    key_values = 2 * 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim
+    needed = 2 * plan.parameters // tp + 4 * GIB + key_values * (plan.work.prompt_tokens + plan.work.longest)
+    return needed <= int(share * plan.clock.gpu.memory)
+
+
+def fits(plan: Planner, gpus: int) -> bool:
+    """Whether any layout does, in plain loops over degrees, recomputation and shares in steps of a twentieth."""
+    memory, shares = plan.clock.gpu.memory, [twentieths / 20 for twentieths in range(6, 20)]
+    for ranks, others in plan._divisions(gpus):
+        if ranks > 8 and ranks % 8:
+            continue
+        nodes = {"actor.num_nodes": max(1, ranks // 8), "actor.num_gpus_per_node": min(8, ranks)}
+        engines = [tp for tp in (1, 2, 4, 8) if others % tp == 0 and tp <= min(8, others)]
+        recomputes = ({"megatron.recompute": "none"}, {"megatron.recompute": "full"})
+        for tp, pp, cp, recompute in itertools.product((1, 2, 4, 8), range(1, 17), (1, 2, 4, 8), recomputes):
+            if ranks % (tp * pp * cp) or plan.shape.num_layers % pp or 6 * plan.parameters // (tp * pp) > memory:
+                continue
+            layout = nodes | recompute | {
+                "megatron.tensor_parallel_size": tp, "megatron.sequence_parallel_enable": tp > 1,
+                "megatron.pipeline_parallel_size": pp, "megatron.context_parallel_size": cp,
+            }  # fmt: skip
+            base = with_options(plan.config, layout)
+            models = trained(base, plan.work, policy_in(base, plan.shape), None)
+            for share in shares:
+                if any(
+                    one.total > memory for one in moments(base, {"engine": int(share * memory)}, models.policy_parts)
+                ):
+                    break  # a larger one takes more
+                for size in (size for size in engines if an_engine_fits(plan, size, share)):
+                    words = {"vllm.num_engines": others // size, "vllm.tensor_parallel_size": size, SHARE: share}
+                    if allowed(plan, with_options(base, words)):
+                        return True
+    return False
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "colocated"])
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_refused_that_fits_and_the_fewest_gpus_are_the_fewest(model: str, shared: bool):
+    plan = planner(model, shared)
+    by_hand = {gpus: fits(plan, gpus) for gpus in COUNTS}
+    for gpus, any_fits in by_hand.items():
+        assert plan.fits(gpus) == any_fits, gpus
+        if gpus <= 8:  # a whole ranking takes a while
+            found = plan.candidates(gpus)
+            best = found[0] if found else None
+            assert (best is not None and best.seconds is not None) == any_fits, (gpus, best)
+        if gpus <= 8 and any_fits:
+            assert best.short == 0 and all(moment.total <= plan.clock.gpu.memory for moment in best.moments)
+    fewest = plan.fewest_gpus()
+    assert fewest is not None and fits(plan, fewest)
+    for fewer in range(1 if fewest <= 8 else 8, fewest, 1 if fewest <= 8 else 8):
+        assert not fits(plan, fewer), fewer
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8, 0.95, 0.97])
+@pytest.mark.parametrize("asleep", [True, False])
+def test_run_and_plan_refuse_the_same_shared_gpus(share: float, asleep: bool):
+    """What a rank checks at its start is the planner's sum without activations, to the byte."""
+    plan = planner("Qwen/Qwen2.5-7B", True, "--vllm.gpu_memory_utilization", str(share))
+    sleep = {name: asleep or name == "train.colocate_all" for name in SHARING}
+    plan = Planner(with_options(plan.config, sleep | {"actor.num_gpus_per_node": 8, "vllm.num_engines": 8}))
+    laid_out = plan.as_configured()
+    states = laid_out.policy.fullest.total
+    gpu = SharedGpu(laid_out.memory, share, states, 1 * GIB, asleep, asleep)
+    sampling, training = laid_out.moments
+    working = ("activations", "fragments (estimate)", "head: workspace, hidden states and their gradient")
+    without = Moment("", {name: size for name, size in training.parts.items() if name not in working})
+    try:
+        gpu.check()
+    except SharedGpuTooSmall:
+        assert max(sampling.total, without.total) > laid_out.memory
+    else:
+        assert max(sampling.total, without.total) <= laid_out.memory + 2, "rounding"
+
+
+def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
+    plan = planner("Qwen/Qwen2.5-32B", True, "--vllm.gpu_memory_utilization", "0.1")
+    assert plan.fewest_gpus() is None and f"an engine lacks 3.7 GiB of its share of a GPU ({SHARE} 0.1)" in binding(
+        plan.candidates(8)[0]
+    )
+    best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
+    assert best.options[SHARE] == best.share < 0.95 and not best.tight
