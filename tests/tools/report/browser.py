@@ -83,6 +83,22 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
+    def prefer(self, scheme: str) -> None:
+        """The reader's setting of ``light`` or ``dark``."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """With the mouse's button down; without it if both places are the same."""
+        self._mouse("mouseMoved", start)
+        if start != end:
+            self._mouse("mousePressed", start)
+            self._mouse("mouseMoved", end)
+            self._mouse("mouseReleased", end)
+
+    def _mouse(self, kind: str, place: tuple[float, float]) -> None:
+        button = "none" if kind == "mouseMoved" else "left"
+        self._call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button=button, clickCount=1)
+
     def screenshot(self, path: Path) -> None:
         """The whole page, as it scrolls."""
         size = self.value("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
