@@ -65,8 +65,10 @@ class Browser:
     def open(self, page: Path, width: int, height: int = 900) -> None:
         """Loads a file in a window of that size, and waits until it is loaded."""
         self.resize(width, height)
+        self._loaded = False
         self._call("Page.navigate", url=page.resolve().as_uri())
-        self._until("Page.loadEventFired")
+        while not self._loaded:  # which may come before the answer to the call
+            self._receive()
 
     def resize(self, width: int, height: int = 900) -> None:
         self._call(
@@ -115,15 +117,13 @@ class Browser:
         assert "error" not in message, f"{method}: {message['error']}"
         return message["result"]
 
-    def _until(self, event: str) -> None:
-        while self._receive().get("method") != event:
-            pass
-
     def _receive(self) -> dict[str, Any]:
         message = json.loads(self._socket.recv(timeout=PATIENCE_S))
         what, told = message.get("method", ""), message.get("params", {})
         if what == "Network.requestWillBeSent":
             self.requests.append(told["request"]["url"])
+        elif what == "Page.loadEventFired":
+            self._loaded = True
         elif what == "Log.entryAdded":
             self.messages.append(told["entry"]["text"])
         elif what in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown"):

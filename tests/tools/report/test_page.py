@@ -110,9 +110,11 @@ def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path
         assert part in text, part
 
 
-def test_colors_choices_and_keys(browser, three_long_runs, tmp_path):
+def test_colors_choices_and_keys(browser, tmp_path):
     page = tmp_path / "report.html"
-    page.write_text(write_page(read_runs(three_long_runs[:2])))
+    options = ({"actor.adam.lr": 1e-6}, {"actor.adam.lr": 2e-6, "data.prompt_dataset": HOSTILE})
+    runs = [make_run(tmp_path / f"run{i}", 40, seed=i, options=given) for i, given in enumerate(options)]
+    page.write_text(write_page(read_runs(runs)))
     browser.open(page, 1366)
     colors = "new Set([...document.querySelectorAll('.tokens span')].map(s => s.style.background)).size"
     by_entropy = browser.value(colors)
@@ -126,7 +128,7 @@ def test_colors_choices_and_keys(browser, three_long_runs, tmp_path):
     browser.value("scrollTo(0, 0); document.querySelector('#curves .plot').focus()")
     for _ in range(3):
         browser.press("ArrowLeft")
-    assert browser.value(READ)[0][:2] == ["step", "1880"], "arrow keys read values"
+    assert browser.value(READ)[0][:2] == ["step", "37"], "arrow keys read values"
     assert browser.messages == []
 
 
@@ -161,6 +163,15 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
         browser.press("Escape")
         assert browser.value("view.zoom") is None and "10" in browser.value(ticks)
     assert len(papers) == 2, f"one paper for each scheme: {papers}"
+    browser.value("document.querySelector('#phases .plot').scrollIntoView({block: 'center'})")
+    x, y, wide, high = browser.value(PLOT.replace("#curves", "#phases"))
+    browser.drag((x + wide / 2, y + high / 2), (x + wide / 2, y + high / 2))
+    assert "step" in {read[0] for read in browser.value(READ)}, (
+        "curves follow the times of a step, and these each other"
+    )
+    crosses = "[...document.querySelectorAll('#phases .cross')].map(line => line.getAttribute('visibility'))"
+    assert browser.value(crosses) == ["visible"] * 2
+    browser.value("document.querySelector('#curves .plot').scrollIntoView({block: 'center'})")
     browser.value("document.querySelector('#theme').click()")
     assert ("light", browser.value("getComputedStyle(document.body).backgroundColor")) in papers, "the switch"
     browser.value("document.querySelector('[type=checkbox]').click()")
