@@ -35,10 +35,13 @@ DRAWN = """(async () => {
 # what stands below the curves, after the next frame
 READ = """new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(
     [...document.querySelectorAll("#curves .read")].map(e => e.innerText.trim().split(/\\s+/))))))"""
-PLOT = """(() => {
-    const box = document.querySelector("#curves .plot").getBoundingClientRect();
-    return [box.x, box.y, box.width, box.height];
-})()"""
+# where the first plot is, in the middle of the window; a plot that comes into view is drawn in the next frames
+PLOT = """new Promise(done => {
+    const plot = document.querySelector("#curves .plot");
+    plot.scrollIntoView({block: "center"});
+    const frame = left => left ? requestAnimationFrame(() => frame(left - 1)) : done(plot.getBoundingClientRect());
+    frame(3);
+}).then(box => [box.x, box.y, box.width, box.height])"""
 # what a click on the button of a curve's file saves
 SAVED = """(() => {
     let text = "";
@@ -143,7 +146,6 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
         assert browser.value("document.documentElement.scrollWidth <= innerWidth"), f"scrolls sideways at {width}"
         papers.add((scheme, browser.value("getComputedStyle(document.body).backgroundColor")))
         assert browser.value(CONTRAST) >= 4.5, scheme
-        browser.value("document.querySelector('#curves .plot').scrollIntoView({block: 'center'})")
         x, y, wide, high = browser.value(PLOT)
         middle = (x + wide / 2, y + high / 2)
         browser.drag(middle, middle)
@@ -163,7 +165,6 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
         browser.press("Escape")
         assert browser.value("view.zoom") is None and "10" in browser.value(ticks)
     assert len(papers) == 2, f"one paper for each scheme: {papers}"
-    browser.value("document.querySelector('#phases .plot').scrollIntoView({block: 'center'})")
     x, y, wide, high = browser.value(PLOT.replace("#curves", "#phases"))
     browser.drag((x + wide / 2, y + high / 2), (x + wide / 2, y + high / 2))
     assert "step" in {read[0] for read in browser.value(READ)}, (
@@ -171,7 +172,7 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
     )
     crosses = "[...document.querySelectorAll('#phases .cross')].map(line => line.getAttribute('visibility'))"
     assert browser.value(crosses) == ["visible"] * 2
-    browser.value("document.querySelector('#curves .plot').scrollIntoView({block: 'center'})")
+    browser.value(PLOT)
     browser.value("document.querySelector('#theme').click()")
     assert ("light", browser.value("getComputedStyle(document.body).backgroundColor")) in papers, "the switch"
     browser.value("document.querySelector('[type=checkbox]').click()")
