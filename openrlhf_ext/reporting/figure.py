@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from openrlhf_ext.reporting.metrics import Record, read_metrics
 
@@ -22,6 +22,15 @@ PANELS = (
 )
 _SMOOTHED_FROM = 20  # steps; a shorter curve is readable as it is
 _WINDOW_PARTS = 20
+COLORS = ("#2457a6", "#c2571a", "#2f7d4f", "#8a4fa3", "#a8324a", "#0f7f8c")
+"""Of every figure of the documentation."""
+
+
+def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """What all figures have in common: a faint grid behind the data, and a frame on two sides."""
+    axes.grid(axis=grid, alpha=0.3, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "") -> None:
@@ -52,13 +61,16 @@ def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "")
 def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -> None:
     steps, values = _series(records, train)
     smooth = len(values) >= _SMOOTHED_FROM
-    axes.plot(steps, values, color="tab:blue", alpha=0.35 if smooth else 1.0, label="train")
+    axes.plot(steps, values, color=COLORS[0], alpha=0.35 if smooth else 1.0, label="train")
     if smooth:
-        axes.plot(steps, _moving_mean(values), color="tab:blue", label="train, moving mean")
+        axes.plot(steps, _moving_mean(values), color=COLORS[0], label=f"train, mean of {_window(values)} steps")
     if held_out is not None and (points := _series(records, held_out))[0]:
-        axes.plot(*points, color="tab:orange", marker="o", linestyle="--", label="held out")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize="small")
+        errors = _series(records, f"{held_out}_stderr")[1]
+        known = errors if len(errors) == len(points[0]) else None
+        label = "held out, ± standard error" if known else "held out"
+        axes.errorbar(*points, yerr=known, color=COLORS[1], marker="o", markersize=4, capsize=2, ls="--", label=label)
+    plain(axes)
+    axes.legend(loc="best", fontsize="small", frameon=False)
     axes.locator_params(axis="x", integer=True)
 
 
@@ -70,9 +82,12 @@ def _series(records: list[Record], name: str) -> tuple[list[int], list[float]]:
 
 def _moving_mean(values: list[float]) -> list[float]:
     """Mean of the finite values in the last twentieth of the run, at least three; NaN where there is none."""
-    window = max(3, len(values) // _WINDOW_PARTS)
-    recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    recent = (values[max(0, end - _window(values)) : end] for end in range(1, len(values) + 1))
     return [_finite_mean(part) for part in recent]
+
+
+def _window(values: list[float]) -> int:
+    return max(3, len(values) // _WINDOW_PARTS)
 
 
 def _finite_mean(values: list[float]) -> float:

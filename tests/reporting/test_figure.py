@@ -42,6 +42,16 @@ def test_any_length_of_run_gives_a_png(tmp_path: Path, steps: int) -> None:
     assert [entry.name for entry in target.parent.iterdir()] == ["run.png"]
 
 
+def test_a_held_out_accuracy_has_its_standard_error(tmp_path: Path) -> None:
+    drawn = []
+    for errors in ({}, {"eval/accuracy_stderr": 0.05}):
+        with MetricsWriter(tmp_path / f"{len(errors)}.jsonl", now=lambda: 1.0) as writer:
+            writer.write(1, {"accuracy/mean": 0.5, "eval/accuracy": 0.4, **errors})
+        write_figure(tmp_path / f"{len(errors)}.jsonl", tmp_path / "run.png")
+        drawn.append((tmp_path / "run.png").read_bytes())
+    assert drawn[0] != drawn[1]
+
+
 def test_a_failed_drawing_leaves_the_previous_figure(tmp_path: Path) -> None:
     target = tmp_path / "run.png"
     write_figure(metrics_file(tmp_path, 3), target)

@@ -26,6 +26,8 @@ _WINDOW_PARTS = 20
 _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
 _LISTED_EVENTS = 300
+_HEADLINE_STEPS = 3  # at least, where the run has twelve
+_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "time/step")
 _KEY_CURVES = (
     "reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "kl/rollout",
     "loss/policy", "grad_norm", "throughput/tokens_per_second",
@@ -61,7 +63,7 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
         "made": now(),
         "window": window,
         "buckets": BUCKETS,
-        "runs": [_run(run, now()) for run in runs],
+        "runs": [_run(run, window, now()) for run in runs],
         "charts": [_chart(name, runs, window) for name in curve_names(runs)],
         "key": [name for name in _KEY_CURVES if any(name in r for run in runs for r in run.records)],
         "phases": [_phases(run) for run in runs],
@@ -74,7 +76,7 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
     }
 
 
-def _run(run: Run, now: float) -> dict[str, Any]:
+def _run(run: Run, window: int, now: float) -> dict[str, Any]:
     times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
     steps, options = run.steps, run.start.get("options", {})
     due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
@@ -89,16 +91,35 @@ def _run(run: Run, now: float) -> dict[str, Any]:
         "silent": now - max(times) if times else None,
         "label": next((record["label"] for record in reversed(run.records) if record.get("label")), ""),
         "missing": run.missing,
-        "numbers": [_first_and_last(run, name) for name in ("reward/mean", "accuracy/mean", "eval/accuracy",
-                    "entropy/mean", "response/length_mean", "time/step")],
+        "clock": _clock(run),
+        "numbers": [number for name in _HEADLINES if (number := _first_and_last(run, name, window))],
         "failure": next((e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None)
         if run.state == "failed" else None,
     }  # fmt: skip
 
 
-def _first_and_last(run: Run, name: str) -> list[Any]:
-    values = [record[name] for record in run.records if name in record]
-    return [name, _number(values[0]), _number(values[-1])] if values else [name, None, None]
+def _clock(run: Run) -> Points:
+    """[step, seconds since the run's first line] at some steps: the time between them is interpolated."""
+    times = {record["step"]: record["time"] for record in run.records if "time" in record}
+    begin = min([*times.values(), *(event["time"] for event in run.events)], default=0.0)
+    return thinned(list(times), [seconds - begin for seconds in times.values()])
+
+
+def _first_and_last(run: Run, name: str, window: int) -> dict[str, Any] | None:
+    """Means of the first and of the last values of a metric, which single steps would not tell; None without values.
+
+    A held-out accuracy has its standard error instead.
+    """
+    present = [record for record in run.records if name in record]
+    if not present:
+        return None
+    error = f"{name}_stderr"
+    # of a short run at most a quarter on either side: otherwise the first and the last would be the same steps
+    count = 1 if error in present[-1] else max(1, min(max(window, _HEADLINE_STEPS), len(present) // 4))
+    means = [moving_mean([record[name] for record in part], count)[-1] for part in (present[:count], present[-count:])]
+    first, last = map(_number, means)
+    stderr = _number(present[-1].get(error, math.nan))
+    return {"name": name, "first": first, "last": last, "of": count, "stderr": stderr}
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
@@ -128,10 +149,15 @@ def _chart(name: str, runs: Sequence[Run], window: int) -> dict[str, Any]:
 
 
 def _line(run: Run, name: str, window: int) -> dict[str, Any]:
+    """A curve's points; where the run tells their standard errors, these instead of a moving mean."""
     present = [record for record in run.records if name in record]
     steps, values = [record["step"] for record in present], [record[name] for record in present]
+    raw = thinned(steps, values)
+    errors = {r["step"]: _number(r[f"{name}_stderr"]) for r in present if f"{name}_stderr" in r}
+    if errors:
+        return {"raw": [[step, value, errors.get(step)] for step, value in raw], "smooth": []}
     smoothed = moving_mean(values, window) if 1 < window < len(values) and len(values) >= _SMOOTHED_FROM else []
-    return {"raw": thinned(steps, values), "smooth": thinned(steps, smoothed, BUCKETS // 2) if smoothed else []}
+    return {"raw": raw, "smooth": thinned(steps, smoothed, BUCKETS // 2) if smoothed else []}
 
 
 def moving_mean(values: Numbers, window: int) -> list[float]:
@@ -145,7 +171,7 @@ def moving_mean(values: Numbers, window: int) -> list[float]:
 
 
 def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Points:
-    """[step, value] of the smallest and the largest value in each of ``buckets`` equal parts, in the order of steps.
+    """[step, value] of the smallest and the largest value in each of ``buckets`` equal parts, and of both ends.
 
     A curve with no more points than that stays as it is. What is not finite is null, a gap.
     """
@@ -153,7 +179,7 @@ def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Po
     if len(values) > 2 * buckets:
         size = len(values) / buckets
         parts = (range(int(part * size), int((part + 1) * size)) for part in range(buckets))
-        places = (place for part in parts for place in _ends(part, values))
+        places = sorted({0, len(values) - 1}.union(*(_ends(part, values) for part in parts)))
     return [[steps[place], _number(values[place])] for place in places]
 
 
@@ -329,6 +355,7 @@ def _groups(samples: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
+    written = [sample.get("environment", [])[:_COMPLETION_TOKENS] for sample in samples]
     quantities = {}
     for key, scale in (("entropies", "amount"), ("advantages", "signed")):
         rows = [(sample.get(key) or [])[:_COMPLETION_TOKENS] for sample in samples]
@@ -337,6 +364,7 @@ def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
     return {
         "name": name,
         "prompt": samples[0].get("prompt", ""),
+        "label": _label(samples[0].get("label")),
         "quantities": quantities,
         "completions": [
             {
@@ -346,10 +374,18 @@ def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
                 "guide": bool(sample.get("from_guide")),
                 "length": len(sample["tokens"]),
                 "tokens": sample["tokens"][:_COMPLETION_TOKENS],
+                "environment": environment if any(environment) else None,
             }
-            for sample in samples
+            for sample, environment in zip(samples, written, strict=True)
         ],
     }
+
+
+def _label(value: Any) -> str | None:
+    """What the reward function compared with; None where a run does not tell."""
+    if value is None or isinstance(value, str):
+        return value or None
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _FACTS = {
 _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
 _NUMBERS = {
     **dict.fromkeys(("entropies", "advantages"), list_of(or_null(NUMBER))), "prompt": TEXT, "reward": NUMBER,
-    "score": or_null(NUMBER),
+    "score": or_null(NUMBER), "environment": list_of(INTEGER),
 }  # fmt: skip
 
 

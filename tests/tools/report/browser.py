@@ -65,8 +65,10 @@ class Browser:
     def open(self, page: Path, width: int, height: int = 900) -> None:
         """Loads a file in a window of that size, and waits until it is loaded."""
         self.resize(width, height)
+        self._loaded = False
         self._call("Page.navigate", url=page.resolve().as_uri())
-        self._until("Page.loadEventFired")
+        while not self._loaded:  # which may come before the answer to the call
+            self._receive()
 
     def resize(self, width: int, height: int = 900) -> None:
         self._call(
@@ -82,6 +84,22 @@ class Browser:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    def prefer(self, scheme: str) -> None:
+        """The reader's setting of ``light`` or ``dark``."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """With the mouse's button down; without it if both places are the same."""
+        self._mouse("mouseMoved", start)
+        if start != end:
+            self._mouse("mousePressed", start)
+            self._mouse("mouseMoved", end)
+            self._mouse("mouseReleased", end)
+
+    def _mouse(self, kind: str, place: tuple[float, float]) -> None:
+        button = "none" if kind == "mouseMoved" else "left"
+        self._call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button=button, clickCount=1)
 
     def screenshot(self, path: Path) -> None:
         """The whole page, as it scrolls."""
@@ -99,15 +117,13 @@ class Browser:
         assert "error" not in message, f"{method}: {message['error']}"
         return message["result"]
 
-    def _until(self, event: str) -> None:
-        while self._receive().get("method") != event:
-            pass
-
     def _receive(self) -> dict[str, Any]:
         message = json.loads(self._socket.recv(timeout=PATIENCE_S))
         what, told = message.get("method", ""), message.get("params", {})
         if what == "Network.requestWillBeSent":
             self.requests.append(told["request"]["url"])
+        elif what == "Page.loadEventFired":
+            self._loaded = True
         elif what == "Log.entryAdded":
             self.messages.append(told["entry"]["text"])
         elif what in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import json
 import math
 from pathlib import Path
@@ -27,6 +30,40 @@ DRAWN = """(async () => {
     }
     const charts = [...document.querySelectorAll("figure[data-metric]")];
     return charts.map(c => [c.dataset.metric, ...[...c.querySelectorAll("path")].map(p => p.getAttribute("d").length)]);
+})()"""
+
+# what stands below the curves, after the next frame
+READ = """new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(
+    [...document.querySelectorAll("#curves .read")].map(e => e.innerText.trim().split(/\\s+/))))))"""
+# where the first plot is, in the middle of the window; a plot that comes into view is drawn in the next frames
+PLOT = """new Promise(done => {
+    const plot = document.querySelector("#curves .plot");
+    plot.scrollIntoView({block: "center"});
+    const frame = left => left ? requestAnimationFrame(() => frame(left - 1)) : done(plot.getBoundingClientRect());
+    frame(3);
+}).then(box => [box.x, box.y, box.width, box.height])"""
+# what a click on the button of a curve's file saves
+SAVED = """(() => {
+    let text = "";
+    const whole = Blob;
+    window.Blob = class extends whole { constructor(parts, how) { super(parts, how); text = parts.join(""); } };
+    document.querySelector("[data-metric='eval/accuracy'] button").click();
+    window.Blob = whole;
+    return text;
+})()"""
+# the least contrast of a text's or a curve's color with the paper, as WCAG counts it
+CONTRAST = """(() => {
+    const light = text => {
+        const probe = document.body.appendChild(document.createElement("i"));
+        probe.style.color = `var(${text})`;
+        const parts = getComputedStyle(probe).color.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255);
+        probe.remove();
+        const [r, g, b] = parts.map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    };
+    const names = ["--ink", "--soft", "--accent", "--bad", "--good", "--c0", "--c1", "--c2", "--c3", "--c4"];
+    const paper = light("--paper");
+    return Math.min(...names.map(light).map(v => Math.max(v, paper) / Math.min(v, paper)));
 })()"""
 
 
@@ -61,7 +98,8 @@ def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path
         drawn = browser.value(DRAWN)
         assert len(drawn) > 90 and len({name for name, *_ in drawn}) > 80
         for name, *paths in drawn:
-            assert len([length for length in paths if length > 300]) == 6, f"{name}: raw and smooth of three runs"
+            long = [length for length in paths if length > 300]
+            assert len(long) == 6, f"{name}: of three runs the values, and their means or standard errors"
         assert browser.value("document.documentElement.scrollWidth <= innerWidth"), f"scrolls sideways at {width}"
     assert browser.messages == []
     assert set(browser.requests) == {page.as_uri()}
@@ -75,9 +113,11 @@ def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path
         assert part in text, part
 
 
-def test_colors_choices_and_keys(browser, three_long_runs, tmp_path):
+def test_colors_choices_and_keys(browser, tmp_path):
     page = tmp_path / "report.html"
-    page.write_text(write_page(read_runs(three_long_runs[:2])))
+    options = ({"actor.adam.lr": 1e-6}, {"actor.adam.lr": 2e-6, "data.prompt_dataset": HOSTILE})
+    runs = [make_run(tmp_path / f"run{i}", 40, seed=i, options=given) for i, given in enumerate(options)]
+    page.write_text(write_page(read_runs(runs)))
     browser.open(page, 1366)
     colors = "new Set([...document.querySelectorAll('.tokens span')].map(s => s.style.background)).size"
     by_entropy = browser.value(colors)
@@ -88,10 +128,109 @@ def test_colors_choices_and_keys(browser, three_long_runs, tmp_path):
     rows = "[...document.querySelectorAll('#configuration tr.differs')].map(r => r.innerText)"
     differing = browser.value(rows)
     assert len(differing) == 2 and differing[0].split() == ["actor.adam.lr", "1e-06", "2e-06"]
-    browser.value("scrollTo(0, 0); document.querySelector('.plot').focus()")
+    browser.value("scrollTo(0, 0); document.querySelector('#curves .plot').focus()")
     for _ in range(3):
         browser.press("ArrowLeft")
-    assert "step 1" in browser.value("document.querySelector('.read').textContent"), "arrow keys read values"
+    assert browser.value(READ)[0][:2] == ["step", "37"], "arrow keys read values"
+    assert browser.messages == []
+
+
+def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, tmp_path):
+    """At both widths, light and dark: the cursor, a drag, Escape, logarithms where they exist, the axis of time."""
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([make_run(tmp_path / f"run{i}", 40, seed=i) for i in range(2)])))
+    papers = set()
+    for width, scheme in itertools.product(reversed(SIZES), ("light", "dark")):
+        browser.prefer(scheme)
+        browser.open(page, width)
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth"), f"scrolls sideways at {width}"
+        papers.add((scheme, browser.value("getComputedStyle(document.body).backgroundColor")))
+        assert browser.value(CONTRAST) >= 4.5, scheme
+        x, y, wide, high = browser.value(PLOT)
+        middle = (x + wide / 2, y + high / 2)
+        browser.drag(middle, middle)
+        reads = browser.value(READ)[:3]  # what is far from the window is not drawn
+        assert len({tuple(read[:2]) for read in reads}) == 1, reads
+        assert reads[0][0] == "step" and 17 < int(reads[0][1]) < 25
+        assert [text for text in reads[2] if text.startswith("±")] == ["±0.01"] * 2, "standard errors of both runs"
+        assert browser.value("document.querySelectorAll('#curves .read')[0].querySelectorAll('.key').length") == 2
+        browser.drag(middle, (x + wide * 0.8, y + high / 2))
+        low, top = browser.value("view.zoom")
+        assert 17 < low < 25 < top < 36 and browser.value("document.querySelector('.whole').disabled") is False
+        ticks = (
+            "[...document.querySelectorAll('#curves .plot svg')[0].querySelectorAll('text')].map(t => t.textContent)"
+        )
+        assert "10" not in browser.value(ticks) and "25" in browser.value(ticks)
+        browser.value("document.querySelector('#curves .plot').focus()")
+        browser.press("Escape")
+        assert browser.value("view.zoom") is None and "10" in browser.value(ticks)
+    assert len(papers) == 2, f"one paper for each scheme: {papers}"
+    x, y, wide, high = browser.value(PLOT.replace("#curves", "#phases"))
+    browser.drag((x + wide / 2, y + high / 2), (x + wide / 2, y + high / 2))
+    assert "step" in {read[0] for read in browser.value(READ)}, (
+        "curves follow the times of a step, and these each other"
+    )
+    crosses = "[...document.querySelectorAll('#phases .cross')].map(line => line.getAttribute('visibility'))"
+    assert browser.value(crosses) == ["visible"] * 2
+    browser.value(PLOT)
+    browser.value("document.querySelector('#theme').click()")
+    assert ("light", browser.value("getComputedStyle(document.body).backgroundColor")) in papers, "the switch"
+    browser.value("document.querySelector('[type=checkbox]').click()")
+    browser.value("""{const x = document.querySelector("[aria-label='x axis']");
+        x.value = "time"; x.dispatchEvent(new Event("change"));}""")
+    titles = browser.value("[...document.querySelectorAll('#curves .title')].map(t => t.textContent)")
+    assert "seconds" in titles and "step" not in titles, "the runs took 43 seconds"
+    assert "loss (linear: there are values of 0 or less)" in titles and "norm" in titles
+    assert browser.messages == []
+    browser.prefer("light")
+
+
+def test_a_curve_is_saved_as_a_file(browser, tmp_path):
+    """Without a request."""
+    page = tmp_path / "report.html"
+    runs = read_runs([make_run(tmp_path / "run", 40)])
+    page.write_text(write_page(runs))
+    browser.open(page, 1366)
+    before = len(browser.requests)
+    saved = list(csv.DictReader(io.StringIO(browser.value(SAVED))))
+    logged = [r for r in runs[0].records if "eval/accuracy" in r]
+    assert [(int(row["step"]), float(row["value"]), float(row["stderr"])) for row in saved] == [
+        (r["step"], pytest.approx(r["eval/accuracy"], rel=1e-4), 0.01) for r in logged
+    ]
+    assert {row["run"] for row in saved} == {"run"} and {row["kind"] for row in saved} == {"value"}
+    assert float(saved[-1]["hours"]) == pytest.approx(43 / 3600, abs=2e-5)
+    assert [url for url in browser.requests[before:] if not url.startswith("blob:")] == []
+
+
+def test_completions_say_what_was_asked_what_is_right_and_who_wrote_it(browser, tmp_path):
+    folder = make_run(tmp_path / "run", 2)
+    template = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for number, sample in enumerate(samples):
+        sample["prompt"] = f"{template}How many are {sample['step']} apples?"
+        sample["score"] = (0.0, 1.0, 0.5, None)[number]
+        if sample["step"] == 1:
+            sample["label"] = {"sum": 7, "of": HOSTILE}
+            sample["environment"] = [int(number == 1 and 15 <= place < 20) for place in range(45)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([folder])))
+    browser.open(page, 390)
+    shown = "document.querySelector('#completions').innerText"
+    picked = "document.querySelector('[aria-label=Prompt] option').text"
+    assert browser.value(picked) == "1 ◐ · … How many are 2 apples?"
+    assert "◐ partly right" in browser.value(shown) and "reference answer" not in browser.value(shown)
+    browser.value("{const b = document.querySelector('[aria-label=Step]'); b.value = 0; b.onchange()}")
+    assert browser.value(picked) == "1 ✓ 1 ✗ · … How many are 1 apples?"
+    text = browser.value(shown)
+    assert "✓ 1 right" in text and "✗ 1 wrong" in text and "written by the environment" in text
+    assert 'reference answer\n{"sum": 7, "of": "' + HOSTILE in text, "shown as it is"
+    dim = browser.value(
+        "[...document.querySelectorAll('.completion .env')].map(s => [s.textContent, s.style.background])"
+    )
+    assert [token for token, _ in dim] == ["<reasoning>", "first", ",", " add", " 3"] and {c for _, c in dim} == {""}
+    sides = "[...document.querySelectorAll('.completion .tokens')].map(t => getComputedStyle(t).borderLeftColor)"
+    assert len(set(browser.value(sides))) == 2
     assert browser.messages == []
 
 
@@ -121,6 +260,20 @@ def test_a_run_that_goes_on_and_older_runs(browser, tmp_path, capsys):
 
 
 # ---- without a browser
+
+
+def test_headline_numbers_are_means_of_several_steps(tmp_path):
+    """Of a noisy run the first and the last steps, not the first and the last; a held-out accuracy has its error."""
+    folder = make_run(tmp_path / "run", 40)
+    (run,) = read_runs([folder])
+    numbers = {n["name"]: n for n in page_data([run], None, now=lambda: 0.0)["runs"][0]["numbers"]}
+    rewards = [record["reward/mean"] for record in run.steps]
+    assert numbers["reward/mean"]["of"] == 3
+    assert numbers["reward/mean"]["first"] == pytest.approx(np.mean(rewards[:3]), rel=1e-4)
+    assert numbers["reward/mean"]["last"] == pytest.approx(np.mean(rewards[-3:]), rel=1e-4)
+    assert numbers["eval/accuracy"]["last"] == pytest.approx(0.8) and numbers["eval/accuracy"]["stderr"] == 0.01
+    (short,) = read_runs([make_run(tmp_path / "short", 3)])
+    assert {n["of"] for n in page_data([short], None, now=lambda: 0.0)["runs"][0]["numbers"]} == {1}
 
 
 def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
@@ -162,6 +315,7 @@ def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path
         ("samples.jsonl", {"tokens": [1]}, "tokens must be a list, each entry a text"),
         ("samples.jsonl", {"entropies": ["x"]}, "entropies must be a list, each entry a finite number, or null"),
         ("samples.jsonl", {"reward": [1]}, "reward must be a finite number"),
+        ("samples.jsonl", {"environment": [0.5]}, "environment must be a list, each entry an integer"),
     ],
 )
 def test_values_of_a_wrong_type_are_named_with_their_line(tmp_path, capsys, file, changes, complaint):
@@ -185,7 +339,8 @@ def test_thinned_curves_keep_every_extreme_and_gap():
     values[3210], values[17] = 55.0, -44.0
     values[1000:1100] = [math.nan] * 100
     points = thinned(range(5000), values)
-    assert len(points) <= 2 * BUCKETS and [3210, 55] in points and [17, -44] in points
+    assert len(points) <= 2 * BUCKETS + 2 and (points[0][0], points[-1][0]) == (0, 4999)
+    assert [3210, 55] in points and [17, -44] in points
     assert [x for x, _ in points] == sorted({x for x, _ in points})
     assert any(y is None and 1000 <= x < 1100 for x, y in points)
     assert thinned(range(3), [1.0, math.nan, 2.0]) == [[0, 1], [1, None], [2, 2]], "a short curve stays as it is"
