@@ -17,7 +17,7 @@ CORE = {
 }  # fmt: skip
 # room -> rooms of ours (or parts of them) it may import, and outside packages it may not
 RULES = {
-    "algorithms": ({"options"}, HEAVY - {"pydantic"}),
+    "algorithms": ({"options", "user_code"}, HEAVY - {"pydantic"}),
     "head": (set(), HEAVY),
     "fp8": (set(), HEAVY),
     "checkpoints": ({"inputs"}, HEAVY),
@@ -39,10 +39,10 @@ RULES = {
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
     "rollout": ({"compat", "fp8", "imports", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
-    "rewards": ({"compat", "redaction", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
+    "rewards": ({"compat", "redaction", "rollout", "user_code"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": ({"inputs", "redaction"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
-    "driver": (CORE | {"inputs", "locks", "options", "redaction"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
+    "driver": (CORE | {"inputs", "locks", "options", "redaction", "user_code"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
     "tools": (
         {
             "algorithms",

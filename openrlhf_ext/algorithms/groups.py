@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch, check_group_sizes, check_lengths
+from openrlhf_ext.algorithms.batch import Named, RolloutBatch, check_group_sizes, check_lengths
 from openrlhf_ext.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(Named):
     """The grouping of a batch.
 
     Attributes:
@@ -120,7 +120,7 @@ def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Named):
     """Success classes and degenerate groups of a batch.
 
     Attributes:
@@ -190,7 +190,7 @@ def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterato
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Named):
     """A validated rollout batch with its grouping and partition; floats promoted, rewards in float64."""
 
     batch: RolloutBatch

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -115,10 +116,9 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
         except Exception as error:
             guard.ignore_signals()
             guard.expect(_DESCRIBE_S, "finding out why the run failed")
-            logger.debug("the run failed", exc_info=True)
             failure = session.describe_failure(error)
-            logger.error("the run failed:\n%s", failure)
-            note_end(events, "failure", error=failure)
+            logger.error("the run failed:\n%s\n(every frame: events.jsonl beside logger.metrics_path)", failure)
+            note_end(events, "failure", error=failure, traceback="".join(traceback.format_exception(error)))
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from openrlhf_ext.rewards.errors import (
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder
+from openrlhf_ext.user_code import told
 
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 
@@ -109,7 +109,7 @@ class GradedAgentExecutor(GradedExecutor):
         except _Failure:
             raise
         except Exception as error:
-            raise _Failure(RewardRaised, f"the agent raised:\n{traceback.format_exc().rstrip()}") from error
+            raise _Failure(RewardRaised, f"the agent raised:\n{told(error)}") from error
         finally:
             task.cancel()
 

@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer
+from openrlhf_ext.user_code import told
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
@@ -54,11 +54,11 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
         try:
             function = load_reward_function(reward_path)
         except BaseException:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
-            connection.send(("import_error", _user_traceback(reward_path)))
+            connection.send(("import_error", _user_traceback()))
             return
         connection.send(("ready",))
         while True:
-            connection.send(_grade(function, reward_path, *connection.recv()))
+            connection.send(_grade(function, *connection.recv()))
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
@@ -104,27 +104,23 @@ def _takes_completions(function: RewardFunction) -> bool:
     return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _grade(
-    function: RewardFunction, reward_path: str, query: str, prompt: str, label: Any, completion: str
-) -> tuple[str, Any]:
+def _grade(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> tuple[str, Any]:
     started = time.perf_counter()
     try:
         answer = call_reward(function, query, prompt, label, completion)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
-        return "raised", _user_traceback(reward_path)
+        return "raised", _user_traceback()
     try:
         return "graded", parse_answer(answer, time.perf_counter() - started)
     except InvalidAnswer as error:
         return "invalid", str(error)
 
 
-def _user_traceback(reward_path: str) -> str:
-    """The active exception from the first frame of the user's file on (the whole, if it never got there)."""
-    kind, error, trace = sys.exc_info()
-    frame = trace
-    while frame is not None and frame.tb_frame.f_code.co_filename != reward_path:
-        frame = frame.tb_next
-    text = "".join(traceback.format_exception(kind, error, frame or trace)).rstrip()
+def _user_traceback() -> str:
+    """The active exception, see ``user_code.told``."""
+    error = sys.exc_info()[1]
+    assert error is not None, "called where an exception is handled"
+    text = told(error)
     if not isinstance(error, MemoryError):
         return text
     allowed = resource.getrlimit(resource.RLIMIT_DATA)[0] >> 20

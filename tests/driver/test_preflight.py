@@ -63,7 +63,10 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
     custom += ["--algo.module_path", str(file)]
     assert problems(task, *custom) == [f"algo.module_path must be a .py file that is there: got {file}"]
     file.write_text("raise KeyError('x')")
-    assert problems(task, *custom) == [f"algo.module_path: {file} cannot be imported: line 1: KeyError: 'x'"]
+    assert problems(task, *custom) == [
+        f"algo.module_path: {file} cannot be imported:\n  File \"{file}\", line 1, in <module>\n"
+        "    raise KeyError('x')\nKeyError: 'x'"
+    ]
     file.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_preflight"))
     (unknown,) = problems(task, *custom, "--algo.custom.strenght", "2")
     assert unknown.startswith("algo.custom: unknown option 'strenght'; did you mean 'strength'?")
