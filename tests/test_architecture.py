@@ -42,7 +42,9 @@ RULES = {
     "rewards": ({"compat", "redaction", "rollout", "user_code"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": ({"inputs", "redaction"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
-    "driver": (CORE | {"inputs", "locks", "options", "redaction", "user_code"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
+    "driver": (
+        CORE | {"inputs", "locks", "options", "redaction", "user_code"}, {"openrlhf", "vllm", "megatron", "pydantic"},
+    ),
     "tools": (
         {
             "algorithms",

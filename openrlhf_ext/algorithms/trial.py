@@ -62,13 +62,13 @@ def _loss(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> float
     value = algorithm.loss(logprobs_N, prepared).value
     (gradient_N,) = torch.autograd.grad(value, logprobs_N)
     check_values(f"the gradient of {algorithm.name}.loss", gradient_N, prepared.segments)
-    half = len(prepared) // 2
+    whole, half = float(value.detach()), len(prepared) // 2
     shares = [prepared.select(slice(0, half)), prepared.select(slice(half, None))]
     parts = zip(logprobs_N.detach().split([share.segments.tokens for share in shares]), shares, strict=True)
     added = sum(float(algorithm.loss(part_N, share).value) for part_N, share in parts)
-    if not abs(added - float(value)) <= _TOLERANCE[logprobs_N.dtype] * max(1.0, abs(float(value))):
+    if not abs(added - whole) <= _TOLERANCE[logprobs_N.dtype] * max(1.0, abs(whole)):
         raise ValueError(
             f"{algorithm.name}.loss of two shares must add up to that of their mini-batch: got {added:.9g} and "
-            f"{float(value):.9g}; divide by shaped.denominators, not by what a share counts"
+            f"{whole:.9g}; divide by shaped.denominators, not by what a share counts"
         )
-    return float(value)
+    return whole

@@ -9,10 +9,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
-from openrlhf_ext.driver import guard, preflight
+from openrlhf_ext.driver import guard, preflight, user_trial
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import RedactingFormatter, redact
 
@@ -51,12 +51,9 @@ def start(argv: list[str]) -> int:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
-    if config.dry_run:
-        preflight.check_reward(config)
-        return dry_run(config)
-    if config.dry_run_json:
-        preflight.check_reward(config)
-        return dry_run_json(config)
+    if config.dry_run or config.dry_run_json:
+        trials = user_trial.try_user_code(config)
+        return dry_run_json(config) if config.dry_run_json else dry_run(config, trials)
     return guard.run(config, train)
 
 
@@ -67,14 +64,18 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart))
 
 
-def dry_run(config: RunConfig) -> int:
+def dry_run(config: RunConfig, trials: Sequence[str] = ()) -> int:
     """Prints the resolved configuration, where every rank and engine goes, and the proof that the model fits there.
+
+    Args:
+        trials: what came out of the user's own files.
 
     Returns:
         0; 2 if the model cannot be laid out as configured.
     """
     print(format_config(config))
     print(placement_table(config))
+    print(redact("\n".join([*trials, ""])), end="")
     policy = config.actor.model_name_or_path or ""
     if not os.path.isdir(policy):
         print(redact(f"model: {policy} is not on this machine, so no rank of it was built"))

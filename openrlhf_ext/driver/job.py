@@ -60,6 +60,7 @@ from openrlhf_ext.driver.settings import (
     worker_env,
 )
 from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
+from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.redaction import HIDDEN, redacted
@@ -86,12 +87,13 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
         The exit code: 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM.
 
     Raises:
-        ConfigError: a model that was downloaded does not fit the options, or the reward file cannot be imported.
+        ConfigError: a model that was downloaded does not fit the options, or a file of the user's own cannot be used.
     """
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config)
     guard.expect(config.vllm.start_timeout_s, "starting Ray (vllm.start_timeout_s)")
-    preflight.check_reward(config)
+    for line in try_user_code(config):
+        logger.info(line)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
     with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log

@@ -1,4 +1,4 @@
-"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models, the reward file."""
+"""What only other rooms than the configuration know, checked before Ray starts: algorithms and models."""
 
 from __future__ import annotations
 
@@ -38,24 +38,6 @@ def check_downloaded(config: RunConfig) -> None:
         ConfigError: lists every violation.
     """
     _require([*model_violations(config), *checkpoint_violations(config), *guide_violations(config)])
-
-
-def check_reward(config: RunConfig) -> None:
-    """Imports the reward file in a process of its own, with that process's deadline; agents and servers have none.
-
-    Raises:
-        ConfigError: it cannot be imported, or not in time.
-    """
-    from openrlhf_ext.rewards.errors import RewardImportError
-    from openrlhf_ext.rewards.pool import check_reward_file
-
-    path = config.reward.remote_url
-    if path is None or not path.endswith(".py"):
-        return
-    try:
-        check_reward_file(path, memory_mib=config.reward.memory_mib, environment=config.reward.environment)
-    except RewardImportError as error:
-        _require([Violation(("reward.remote_url",), f"reward.remote_url: {error}")])
 
 
 # ---- the estimator -----------------------------------------------------------------------------------------------

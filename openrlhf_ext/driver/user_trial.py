@@ -71,12 +71,15 @@ def _try_reward(config: RunConfig) -> str | None:
     reward = config.reward
     if reward.remote_url is None or not reward.remote_url.endswith(".py"):
         return None
-    limits = {"memory_mib": reward.memory_mib, "environment": reward.environment}
-    with RewardPool(reward.remote_url, 1, reward.timeout_s, **limits) as pool:
+    with RewardPool(
+        reward.remote_url, 1, reward.timeout_s, memory_mib=reward.memory_mib, environment=reward.environment
+    ) as pool:
         pool.check()
         for prompt, label in _first_prompt(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
-            return f"the made completion {COMPLETION!r} of the first prompt: reward {grade.reward:g}, score {grade.score:g}"
+            return (
+                f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
+            )
     return "imported, and not tried: data.prompt_dataset is not on this machine"
 
 
@@ -103,7 +106,7 @@ def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
     """Text and label of the first record, where a file has it; of messages the text of the last."""
     data = config.data
     wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
-    for ref in dataset_refs(data.prompt_dataset or "")[:1]:
+    for ref in [*dataset_refs(data.prompt_dataset or "")][:1]:
         record = None if is_hub_name(ref.path) else first_record(ref.path, wanted)
         if record is not None:
             prompt = record[data.input_key]

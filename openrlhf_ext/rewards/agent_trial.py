@@ -33,9 +33,8 @@ def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, com
     request = GroupRequest(prompt, label, 1, Sampling(1.0, 1.0, _ROOM // 2, length))
     executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))
     (response,) = asyncio.run(executor.respond(request, tokenizer, _MadeEngine(tokenizer, completion)))
-    turns = len(response.actions)
     return (
-        f"a made episode of the first prompt, {completion!r} at each of {turns} turn{'s' if turns != 1 else ''}: reward "
+        f"{completion!r} made as the answer to the first prompt, at each turn: turns {len(response.actions)}, reward "
         f"{response.reward:g}, score {response.score:g}, {int((~response.sampled_T).sum())} tokens of the environment"
     )
 

@@ -32,6 +32,12 @@ STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it 
 _MODULE_NAME = "reward_func"  # as OpenRLHF names the module of the user's file
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
+_POSITIONAL = ("queries", "prompts", "labels")
+_FROM_TRL = """. This is TRL's form. Here it is
+    def reward_func(queries, prompts, labels, completions, **kwargs):
+        return {"rewards": your_function(completions)[0]}
+TRL's prompts and completions keep their names, a column such as answer is labels (--data.label_key answer), and queries
+are prompt and completion as one text"""
 
 
 def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, reward_path: str) -> None:
@@ -76,7 +82,33 @@ def load_reward_function(reward_path: str) -> RewardFunction:
     if not callable(function):
         public = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
         raise AttributeError(f"{reward_path} defines no function reward_func; it defines {public}")
+    _check_signature(function, reward_path)
     return function
+
+
+def _check_signature(function: RewardFunction, reward_path: str) -> None:
+    """The function takes what ``call_reward`` gives it, in that order."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of compiled code
+        return
+    names = list(signature.parameters)
+    wrong = ""
+    try:
+        signature.bind(*_POSITIONAL, **dict.fromkeys(["completions"] if _takes_completions(function) else []))
+    except TypeError as error:
+        wrong = str(error)
+    if not wrong and (moved := [n for at, n in enumerate(names) if n in _POSITIONAL and n != _POSITIONAL[at]]):
+        wrong = f"{', '.join(moved)} not in its place"
+    if not wrong:
+        return
+    from_trl = "completions" in names and "queries" not in names
+    code = getattr(function, "__code__", None)
+    place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
+    raise TypeError(
+        f"{place}: reward_func{signature} cannot be called as reward_func(queries, prompts, labels, **kwargs): {wrong}"
+        ". Each is a list of one; it returns {'rewards': number, 'scores': number}" + (_FROM_TRL if from_trl else "")
+    )
 
 
 def _import_file(path: str) -> ModuleType:

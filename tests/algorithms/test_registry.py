@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm, register_algorithm, registry
 from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
-from openrlhf_ext.algorithms.registry import algorithm_of_file
+from openrlhf_ext.algorithms.registry import algorithm_of_file, with_published_values
+from openrlhf_ext.algorithms.trial import try_algorithm
 from openrlhf_ext.user_code import told
 from tests.algorithms.helpers import random_groups, to_batch
 from tests.algorithms.test_batch import simple_batch
@@ -145,3 +147,24 @@ def test_what_advantages_return_is_checked_by_name(tmp_path, monkeypatch, result
         get_algorithm(algorithm_of_file(str(file))).shape(batch)
     line = f'File "{file}", line 7, in advantages\n    return {result}'
     assert line in told(error.value) or f"({file}, line 6) returned" in str(error.value)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_method_passes_the_trial_of_a_users_own(size):
+    for name in ("grpo", "dapo", "gspo", "gtpo_conflict", "clip_cov", "gae", "grpo_s"):
+        said = try_algorithm(get_algorithm(name, **with_published_values(name, {}, max_length=8), warn=False), size)
+        assert said.startswith(f"2 made groups of {size}: advantages "), name
+
+
+class PerShare(Grpo):
+    """Its loss counts what a share holds."""
+
+    def loss(self, new_logprobs, shaped):
+        found = super().loss(new_logprobs, shaped)
+        return dataclasses.replace(found, value=found.value / len(shaped))
+
+
+def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():
+    own = PerShare(GrpoOptions())
+    with pytest.raises(ValueError, match="of two shares must add up to that of their mini-batch.*shaped.denominators"):
+        try_algorithm(own, 4)
