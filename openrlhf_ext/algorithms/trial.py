@@ -57,7 +57,7 @@ def made_batch(group_size: int, dtype: torch.dtype) -> RolloutBatch:
 
 def _loss(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> float:
     """Of the mini-batch after a small step of the policy."""
-    logprobs_N = (batch.old_logprobs - 0.02).requires_grad_()
+    logprobs_N = (1.02 * batch.old_logprobs).requires_grad_()
     prepared = algorithm.prepare(logprobs_N.detach(), shaped.mini_batch(slice(None)), seed=0).lean()
     value = algorithm.loss(logprobs_N, prepared).value
     (gradient_N,) = torch.autograd.grad(value, logprobs_N)
