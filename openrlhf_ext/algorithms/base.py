@@ -306,18 +306,21 @@ class LossBatch:
     Attributes:
         algorithm: the algorithm that made it (its options travel along).
         segments: which of the N tokens are whose; `lengths` are the (B,) completion tokens.
-        rows: (B,) row of the rollout batch each row came from.
-        group_ids: (B,) prompt id.
-        group_sizes: (B,) completions of the row's group in the rollout batch.
+        rows: (B,) int64 row of the rollout batch each row came from.
+        group_ids: (B,) integer prompt id.
+        group_sizes: (B,) int64 completions of the row's group in the rollout batch.
         kept: (B,) bool, the row's group was not dropped.
         active: (B,) bool, the row carries loss (kept and not masked as truncated).
         rewards: (B,) float64, rewards after length penalties (and KL in the reward).
         seq_advantages: (B,) float64, or None where advantages are per token only.
         loss_mask: (N,) bool, tokens that carry loss.
-        advantages: (N,).
-        old_logprobs: (N,) denominator of the ratio (the guide's on its completions for `mixed_policy_dapo`).
-        token_weights: (N,) factor on each token's surrogate (lambda), or None for 1.
-        correction: (N,) importance-correction factor, or None for 1.
+        advantages: (N,) floating point, above 0 makes the token likelier.
+        old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions for
+            `mixed_policy_dapo`).
+        ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the loss; else None.
+        guide_logprobs: (N,) floating point, under the guiding policy (`mixed_policy_dapo`), or None.
+        token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for 1.
+        correction: (N,) floating point, importance-correction factor, or None for 1.
         weights: (B,) float64 aggregation weight of each token (or completion) of a row.
         denominators: float64 scalars of the mini-batch, e.g. `tokens`.
         selection: (N,) bool, tokens chosen by `prepare` (covariance methods), or None.

@@ -53,14 +53,14 @@ class RolloutBatch(Named):
     Attributes:
         tokens: (N,) integer token ids of the completions, a sampled EOS included.
         lengths: (B,) int64 tokens of each completion, at least 1.
-        rewards: (B,) terminal rewards, any real numbers.
+        rewards: (B,) float64 in `inputs`, terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
-        old_logprobs: (N,) log-probability of each token under the policy at rollout time, natural log.
-        entropies: (N,) entropy of that policy in nats, same (tempered) distribution; a constant.
-        ref_logprobs: (N,) under the reference policy; needed with `kl_coef`.
-        guide_logprobs: (N,) under the guiding policy; `mixed_policy_dapo` only.
-        rollout_logprobs: (N,) as reported by the sampler; needed with an importance correction.
-        values: (N,) of a critic; `gae` only.
+        old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout time, natural log.
+        entropies: (N,) floating point, entropy of that policy in nats, same (tempered) distribution; a constant.
+        ref_logprobs: (N,) floating point, under the reference policy; needed with `kl_coef`.
+        guide_logprobs: (N,) floating point, under the guiding policy; `mixed_policy_dapo` only.
+        rollout_logprobs: (N,) floating point, as reported by the sampler; needed with an importance correction.
+        values: (N,) floating point, of a critic; `gae` only.
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).
         from_guide: (B,) bool, sampled by the guiding policy.
         group_size: declared completions per prompt: one number, or {group id: number}. `shape` refuses a group of

@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm, register_algorithm, registry
+from openrlhf_ext.algorithms import (
+    Inputs,
+    LossBatch,
+    RolloutBatch,
+    algorithm_names,
+    describe_options,
+    get_algorithm,
+    register_algorithm,
+    registry,
+)
+from openrlhf_ext.algorithms.__main__ import attributes, tables
 from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
+from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.registry import algorithm_of_file, with_published_values
 from openrlhf_ext.algorithms.trial import try_algorithm
 from openrlhf_ext.user_code import told
@@ -168,3 +179,12 @@ def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():
     own = PerShare(GrpoOptions())
     with pytest.raises(ValueError, match="of two shares must add up to that of their mini-batch.*shaped.denominators"):
         try_algorithm(own, 4)
+
+
+def test_the_document_lists_what_inputs_and_the_loss_hold():
+    begin, end = (f"<!-- python -m openrlhf_ext.algorithms: {mark} -->" for mark in ("begin", "end"))
+    written = (Path(__file__).parents[2] / "docs/algorithms.md").read_text().split(begin)[1].split(end)[0]
+    assert written.strip() == "".join(tables()).strip(), "put the output of `python -m openrlhf_ext.algorithms` there"
+    for holder in (Inputs, RolloutBatch, Groups, Partition, LossBatch):
+        listed = {name for name, _ in attributes(holder)}
+        assert {field.name for field in dataclasses.fields(holder)} <= listed, "its docstring lists every field"

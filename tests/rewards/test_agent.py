@@ -150,7 +150,7 @@ def test_an_agent_file_must_define_an_executor(tmp_path: Path) -> None:
         load_agent(tmp_path / "absent.py")
 
 
-# ---- agents of the documentation, and what may be written instead
+# ---- agents of docs/agents.md, and what may be written instead
 
 EXAMPLES = Path(__file__).parents[2] / "examples/python"
 
