@@ -56,6 +56,7 @@ from openrlhf_ext.driver.settings import (
     check_frozen_steps,
     policy_path,
     required,
+    sync_settings,
     training_steps,
     worker_env,
 )
@@ -91,7 +92,8 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
     """
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config)
-    guard.expect(config.vllm.start_timeout_s, "starting Ray (vllm.start_timeout_s)")
+    guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
+    preflight.check_hub_data(config)
     for line in try_user_code(config):
         logger.info(line)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
@@ -223,6 +225,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
                 compat.quiet_upstream_logs()
             places = reserve_policy_places(config)
             session.find_gpus(config.vllm.start_timeout_s)
+            sync_settings(config, session.use_gpu, ())  # a transport that needs GPUs is refused before engines start
             engines = start_engines(config, session.use_gpu, places)
             guide_engines = start_guide_engines(config, session.use_gpu)
             policy = start_policy(config, places)

@@ -298,6 +298,21 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path):
     assert "must return a dict with the key 'rewards'" in grader
 
 
+def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):
+    monkeypatch.setattr("openrlhf_ext.driver.preflight.glob.glob", lambda _: [])
+    warnings = load(task, "--vllm.sync_backend", "nccl").warnings
+    assert "vllm.sync_backend nccl needs GPUs, and this machine has none" in "".join(warnings)
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", unreachable)
+    monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
+    config = load(task, "--data.prompt_dataset", "openai/gsm8k")
+    with pytest.raises(ConfigError, match="data.prompt_dataset: openai/gsm8k cannot be read from the hub: ConnectionE"):
+        job.run(config, Guard())
+
+
 GUIDED = ["--algo.advantage.estimator", "mixed_policy_dapo", "--guide.model_name_or_path"]
 
 
