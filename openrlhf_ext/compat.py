@@ -19,7 +19,8 @@ from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
-from openrlhf.utils.agent import AgentExecutorBase
+from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
+from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
 from openrlhf.utils.utils import get_tokenizer
 

@@ -17,7 +17,7 @@ CORE = {
 }  # fmt: skip
 # room -> rooms of ours (or parts of them) it may import, and outside packages it may not
 RULES = {
-    "algorithms": ({"options"}, HEAVY - {"pydantic"}),
+    "algorithms": ({"options", "user_code"}, HEAVY - {"pydantic"}),
     "head": (set(), HEAVY),
     "fp8": (set(), HEAVY),
     "checkpoints": ({"inputs"}, HEAVY),
@@ -39,10 +39,12 @@ RULES = {
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
     "rollout": ({"compat", "fp8", "imports", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
-    "rewards": ({"compat", "redaction", "rollout"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
+    "rewards": ({"compat", "redaction", "rollout", "user_code"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
     "reporting": ({"inputs", "redaction"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
-    "driver": (CORE | {"inputs", "locks", "options", "redaction"}, {"openrlhf", "vllm", "megatron", "pydantic"}),
+    "driver": (
+        CORE | {"inputs", "locks", "options", "redaction", "user_code"}, {"openrlhf", "vllm", "megatron", "pydantic"},
+    ),
     "tools": (
         {
             "algorithms",
@@ -67,7 +69,8 @@ RULES = {
 # files and rooms that import files of ours inside functions; docs/architecture.md says why
 LATE = (
     "cli/", "config/run_config.py", "config/show.py", "driver/job.py", "driver/preflight.py", "driver/processes.py",
-    "driver/supervision.py", "head/arithmetic.py", "ranks/", "rollout/engine.py", "tools/plan/conversion_check.py",
+    "driver/supervision.py", "driver/user_trial.py", "head/arithmetic.py", "ranks/", "rollout/engine.py",
+    "tools/plan/conversion_check.py",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
 from openrlhf_ext.algorithms.option_blocks import Options
 from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unpacked
+from openrlhf_ext.options import nearest
 
 LEAST_ENTROPY = -1e-4
 MOST_LOGPROB = 1e-3
@@ -55,6 +56,7 @@ class Algorithm:
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch before it computes
             the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
+        main_field: what `advantages` must return.
     """
 
     name: ClassVar[str] = ""
@@ -63,6 +65,7 @@ class Algorithm:
     loss_inputs: ClassVar[tuple[str, ...]] = ()
     needs_prepare: ClassVar[bool] = False
     kl_places: ClassVar[tuple[str, ...]] = ()
+    main_field: ClassVar[str] = "advantages"
 
     def __init__(self, options: Any, *, correction: Correction | None = None, kl: KLPenalty | None = None) -> None:
         self.options = options
@@ -167,7 +170,21 @@ class Algorithm:
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
-        return self.shaped(inputs, **self.advantages(inputs))
+        return self.shaped(inputs, **self.checked_advantages(inputs))
+
+    def checked_advantages(self, inputs: Inputs) -> dict[str, Any]:
+        """What `advantages` returns.
+
+        Raises:
+            ValueError: naming method, file and line, the field, and its shape: it is no field of LossBatch, or has not
+                one entry for each completion or token; `advantages` (or `seq_advantages`) is missing.
+        """
+        fields = self.advantages(inputs)
+        if faults := list(_field_faults(fields, self.main_field, inputs)):
+            code = type(self).advantages.__code__
+            where = f"{self.name}.advantages ({code.co_filename}, line {code.co_firstlineno})"
+            raise ValueError(f"{where} returned what the loss cannot take: {'; '.join(faults)}")
+        return fields
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
@@ -289,18 +306,21 @@ class LossBatch:
     Attributes:
         algorithm: the algorithm that made it (its options travel along).
         segments: which of the N tokens are whose; `lengths` are the (B,) completion tokens.
-        rows: (B,) row of the rollout batch each row came from.
-        group_ids: (B,) prompt id.
-        group_sizes: (B,) completions of the row's group in the rollout batch.
+        rows: (B,) int64 row of the rollout batch each row came from.
+        group_ids: (B,) integer prompt id.
+        group_sizes: (B,) int64 completions of the row's group in the rollout batch.
         kept: (B,) bool, the row's group was not dropped.
         active: (B,) bool, the row carries loss (kept and not masked as truncated).
         rewards: (B,) float64, rewards after length penalties (and KL in the reward).
         seq_advantages: (B,) float64, or None where advantages are per token only.
         loss_mask: (N,) bool, tokens that carry loss.
-        advantages: (N,).
-        old_logprobs: (N,) denominator of the ratio (the guide's on its completions for `mixed_policy_dapo`).
-        token_weights: (N,) factor on each token's surrogate (lambda), or None for 1.
-        correction: (N,) importance-correction factor, or None for 1.
+        advantages: (N,) floating point, above 0 makes the token likelier.
+        old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions for
+            `mixed_policy_dapo`).
+        ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the loss; else None.
+        guide_logprobs: (N,) floating point, under the guiding policy (`mixed_policy_dapo`), or None.
+        token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for 1.
+        correction: (N,) floating point, importance-correction factor, or None for 1.
         weights: (B,) float64 aggregation weight of each token (or completion) of a row.
         denominators: float64 scalars of the mini-batch, e.g. `tokens`.
         selection: (N,) bool, tokens chosen by `prepare` (covariance methods), or None.
@@ -456,6 +476,38 @@ class LossBatch:
             for name, tensor in self.exposed.items()
         }
         return dataclasses.replace(self, exposed=exposed, **mapped, **changes)
+
+
+def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
+    """What is wrong with the result of `advantages`."""
+    if not isinstance(fields, Mapping):
+        yield f"it must be a dict with the key {main!r}, got a {type(fields).__name__}"
+        return
+    of: dict[str, str | None] = {f.name: f.metadata.get("of") for f in dataclasses.fields(LossBatch)}
+    known = [name for name, holds in of.items() if holds] + ["exposed", "pools", "metrics"]
+    sizes = {"row": ("B", len(inputs.groups.index_B)), "token": ("N", inputs.segments.tokens)}
+    if fields.get(main) is None:
+        yield f"the key {main!r} is missing, got {', '.join(map(repr, fields)) or 'no keys'}"
+    for name, value in fields.items():
+        if name not in known:
+            near = nearest(str(name), known)
+            yield f"{name!r} is no field of LossBatch ({f'did you mean {near!r}?' if near else ', '.join(known)})"
+        elif (holds := of[name]) and value is not None:
+            yield from _shape_faults(name, value, [sizes[holds]])
+        elif name == "exposed":
+            for key, tensor in value.items():
+                yield from _shape_faults(f"exposed[{key!r}]", tensor, list(sizes.values()))
+
+
+_EACH = {"B": "completion", "N": "token"}
+
+
+def _shape_faults(name: str, value: Any, legal: list[tuple[str, int]]) -> Iterator[str]:
+    wanted = " or ".join(f"({letter},) = ({size},), one for each {_EACH[letter]}" for letter, size in legal)
+    if not isinstance(value, Tensor):
+        yield f"{name} must be a tensor of shape {wanted}, got a {type(value).__name__}"
+    elif value.ndim < 1 or value.shape[0] not in [size for _, size in legal] or (len(legal) == 1 and value.ndim > 1):
+        yield f"{name} must have shape {wanted}, got {tuple(value.shape)}"
 
 
 @dataclass(frozen=True)

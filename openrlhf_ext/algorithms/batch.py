@@ -10,31 +10,57 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.segments import Segments
+from openrlhf_ext.options import nearest
 
 TOKEN_FLOATS = ("old_logprobs", "entropies", "ref_logprobs", "guide_logprobs", "rollout_logprobs", "values")
 _ROW_FIELDS = ("lengths", "rewards", "group_ids", "truncated", "from_guide")
 
 
+class Named:
+    """Says what it has, and what was perhaps meant, when it is asked for what it has not."""
+
+    if not TYPE_CHECKING:  # a type checker would take any name for known
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            known = {path.rpartition(".")[2]: path for path in _attributes(type(self))}
+            near = known.get(name) or known.get(nearest(name, known) or "")
+            hint = f" (did you mean {near}?)" if near else ""
+            own = ", ".join(path for path in known.values() if "." not in path)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}; it has {own}")
+
+
+def _attributes(holder: type) -> list[str]:
+    """Names of fields and properties, those of the inner holders with dots."""
+    kinds = get_type_hints(holder)
+    own = [name for name in (*kinds, *vars(holder)) if not name.startswith("_")]
+    inner = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Named)}
+    below = [f"{name}.{path}" for name, kind in inner.items() for path in _attributes(kind)]
+    return [*below, *dict.fromkeys(own)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class RolloutBatch:
+class RolloutBatch(Named):
     """B completions of one or more prompts, their N tokens one completion behind the other, without padding.
 
     Attributes:
         tokens: (N,) integer token ids of the completions, a sampled EOS included.
         lengths: (B,) int64 tokens of each completion, at least 1.
-        rewards: (B,) terminal rewards, any real numbers.
+        rewards: (B,) float64 in `inputs`, terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
-        old_logprobs: (N,) log-probability of each token under the policy at rollout time, natural log.
-        entropies: (N,) entropy of that policy in nats, same (tempered) distribution; a constant.
-        ref_logprobs: (N,) under the reference policy; needed with `kl_coef`.
-        guide_logprobs: (N,) under the guiding policy; `mixed_policy_dapo` only.
-        rollout_logprobs: (N,) as reported by the sampler; needed with an importance correction.
-        values: (N,) of a critic; `gae` only.
+        old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout time, natural log.
+        entropies: (N,) floating point, entropy of that policy in nats, same (tempered) distribution; a constant.
+        ref_logprobs: (N,) floating point, under the reference policy; needed with `kl_coef`.
+        guide_logprobs: (N,) floating point, under the guiding policy; `mixed_policy_dapo` only.
+        rollout_logprobs: (N,) floating point, as reported by the sampler; needed with an importance correction.
+        values: (N,) floating point, of a critic; `gae` only.
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).
         from_guide: (B,) bool, sampled by the guiding policy.
         group_size: declared completions per prompt: one number, or {group id: number}. `shape` refuses a group of

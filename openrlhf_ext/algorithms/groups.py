@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch, check_group_sizes, check_lengths
+from openrlhf_ext.algorithms.batch import Named, RolloutBatch, check_group_sizes, check_lengths
 from openrlhf_ext.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(Named):
     """The grouping of a batch.
 
     Attributes:
-        ids_Q: group ids, ascending.
-        index_B: position of each row's group in `ids_Q`.
-        sizes_Q: completions per group.
-        lengths_B: tokens per completion.
+        ids_Q: (Q,) integer group ids, ascending.
+        index_B: (B,) int64 position of each row's group in `ids_Q`.
+        sizes_Q: (Q,) int64 completions per group.
+        lengths_B: (B,) int64 tokens per completion.
     """
 
     ids_Q: Tensor
@@ -47,7 +47,7 @@ class Groups:
 
     @property
     def sizes_B(self) -> Tensor:
-        """Size of each row's group."""
+        """(B,) int64 size of each row's group."""
         return self.sizes_Q[self.index_B]
 
     def sum(self, values_B: Tensor) -> Tensor:
@@ -120,15 +120,16 @@ def pool_moments(rows: Moments, index_B: Tensor, pools: int) -> Moments:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Named):
     """Success classes and degenerate groups of a batch.
 
     Attributes:
-        success_B: P, successful completions. failure_B: N. Truncated-masked completions are in neither.
-        degenerate_Q: groups without a signal.
-        kept_B: the row's group was not dropped.
-        zeroed_B: the row's group stays with zero advantages.
-        active_B: the row carries loss.
+        success_B: (B,) bool, successful completions, without those masked as truncated.
+        failure_B: (B,) bool, the others, without those masked as truncated.
+        degenerate_Q: (Q,) bool, groups without a signal.
+        kept_B: (B,) bool, the row's group was not dropped.
+        zeroed_B: (B,) bool, the row's group stays with zero advantages.
+        active_B: (B,) bool, the row carries loss.
     """
 
     success_B: Tensor
@@ -140,7 +141,7 @@ class Partition:
 
     @property
     def live_B(self) -> Tensor:
-        """The row's group carries a signal: neither dropped nor zeroed."""
+        """(B,) bool, the row's group carries a signal: neither dropped nor zeroed."""
         return self.kept_B & ~self.zeroed_B
 
 
@@ -190,8 +191,14 @@ def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterato
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A validated rollout batch with its grouping and partition; floats promoted, rewards in float64."""
+class Inputs(Named):
+    """A validated rollout batch with its grouping and partition; floats promoted, rewards in float64.
+
+    Attributes:
+        batch: what was sampled, and what models say of it.
+        groups: which completions answer one prompt; has `sum`, `count`, `any`, `minimum`, `maximum` over groups.
+        part: which completions succeeded, which groups carry a signal.
+    """
 
     batch: RolloutBatch
     groups: Groups
@@ -199,5 +206,5 @@ class Inputs:
 
     @property
     def segments(self) -> Segments:
-        """Which tokens are whose."""
+        """Which tokens are whose; has `spread` (B,) -> (N,), `sums` (N,) -> (B,), `take`, `span`."""
         return self.batch.segments

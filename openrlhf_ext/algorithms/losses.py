@@ -300,13 +300,15 @@ class TokenAlgorithm(Algorithm):
 class SequenceAlgorithm(Algorithm):
     """One ratio and one advantage per completion."""
 
+    main_field = "seq_advantages"
+
     @property
     def ratio_kind(self) -> str:
         """ "geometric" or "arithmetic" mean of the token ratios."""
         return "geometric"
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
-        fields = self.advantages(inputs)
+        fields = self.checked_advantages(inputs)
         token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
         return self.shaped(inputs, advantages=token_N, **fields)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from openrlhf_ext.algorithms.importance import parse_correction
 from openrlhf_ext.algorithms.kl import parse_kl
 from openrlhf_ext.algorithms.option_blocks import Options, parse
 from openrlhf_ext.options import Option, describe, nearest
+from openrlhf_ext.user_code import told
 
 logger = logging.getLogger(__name__)
 
@@ -149,13 +149,8 @@ def algorithm_of_file(path: str) -> str:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"{path} cannot be imported: {_place(error, path)}{type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} cannot be imported:\n{told(error)}") from error
     new = sorted(set(algorithm_names()) - before)
     if len(new) != 1:
         raise ValueError(f"{path} must register one algorithm with register_algorithm, got {', '.join(new) or 'none'}")
     return new[0]
-
-
-def _place(error: BaseException, path: str) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f"line {lines[-1]}: " if lines else ""

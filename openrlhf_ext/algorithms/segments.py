@@ -27,7 +27,7 @@ class Segments:
     """Where each of B rows is in flat (N,) tensors.
 
     Attributes:
-        lengths_B: int64 tokens of each row, on the device of the flat tensors.
+        lengths_B: (B,) int64 tokens of each row, on the device of the flat tensors.
         bounds: (B + 1,) int64 where rows begin and end, always on the host: cutting waits for no device.
     """
 

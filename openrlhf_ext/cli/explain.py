@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from typing import Any
 from openrlhf_ext.tools.explain.png import write_png
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.explain.terminal import render
+from openrlhf_ext.user_code import users_part
 
 _PNG_WIDTH = 200
+_ABOUT_INPUT = (ValueError, OSError)
 _NARROWEST = 40
 
 
@@ -40,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         explanation = explain(rollouts, arguments.algorithm, parse_options(arguments.option), arguments.group)
         if arguments.png:
             write_png(explanation, arguments.png, width=arguments.width or _PNG_WIDTH)
-    except (ValueError, OSError) as error:
-        print(f"explain: {error}", file=sys.stderr)
+    except Exception as error:
+        if not ((users := users_part("".join(traceback.format_exception(error)))) or isinstance(error, _ABOUT_INPUT)):
+            raise
+        print(f"explain: {users or error}", file=sys.stderr)
         return 2
     color = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     _print(render(explanation, width=arguments.width or shutil.get_terminal_size((100, 24)).columns, color=color))

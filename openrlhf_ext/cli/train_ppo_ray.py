@@ -9,11 +9,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
-from openrlhf_ext.driver import guard, preflight
+from openrlhf_ext.driver import guard, preflight, user_trial
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import RedactingFormatter, redact
 
@@ -51,12 +51,11 @@ def start(argv: list[str]) -> int:
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself
-        preflight.check_reward(config)
-        return dry_run(config)
+        return dry_run(config, user_trial.try_user_code(config))
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
-        preflight.check_reward(config)
+        user_trial.try_user_code(config)
         return dry_run_json(config)
     return guard.run(config, train)
 
@@ -68,8 +67,11 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart))
 
 
-def dry_run(config: RunConfig) -> int:
+def dry_run(config: RunConfig, trials: Sequence[str] = ()) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
+
+    Args:
+        trials: what came out of the user's own files.
 
     Returns:
         0; 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this machine.
@@ -89,7 +91,8 @@ def dry_run(config: RunConfig) -> int:
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
-    print("\n".join([found.text, *found.details, *(["warnings:", *warned] if warned else []), ""]))
+    tried = [redact(trial) for trial in trials]
+    print("\n".join([found.text, *found.details, *tried, *(["warnings:", *warned] if warned else []), ""]))
     print(placement_table(config))
     print("\n".join(proofs))
     print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{found.text}")

@@ -26,6 +26,11 @@ from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
 _FAULTS_SHOWN = 5
+_REMEDIES = {
+    "reward_func": "; define reward_func(queries, prompts, labels, **kwargs)",
+    "AgentExecutor": "; an environment with step() becomes an agent by class AgentExecutor(MultiTurnAgentExecutor), "
+    "whose __init__ calls super().__init__(YourEnvironment) (docs/agents.md)",
+}
 # what a run writes, and whether it is a folder
 _OUTPUTS = {
     "ckpt.path": True,
@@ -203,7 +208,7 @@ def _definition_violations(option: str, path: str, name: str) -> Iterator[Violat
     try:
         require_definition(path, name)
     except InputError as error:
-        yield Violation((option,), f"{option}: {error}")
+        yield Violation((option,), f"{option}: {error}{_REMEDIES[name]}")
 
 
 def _remote_url_violations(remote_url: str) -> Iterator[Violation]:

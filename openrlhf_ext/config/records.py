@@ -57,15 +57,10 @@ def scan_records(path: str, wanted: Wanted) -> Scan | None:
     Raises:
         InputError: the file cannot be read on: it is none of its form, or holds no record.
     """
-    forms: dict[str, Callable[[str, Wanted], Records]] = {
-        ".jsonl": _json_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records,
-        ".arrow": _arrow_records,
-    }  # fmt: skip
-    form = forms.get(Path(path).suffix.lower())
-    if form is None or not Path(path).is_file():
+    if (records := _records(path, wanted)) is None:
         return None
     scan, types = Scan(), _Types()
-    for place, record, may_be_new in form(path, wanted):
+    for place, record, may_be_new in records:
         scan.records += 1
         if scan.records == 1:
             if isinstance(record, InputError):
@@ -80,6 +75,21 @@ def scan_records(path: str, wanted: Wanted) -> Scan | None:
     if not scan.records:
         raise InputError(f"{path} has no readable first record: it is empty")
     return scan
+
+
+def first_record(path: str, wanted: Wanted) -> dict[str, Any] | None:
+    """The first record of a data file that ``scan_records`` has found good; None for what is no file."""
+    records = _records(path, wanted)
+    return None if records is None else next(record for _, record, _ in records)
+
+
+def _records(path: str, wanted: Wanted) -> Records | None:
+    forms: dict[str, Callable[[str, Wanted], Records]] = {
+        ".jsonl": _json_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records,
+        ".arrow": _arrow_records,
+    }  # fmt: skip
+    form = forms.get(Path(path).suffix.lower())
+    return form(path, wanted) if form is not None and Path(path).is_file() else None
 
 
 def record_fault(record: Any, wanted: Wanted) -> str | None:

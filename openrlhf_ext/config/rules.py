@@ -541,7 +541,7 @@ def unused_graders(config: RunConfig) -> Iterator[str]:
     """Options of grader processes where servers grade."""
     if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
         for leaf in ("num_workers", "memory_mib", "environment"):
-            yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade in their processes")
+            yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")
 
 
 def schedules(config: RunConfig) -> Iterator[str]:

@@ -21,11 +21,14 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import (
+    ConfigError,
     Option,
+    Violation,
     describe,
     describe_field,
     is_set,
     leaf_fields,
+    nearest,
     nested_model,
     value_of,
     value_text,
@@ -49,10 +52,15 @@ def format_help(pattern: str = "", own_file: str | None = None) -> str:
 
     Args:
         own_file: ``algo.module_path``, for the options of the estimator custom.
+
+    Raises:
+        ConfigError: nothing matches.
     """
     chosen = _matching(pattern)
     if not chosen:
-        return f"no option matches {pattern!r}; groups: {', '.join(_groups())}\n"
+        near = nearest(pattern, [*_groups(), *option_table()])
+        hint = f"did you mean {near}? " if near else ""
+        raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(_groups())}")])
     supported = [option for option in chosen if option.unsupported is None]
     refused = [option for option in chosen if option.unsupported is not None]
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):

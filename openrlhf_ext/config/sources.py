@@ -220,9 +220,14 @@ def _words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterat
 
 
 def _add_config_file(line: CommandLine, values: list[str]) -> None:
+    named = [word for word in values if find_option(word) is not None and not os.path.exists(word)]
+    if named:  # what follows it are its values
+        said = f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
+        line.violations.append(Violation((), said))
+        values = values[: values.index(named[0])]
     if values:
         line.config_files.extend(values)
-    else:
+    elif not named:
         line.violations.append(Violation((), "--config takes the path of a YAML file, got none"))
 
 

@@ -29,6 +29,7 @@ from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
 from openrlhf_ext.megatron.deadlines.watchdog import Address, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
+from openrlhf_ext.user_code import told, users_part
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +181,8 @@ class RaySession:
         if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
             error = cause  # its text holds the user's own traceback; ours around it says nothing
         of_a_task = isinstance(error, RayTaskError) and died is None
-        text = str(error) if of_a_task else f"{type(error).__name__}: {error}"
-        lines = [re.sub(r"\x1b\[\d+m", "", text)]  # Ray's colors
+        text = re.sub(r"\x1b\[\d+m", "", str(error))  # Ray's colors
+        lines = [users_part(text) or text if of_a_task else told(error)]
         if died is not None or isinstance(error, TimeoutError):
             lines += [f"--- ranks of the {group}\n{describe_ranks(where)}" for group, where in self._groups.items()]
         dead = {

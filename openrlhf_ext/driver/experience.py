@@ -6,6 +6,7 @@ Shape suffixes: B = completions, N = response tokens of all completions.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -228,7 +229,7 @@ def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBa
         most: groups, as for ``chosen_groups``.
     """
     order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
-    chosen = chosen_groups([sum(r.sampled for r in groups[position].responses) for position in order], most)
+    chosen = chosen_groups([sum(r.written for r in groups[position].responses) for position in order], most)
     starts = np.cumsum([0] + [len(group.responses) for group in groups])
     of_tokens = {key: getattr(rollout, name) for name, key in _SHOWN.items()}
     of_tokens |= {
@@ -239,14 +240,37 @@ def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBa
         prompt = groups[position].prompt
         for row, response in enumerate(groups[position].responses, start=int(starts[position])):
             span = rollout.segments.span(slice(row, row + 1))
+            own_T = response.sampled_T
             facts = {
-                "group": prompt.number, "prompt": prompt.text, "token_ids": rollout.tokens[span].tolist(),
+                "group": prompt.number, "prompt": prompt.text, "token_ids": response.tokens_S[-len(own_T) :].tolist(),
                 "reward": response.reward, "score": response.score, "truncated": response.truncated,
-                "from_guide": response.from_guide,
+                "from_guide": response.from_guide, **_label(prompt.label),
             }  # fmt: skip
-            numbers = {key: values_N[span].tolist() for key, values_N in of_tokens.items() if values_N is not None}
+            if not own_T.all():
+                facts["environment"] = (~own_T).astype(int).tolist()
+            numbers = {
+                key: _spread(values_N[span], own_T) for key, values_N in of_tokens.items() if values_N is not None
+            }
             shown.append(facts | numbers)
     return shown
+
+
+def _spread(values_n: Tensor, own_T: np.ndarray) -> list[Any]:
+    """The numbers of the tokens that the policy sampled, and 0 for those that an agent's environment wrote."""
+    spread_T = values_n.new_zeros(len(own_T))
+    spread_T[torch.from_numpy(own_T)] = values_n
+    return spread_T.tolist()
+
+
+def _label(label: Any) -> dict[str, Any]:
+    """What grading got as the label, as text where JSON cannot hold it; nothing where the data have none."""
+    if label is None or label == "":  # "": OpenRLHF's, without data.label_key
+        return {}
+    try:
+        json.dumps(label, allow_nan=False)
+    except (TypeError, ValueError):
+        return {"label": str(label)}
+    return {"label": label}
 
 
 def training_shards(

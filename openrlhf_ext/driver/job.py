@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -55,10 +56,12 @@ from openrlhf_ext.driver.settings import (
     check_frozen_steps,
     policy_path,
     required,
+    sync_settings,
     training_steps,
     worker_env,
 )
 from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
+from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.redaction import HIDDEN, redacted
@@ -85,12 +88,14 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
         The exit code: 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM.
 
     Raises:
-        ConfigError: a model that was downloaded does not fit the options, or the reward file cannot be imported.
+        ConfigError: a model that was downloaded does not fit the options, or a file of the user's own cannot be used.
     """
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config)
-    guard.expect(config.vllm.start_timeout_s, "starting Ray (vllm.start_timeout_s)")
-    preflight.check_reward(config)
+    guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
+    preflight.check_hub_data(config)
+    for line in try_user_code(config):
+        logger.info(line)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
     with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log
@@ -115,10 +120,9 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
         except Exception as error:
             guard.ignore_signals()
             guard.expect(_DESCRIBE_S, "finding out why the run failed")
-            logger.debug("the run failed", exc_info=True)
             failure = session.describe_failure(error)
-            logger.error("the run failed:\n%s", failure)
-            note_end(events, "failure", error=failure)
+            logger.error("the run failed:\n%s\n(every frame: events.jsonl beside logger.metrics_path)", failure)
+            note_end(events, "failure", error=failure, traceback="".join(traceback.format_exception(error)))
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()
@@ -221,6 +225,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
                 compat.quiet_upstream_logs()
             places = reserve_policy_places(config)
             session.find_gpus(config.vllm.start_timeout_s)
+            sync_settings(config, session.use_gpu, ())  # a transport that needs GPUs is refused before engines start
             engines = start_engines(config, session.use_gpu, places)
             guide_engines = start_guide_engines(config, session.use_gpu)
             policy = start_policy(config, places)

@@ -1,17 +1,18 @@
-"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models, the reward file."""
+"""What only other rooms than the configuration know, checked before Ray starts: algorithms and models."""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 from collections.abc import Iterable, Iterator
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
-from openrlhf_ext.config.files import has_weights
+from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.sections.algo import CUSTOM
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 
@@ -28,7 +29,7 @@ def findings(config: RunConfig) -> Findings:
         *checkpoint_violations(config),
         *guide_violations(config),
     ]
-    return Findings(tuple(violations), (*unread_warnings(config), *options.warnings))
+    return Findings(tuple(violations), (*unread_warnings(config), *transport_warnings(config), *options.warnings))
 
 
 def check_downloaded(config: RunConfig) -> None:
@@ -40,22 +41,23 @@ def check_downloaded(config: RunConfig) -> None:
     _require([*model_violations(config), *checkpoint_violations(config), *guide_violations(config)])
 
 
-def check_reward(config: RunConfig) -> None:
-    """Imports the reward file in a process of its own, with that process's deadline; agents and servers have none.
+def check_hub_data(config: RunConfig) -> None:
+    """Data sets that are hub names are there, or in the cache of an earlier download.
 
     Raises:
-        ConfigError: it cannot be imported, or not in time.
+        ConfigError: lists those that cannot be reached.
     """
-    from openrlhf_ext.rewards.errors import RewardImportError
-    from openrlhf_ext.rewards.pool import check_reward_file
+    from datasets import load_dataset_builder
 
-    path = config.reward.remote_url
-    if path is None or not path.endswith(".py"):
-        return
-    try:
-        check_reward_file(path, memory_mib=config.reward.memory_mib, environment=config.reward.environment)
-    except RewardImportError as error:
-        _require([Violation(("reward.remote_url",), f"reward.remote_url: {error}")])
+    violations = []
+    for option in ("data.prompt_dataset", "eval.dataset"):
+        for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(value_of(config, option) or "")):
+            try:
+                with reading(ref.path, "from the hub"):
+                    load_dataset_builder(ref.path)
+            except InputError as error:
+                violations.append(Violation((option,), f"{option}: {error}; give a file, or download it first"))
+    _require(violations)
 
 
 # ---- the estimator -----------------------------------------------------------------------------------------------
@@ -173,6 +175,15 @@ def unread_warnings(config: RunConfig) -> Iterator[str]:
     for flag in config.flag_options():
         if flag.key in foreign:
             yield no_effect(flag.flag, flag.value, f"{reason} {flag.key}")
+
+
+def transport_warnings(config: RunConfig) -> Iterator[str]:
+    """A transport that needs GPUs, where this machine has none: a run here would end, one on other nodes may not."""
+    if config.vllm.sync_backend in ("nccl", "cuda_ipc") and not glob.glob("/dev/nvidia[0-9]*"):
+        yield (
+            f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, and this machine has none: the nodes of the run "
+            "must have them; auto takes gloo where there are none"
+        )
 
 
 # ---- models ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ EVENTS = {
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
-    "failure": "the run failed: `error` is the whole text that the terminal has",
+    "failure": "the run failed: `error` is the whole text that the terminal has, `traceback` has every "
+    "frame of the driver",
     "restart": "it begins again from the last checkpoint: `number` of at most `most`",
     "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C) or SIGTERM; the newest `checkpoint`, or `why` "
     "the driver could not say it",

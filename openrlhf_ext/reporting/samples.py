@@ -47,7 +47,7 @@ class SampleWriter:
             numbers = {
                 key: [_rounded(key, value) for value in values]
                 for key, values in completion.items()
-                if isinstance(values, list) and key != "token_ids"
+                if isinstance(values, list) and key not in ("token_ids", "label")
             }
             tokens = self._texts(completion["token_ids"])
             self._lines.append({"step": step, **completion, "tokens": tokens, **numbers})

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.compat import AgentExecutorBase
+import numpy as np
+
+from openrlhf_ext.compat import AgentExecutorBase, MultiTurnAgentExecutor
 from openrlhf_ext.rewards.errors import (
     FailurePolicy,
     RewardError,
@@ -25,9 +27,11 @@ from openrlhf_ext.rewards.errors import (
     RewardTimeout,
 )
 from openrlhf_ext.rewards.executor import GradedExecutor
-from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
+from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, finite_number, parse_answer
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder
+from openrlhf_ext.user_code import told
 
+_STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 
 
@@ -108,8 +112,10 @@ class GradedAgentExecutor(GradedExecutor):
             return task.result()
         except _Failure:
             raise
+        except InvalidAnswer as error:
+            raise _Failure(RewardInvalid, f"the agent's step {error}") from None
         except Exception as error:
-            raise _Failure(RewardRaised, f"the agent raised:\n{traceback.format_exc().rstrip()}") from error
+            raise _Failure(RewardRaised, f"the agent raised:\n{told(error)}") from error
         finally:
             task.cancel()
 
@@ -191,8 +197,11 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 def load_agent(path: Path) -> AgentExecutorBase:
     """OpenRLHF's convention: a Python file with a class ``AgentExecutor``.
 
+    What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the
+    tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131).
+
     Raises:
-        ValueError: there is no such file, or no such class in it.
+        ValueError: there is no such file, no such class in it, or ``execute`` does not take what it is given.
     """
     spec = importlib.util.spec_from_file_location("agent_module", path)
     if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
@@ -201,8 +210,45 @@ def load_agent(path: Path) -> AgentExecutorBase:
     spec.loader.exec_module(module)
     executor_class = getattr(module, "AgentExecutor", None)
     if not (isinstance(executor_class, type) and issubclass(executor_class, AgentExecutorBase)):
-        raise ValueError(f"{path} must define a class AgentExecutor, a subclass of AgentExecutorBase")
-    return executor_class()
+        raise ValueError(
+            f"{path} must define a class AgentExecutor, a subclass of AgentExecutorBase or MultiTurnAgentExecutor of "
+            "openrlhf.utils.agent (docs/agents.md)"
+        )
+    _check_execute(executor_class, path)
+    agent = executor_class()
+    if isinstance(agent, MultiTurnAgentExecutor):
+        agent.agent_instance_cls = _with_checked_step(agent.agent_instance_cls)
+    return agent
+
+
+def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
+    given = ("prompt", "label", "sampling_params", "images", "max_length", "hf_tokenizer", "llm_engine")
+    execute = executor_class.execute
+    wrong = "" if inspect.iscoroutinefunction(execute) else "it is not async"
+    try:
+        inspect.signature(execute).bind(None, **dict.fromkeys(given))
+    except TypeError as error:
+        wrong = str(error)
+    if wrong:
+        place = f"{path}, line {execute.__code__.co_firstlineno}"
+        raise ValueError(f"{place}: AgentExecutor.execute must be async and take {', '.join(given)}: {wrong}")
+
+
+def _with_checked_step(instance_class: Any) -> Any:
+    """The user's environment, whose answers are complete and have numbers with ``item``, as OpenRLHF calls it."""
+
+    class Checked(instance_class):
+        async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            answer = await super().step(state_dict, **kwargs)
+            if missing := [key for key in _STEP_KEYS if not isinstance(answer, dict) or key not in answer]:
+                raise InvalidAnswer(f"returned {type(answer).__name__} without {missing}")
+            numbers = {
+                key: np.float64(finite_number(answer[key], key)) for key in ("rewards", "scores") if key in answer
+            }
+            return {**answer, **numbers}
+
+    Checked.__name__ = Checked.__qualname__ = instance_class.__name__
+    return Checked
 
 
 def _checked(answer: Any) -> dict[str, Any]:

@@ -218,19 +218,6 @@ class RewardPool:
         return message
 
 
-def check_reward_file(reward_path: str | Path, start_timeout_s: float = 120.0, **limits: Any) -> None:
-    """Import a reward file in a process of its own, to find its errors before a run starts.
-
-    Args:
-        limits: ``memory_mib`` and ``environment`` of :class:`RewardPool`.
-
-    Raises:
-        RewardImportError: with the traceback of the import.
-    """
-    with RewardPool(reward_path, num_workers=1, start_timeout_s=start_timeout_s, **limits) as pool:
-        pool.check()
-
-
 def _start(worker: WorkerProcess) -> Exception | None:
     """Start a worker; the reason if that is impossible, which then is the answer to every sample it takes."""
     try:

@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,12 +25,19 @@ from types import ModuleType
 from typing import Any
 
 from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer
+from openrlhf_ext.user_code import told
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
 _MODULE_NAME = "reward_func"  # as OpenRLHF names the module of the user's file
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
+_POSITIONAL = ("queries", "prompts", "labels")
+_FROM_TRL = """. This is TRL's form. Here it is
+    def reward_func(queries, prompts, labels, completions, **kwargs):
+        return {"rewards": your_function(completions)[0]}
+TRL's prompts and completions keep their names, a column such as answer is labels (--data.label_key answer), and queries
+are prompt and completion as one text"""
 
 
 def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, reward_path: str) -> None:
@@ -54,11 +60,11 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
         try:
             function = load_reward_function(reward_path)
         except BaseException:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
-            connection.send(("import_error", _user_traceback(reward_path)))
+            connection.send(("import_error", _user_traceback()))
             return
         connection.send(("ready",))
         while True:
-            connection.send(_grade(function, reward_path, *connection.recv()))
+            connection.send(_grade(function, *connection.recv()))
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
@@ -76,7 +82,33 @@ def load_reward_function(reward_path: str) -> RewardFunction:
     if not callable(function):
         public = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
         raise AttributeError(f"{reward_path} defines no function reward_func; it defines {public}")
+    _check_signature(function, reward_path)
     return function
+
+
+def _check_signature(function: RewardFunction, reward_path: str) -> None:
+    """The function takes what ``call_reward`` gives it, in that order."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of compiled code
+        return
+    names = list(signature.parameters)
+    wrong = ""
+    try:
+        signature.bind(*_POSITIONAL, **dict.fromkeys(["completions"] if _takes_completions(function) else []))
+    except TypeError as error:
+        wrong = str(error)
+    if not wrong and (moved := [n for at, n in enumerate(names) if n in _POSITIONAL and n != _POSITIONAL[at]]):
+        wrong = f"{', '.join(moved)} not in its place"
+    if not wrong:
+        return
+    from_trl = "completions" in names and "queries" not in names
+    code = getattr(function, "__code__", None)
+    place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
+    raise TypeError(
+        f"{place}: reward_func{signature} cannot be called as reward_func(queries, prompts, labels, **kwargs): {wrong}"
+        ". Each is a list of one; it returns {'rewards': number, 'scores': number}" + (_FROM_TRL if from_trl else "")
+    )
 
 
 def _import_file(path: str) -> ModuleType:
@@ -104,27 +136,23 @@ def _takes_completions(function: RewardFunction) -> bool:
     return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _grade(
-    function: RewardFunction, reward_path: str, query: str, prompt: str, label: Any, completion: str
-) -> tuple[str, Any]:
+def _grade(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> tuple[str, Any]:
     started = time.perf_counter()
     try:
         answer = call_reward(function, query, prompt, label, completion)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
-        return "raised", _user_traceback(reward_path)
+        return "raised", _user_traceback()
     try:
         return "graded", parse_answer(answer, time.perf_counter() - started)
     except InvalidAnswer as error:
         return "invalid", str(error)
 
 
-def _user_traceback(reward_path: str) -> str:
-    """The active exception from the first frame of the user's file on (the whole, if it never got there)."""
-    kind, error, trace = sys.exc_info()
-    frame = trace
-    while frame is not None and frame.tb_frame.f_code.co_filename != reward_path:
-        frame = frame.tb_next
-    text = "".join(traceback.format_exception(kind, error, frame or trace)).rstrip()
+def _user_traceback() -> str:
+    """The active exception, see ``user_code.told``."""
+    error = sys.exc_info()[1]
+    assert error is not None, "called where an exception is handled"
+    text = told(error)
     if not isinstance(error, MemoryError):
         return text
     allowed = resource.getrlimit(resource.RLIMIT_DATA)[0] >> 20

@@ -103,6 +103,19 @@ class Response:
         """Tokens from the first to the last one of the completion, observations in between included."""
         return self.actions[-1][1] - self.actions[0][0] if self.actions else 0
 
+    @property
+    def written(self) -> int:
+        """Tokens from the first of the completion to the last of all, what the environment wrote included."""
+        return len(self.tokens_S) - self.actions[0][0] if self.actions else 0
+
+    @property
+    def sampled_T(self) -> np.ndarray:
+        """Bool, of the ``written`` tokens: those of the completion; the others are of an agent's environment."""
+        sampled_S = np.zeros(len(self.tokens_S), dtype=bool)
+        for start, stop in self.actions:
+            sampled_S[start:stop] = True
+        return sampled_S[len(self.tokens_S) - self.written :]
+
     @classmethod
     def of_agent(cls, answer: Mapping[str, Any], max_len: int) -> Response:
         """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens."""

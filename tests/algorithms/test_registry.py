@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -9,9 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf_ext.algorithms import algorithm_names, describe_options, get_algorithm, register_algorithm, registry
+from openrlhf_ext.algorithms import (
+    Inputs,
+    LossBatch,
+    RolloutBatch,
+    algorithm_names,
+    describe_options,
+    get_algorithm,
+    register_algorithm,
+    registry,
+)
+from openrlhf_ext.algorithms.__main__ import attributes, tables
 from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
-from openrlhf_ext.algorithms.registry import algorithm_of_file
+from openrlhf_ext.algorithms.groups import Groups, Partition
+from openrlhf_ext.algorithms.registry import algorithm_of_file, with_published_values
+from openrlhf_ext.algorithms.trial import try_algorithm
+from openrlhf_ext.user_code import told
 from tests.algorithms.helpers import random_groups, to_batch
 from tests.algorithms.test_batch import simple_batch
 
@@ -93,13 +107,13 @@ def test_its_file_is_run_once_and_gives_its_name(tmp_path):
     [
         ("", "must register one algorithm with register_algorithm, got none"),
         (METHOD.format(name="own_one") + METHOD.format(name="own_two"), "got own_one, own_two"),
-        ("\n\nraise KeyError('x')", "cannot be imported: line 3: KeyError: 'x'"),
-        ("def f(:", "cannot be imported: SyntaxError"),
+        ("\n\nraise KeyError('x')", "line 3, in <module>\n    raise KeyError('x')\nKeyError: 'x'"),
+        ("def f(:", "line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax"),
         (
             "from openrlhf_ext.algorithms import option\noption('float', 1.0, 'x')",
-            "line 2: TypeError: option(DEFAULT",
+            "line 2, in <module>\n    option('float', 1.0, 'x')\nTypeError: option(DEFAULT",
         ),
-        (METHOD.format(name="grpo"), "cannot be imported: line 5: ValueError: algorithm 'grpo' is already registered"),
+        (METHOD.format(name="grpo"), "ValueError: algorithm 'grpo' is already registered"),
     ],
     ids=["none", "two", "raises", "syntax", "earlier", "taken"],
 )
@@ -109,3 +123,68 @@ def test_a_file_that_gives_no_algorithm_is_refused(tmp_path, text, problem):
     with pytest.raises(ValueError, match="broken.py") as error:
         algorithm_of_file(str(file))
     assert problem in str(error.value)
+
+
+OWN = """
+from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.baselines import GrpoOptions
+@register_algorithm("{name}", GrpoOptions)
+class Own(TokenAlgorithm):
+    def advantages(self, inputs):
+        return {result}
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        ("inputs.rewards", r"no attribute 'rewards' \(did you mean batch.rewards\?\); it has .*batch, groups, part"),
+        ("inputs.batch.reward", r"'reward' \(did you mean rewards\?\); it has tokens, lengths, rewards"),
+        ("{'advantages': inputs.batch.rewards}", r"advantages must have shape \(N,\) = \(\d+,\), one for each token"),
+        ("{'advantage': inputs.batch.old_logprobs}", r"'advantages' is missing, got 'advantage'; 'advantage' is no "
+         r"field of LossBatch \(did you mean 'advantages'\?\)"),
+        ("inputs.batch.old_logprobs", r"must be a dict with the key 'advantages', got a Tensor"),
+        ("{'advantages': [1.0]}", r"must be a tensor of shape \(N,\) = \(\d+,\).*got a list"),
+        ("{'advantages': inputs.batch.old_logprobs, 'exposed': {'x': inputs.part.success_B[:1]}}",
+         r"exposed\['x'\] must have shape \(B,\) = \(\d+,\), one for each completion or \(N,\)"),
+    ],
+)  # fmt: skip
+def test_what_advantages_return_is_checked_by_name(tmp_path, monkeypatch, result, says):
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
+    file = tmp_path / "own.py"
+    file.write_text(OWN.format(name="own_checked", result=result))
+    batch, _, _ = to_batch(random_groups(0))
+    with pytest.raises((ValueError, AttributeError), match=says) as error:
+        get_algorithm(algorithm_of_file(str(file))).shape(batch)
+    line = f'File "{file}", line 7, in advantages\n    return {result}'
+    assert line in told(error.value) or f"({file}, line 6) returned" in str(error.value)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_method_passes_the_trial_of_a_users_own(size):
+    for name in ("grpo", "dapo", "gspo", "gtpo_conflict", "clip_cov", "gae", "grpo_s"):
+        said = try_algorithm(get_algorithm(name, **with_published_values(name, {}, max_length=8), warn=False), size)
+        assert said.startswith(f"2 made groups of {size}: advantages "), name
+
+
+class PerShare(Grpo):
+    """Its loss counts what a share holds."""
+
+    def loss(self, new_logprobs, shaped):
+        found = super().loss(new_logprobs, shaped)
+        return dataclasses.replace(found, value=found.value / len(shaped))
+
+
+def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():
+    own = PerShare(GrpoOptions())
+    with pytest.raises(ValueError, match="of two shares must add up to that of their mini-batch.*shaped.denominators"):
+        try_algorithm(own, 4)
+
+
+def test_the_document_lists_what_inputs_and_the_loss_hold():
+    begin, end = (f"<!-- python -m openrlhf_ext.algorithms: {mark} -->" for mark in ("begin", "end"))
+    written = (Path(__file__).parents[2] / "docs/algorithms.md").read_text().split(begin)[1].split(end)[0]
+    assert written.strip() == "".join(tables()).strip(), "put the output of `python -m openrlhf_ext.algorithms` there"
+    for holder in (Inputs, RolloutBatch, Groups, Partition, LossBatch):
+        listed = {name for name, _ in attributes(holder)}
+        assert {field.name for field in dataclasses.fields(holder)} <= listed, "its docstring lists every field"

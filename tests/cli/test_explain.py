@@ -126,6 +126,24 @@ def test_the_file_is_one_batch(tmp_path: Path) -> None:
     assert [explanation.quantities[1].values for explanation in shares] == [((0.0,), (0.0,)), ((1.0,), (1.0,))]
 
 
+def test_what_the_environment_wrote_is_shown_without_numbers_and_counts_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = completion(["b"], 0, [1.0])
+    with_environment = completion(["a", "env", "c"], 1, [1.0, 0.0, 2.0], environment=[0, 1, 0], label="5")
+    path = write(tmp_path, with_environment, other)
+    lines = shown(capsys, "--algorithm", "gtpo_entropy", "--rollouts", path)
+    assert "1 ✓ reward 1, correct, 2 tokens and 1 of the environment, mean entropy 1.500" in lines
+    assert panel(lines, "entropy")[:2] == ["1 ✓ a env c", "1.00 2.00"]
+    (tmp_path / "alone").mkdir()
+    alone = write(tmp_path / "alone", completion(["a", "c"], 1, [1.0, 2.0]), other)
+    same = shown(capsys, "--algorithm", "gtpo_entropy", "--rollouts", alone)
+    for name in ("advantage", "shaped reward"):
+        assert panel(lines, name)[1] == panel(same, name)[1]
+    picture = tmp_path / "environment.png"
+    assert main(["--algorithm", "dapo", "--rollouts", path, "--png", str(picture)]) == 0 and picture.stat().st_size
+
+
 def test_options() -> None:
     assert parse_options(["a=1.5", "b=row", "c=null", 'd={"kind": "grop"}', "e=true", "f=x=y"]) == {
         "a": 1.5, "b": "row", "c": None, "d": {"kind": "grop"}, "e": True, "f": "x=y",
@@ -151,6 +169,8 @@ GOOD = completion(["a", "b"], 1, [0.1, 0.2])
     ({**GOOD, "entropies": [0.1, -0.1]}, "line 3: entropies[1] must be an entropy in nats"),
     ({**GOOD, "entropies": 0.1}, "line 3: entropies must be a list"),
     ({**GOOD, "token_ids": [1, True]}, "line 3: token_ids[1] must be an integer, got True"),
+    ({**GOOD, "environment": [0, 2]}, "line 3: environment[1] must be 0 or 1"),
+    ({**GOOD, "environment": [1, 1]}, "line 3: environment is 1 everywhere"),
     ({**GOOD, "tokens": "ab"}, "line 3: tokens must be a list with one entry per token, got str"),
     (completion([], 1, []), "line 3: tokens is empty"),
     ({**GOOD, "reward": "1"}, "line 3: reward must be a finite number, got '1'"),

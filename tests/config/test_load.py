@@ -299,9 +299,16 @@ def test_help_lists_every_option_and_filters(capsys):
         load_config(["--help", "megatron"])
     text = capsys.readouterr().out
     assert "--megatron.tensor_parallel_size" in text and "--actor.adam.lr" not in text
-    with pytest.raises(SystemExit):
-        load_config(["--help", "nothing_like_this"])
-    assert "no option matches" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--help trian: no option matches; did you mean train[?] groups: actor, "):
+        load_config(["--help", "trian"])
+
+
+def test_an_option_without_its_dashes_is_no_file(run_dir: Path):
+    (run_dir / "a.yaml").write_text("train: {seed: 1}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(["--config", str(run_dir / "a.yaml"), "actor.adam.lr", "3"])
+    said = [violation.message for violation in error.value.violations if "--config" in violation.message]
+    assert said == ["options start with --: got 'actor.adam.lr' behind --config; did you mean --actor.adam.lr?"]
 
 
 def test_a_check_is_fast_and_imports_nothing_heavy(run_dir: Path):

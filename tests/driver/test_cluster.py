@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import socket
 import subprocess
 import sys
+import traceback
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -36,6 +38,26 @@ def test_a_reward_function_that_fails_is_shown_without_our_own_frames() -> None:
     failed = RewardFailureLimit("11 samples could not be graded. The last failure: ValueError: my bug")
     text = session.describe_failure(RayTaskError("generate", "Traceback: executor.py, pool.py", failed))
     assert text == f"RewardFailureLimit: {failed}"
+
+
+def test_an_error_in_a_users_file_is_shown_by_its_own_lines(tmp_path) -> None:
+    """In the driver as in a rank, whose traceback comes as Ray's text: neither libraries nor this package."""
+    own = tmp_path / "own.py"
+    own.write_text("import json\n\ndef advantages(text):\n    return json.loads(text)\n")
+    module = runpy.run_path(str(own))
+    session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        module["advantages"]("x")
+    here = raised.value.__traceback__.tb_next  # without this test's own frame
+    shown = f'  File "{own}", line 4, in advantages\n    return json.loads(text)'
+    for error in (raised.value.with_traceback(here), _remote(raised.value)):
+        text = session.describe_failure(error)
+        assert shown in text and text.endswith("Expecting value: line 1 column 1 (char 0)"), text
+        assert "decoder.py" not in text and "Traceback" not in text
+
+
+def _remote(error: Exception) -> RayTaskError:
+    return RayTaskError("fit", "".join(traceback.format_exception(error)), error)
 
 
 def test_a_death_is_named_whoever_reports_it() -> None:

@@ -125,6 +125,19 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     assert [shard.seed for shard in experience.shards] == [1, 1]
 
 
+def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> None:
+    groups = [graded(0), graded(1)]
+    first = groups[0].responses[0]
+    turns = {"tokens_S": np.array([1, 2, 5, 8, 9, 6, 7], np.int32), "actions": ((2, 3), (5, 6)), "versions": ()}
+    groups[0].responses[0] = dataclasses.replace(first, **turns)
+    groups[1] = dataclasses.replace(groups[1], prompt=Prompt(1, "1", {"answer": ["x", 2]}))
+    two, plain, *labeled = maker(KLCoefficient(0.5)).make(groups, version=3, get=get, shown=0).samples
+    assert two["token_ids"] == [5, 8, 9, 6, 7] and two["environment"] == [0, 1, 1, 0, 1] and two["label"] == "label"
+    assert two["logprobs"] == pytest.approx([-0.5, 0, 0, -0.6, 0]) and two["loss_mask"] == [1, 0, 0, 1, 0]
+    assert two["entropies"] == pytest.approx([1.0, 0, 0, 1.2, 0]) and two["advantages"][1:3] == [0, 0]
+    assert "environment" not in plain and labeled[0]["label"] == {"answer": ["x", 2]}
+
+
 def test_a_resumed_run_goes_on_with_its_count_of_batches_and_its_coefficient() -> None:
     before, resumed = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
     before.make([graded(0), graded(1)], version=3, get=get)

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.driver import job
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.preflight import check_files, check_reward, findings
+from openrlhf_ext.driver.preflight import check_files, findings
 from openrlhf_ext.driver.settings import build_algorithm
+from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 from tests.e2e.estimators import OWN_METHOD
 from tests.e2e.jobs import Task
@@ -63,7 +64,10 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
     custom += ["--algo.module_path", str(file)]
     assert problems(task, *custom) == [f"algo.module_path must be a .py file that is there: got {file}"]
     file.write_text("raise KeyError('x')")
-    assert problems(task, *custom) == [f"algo.module_path: {file} cannot be imported: line 1: KeyError: 'x'"]
+    assert problems(task, *custom) == [
+        f"algo.module_path: {file} cannot be imported:\n  File \"{file}\", line 1, in <module>\n"
+        "    raise KeyError('x')\nKeyError: 'x'"
+    ]
     file.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_preflight"))
     (unknown,) = problems(task, *custom, "--algo.custom.strenght", "2")
     assert unknown.startswith("algo.custom: unknown option 'strenght'; did you mean 'strength'?")
@@ -265,13 +269,55 @@ def test_a_model_that_cannot_be_downloaded_is_named_with_its_option_before_ray_s
 
 
 def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypatch):
-    check_reward(load(task))
-    check_reward(load(task, "--reward.remote_url", "http://host"))
+    (line,) = try_user_code(load(task))
+    assert line.startswith("reward.remote_url: '0' made as the answer to the first prompt: reward "), line
+    assert try_user_code(load(task, "--reward.remote_url", "http://host")) == []
     broken = tmp_path / "reward.py"
     broken.write_text("import no_such_module\ndef reward_func(queries, prompts, labels): ...\n")
     config = load(task, "--reward.remote_url", str(broken))
     monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
     with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        job.run(config, Guard())
+
+
+AGENT = Path(__file__).parents[2] / "examples/python/agent_retry.py"
+
+
+def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path):
+    agent = ["--reward.remote_url", "null", "--train.agent_func_path", str(AGENT)]
+    (line,) = try_user_code(load(task, *agent))
+    tried = r"train.agent_func_path: '0' made as the answer to the first prompt, at each turn: turns [13], reward "
+    assert re.match(tried, line), line
+    reward, method = tmp_path / "reward.py", tmp_path / "own_tried.py"
+    custom = ["--algo.advantage.estimator", "custom", "--algo.module_path", str(method)]
+    method.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_tried"))
+    reward.write_text("def reward_func(queries, prompts, labels):\n    raise OSError('no server')\n")
+    lines = try_user_code(load(task, *custom, "--reward.remote_url", str(reward)))
+    assert re.match(r"algo.module_path: reward_sign_tried, 2 made groups of \d+: advantages -1 to 1, loss ", lines[0])
+    assert "which failed: reward_func of" in lines[1] and "OSError: no server" in lines[1], "it may be up by then"
+    reward.write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")
+    method = tmp_path / "own_wrong.py"
+    custom[-1] = str(method)
+    method.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_wrong").replace("success_B", "sucess_B"))
+    with pytest.raises(ConfigError) as error:
+        try_user_code(load(task, *custom, "--reward.remote_url", str(reward)))
+    algorithm, grader = (violation.message for violation in error.value.violations)
+    assert f'File "{method}", line 14, in advantages' in algorithm and "did you mean success_B?" in algorithm
+    assert "must return a dict with the key 'rewards'" in grader
+
+
+def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):
+    monkeypatch.setattr("openrlhf_ext.driver.preflight.glob.glob", lambda _: [])
+    warnings = load(task, "--vllm.sync_backend", "nccl").warnings
+    assert "vllm.sync_backend nccl needs GPUs, and this machine has none" in "".join(warnings)
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", unreachable)
+    monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
+    config = load(task, "--data.prompt_dataset", "openai/gsm8k")
+    with pytest.raises(ConfigError, match="data.prompt_dataset: openai/gsm8k cannot be read: Couldn"):
         job.run(config, Guard())
 
 

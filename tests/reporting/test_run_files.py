@@ -146,7 +146,8 @@ def test_completions_are_those_that_explain_reads(tmp_path):
     path = tmp_path / "samples.jsonl"
     writer = SampleWriter(path, 5, 20, lambda ids: [f"t{i}" for i in ids], 2)
     for step in filter(writer.groups_due, range(1, 11)):
-        writer.write(step, [completion(step, 3), completion(step, 2, logprobs=[1e-9, 0.0], entropies=[-1e-9, 0.1])])
+        labeled = completion(step, 3, label=["7", 1.23456, None], environment=[0, 1, 0])
+        writer.write(step, [labeled, completion(step, 2, logprobs=[1e-9, 0.0], entropies=[-1e-9, 0.1])])
     writer.close()
     with path.open("a") as file:
         file.write('{"step": 15, "gro')  # is being written
@@ -154,6 +155,7 @@ def test_completions_are_those_that_explain_reads(tmp_path):
     last = read_rollouts(path)
     assert [rollout.record["step"] for rollout in last] == [10, 10]
     assert last[0].record["logprobs"] == [-0.1235] * 3 and last[0].record["tokens"] == ["t7"] * 3
+    assert last[0].record["label"] == ["7", 1.23456, None] and last[0].record["environment"] == [0, 1, 0]
     assert last[1].record["entropies"] == [0.0, 0.1] and last[1].record["logprobs"] == [0.0, 0.0]
     assert [rollout.record["step"] for rollout in read_rollouts(path, 5)] == [5, 5]
     with pytest.raises(ValueError, match="--step 4 is not in .*; its steps are 1, 5, 10"):

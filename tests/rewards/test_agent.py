@@ -14,7 +14,7 @@ from openrlhf_ext.rewards.agent import GradedAgentExecutor, load_agent, make_age
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S
-from tests.rewards.test_executor import CharTokenizer, FakeEngine, request
+from tests.rewards.test_executor import CharTokenizer, FakeEngine, byte_tokenizer, request
 
 AGENT_FILE = """
 from openrlhf_ext.compat import AgentExecutorBase
@@ -148,3 +148,92 @@ def test_an_agent_file_must_define_an_executor(tmp_path: Path) -> None:
     assert isinstance(factory(), GradedAgentExecutor)
     with pytest.raises(ValueError, match="existing Python file"):
         load_agent(tmp_path / "absent.py")
+
+
+# ---- agents of docs/agents.md, and what may be written instead
+
+EXAMPLES = Path(__file__).parents[2] / "examples/python"
+
+
+class Said(FakeEngine):
+    """Says one text after the other, as the multi-turn executor asks for it, and ends each."""
+
+    async def generate(self, prompt_ids: Any, params: Any, multi_modal_data: Any = None) -> Any:
+        text = self.completions[0]
+        self.completions[0] += self.tokenizer.eos_token
+        output = await super().generate(prompt_ids, params)
+        output.outputs[0].text = text
+        return output
+
+
+def episode(path: Path, label: Any, *texts: str, tolerated: int = 0) -> tuple[Any, list[str], list[str]]:
+    """The response; what the policy and what the environment wrote; messages of failures."""
+    tokenizer = byte_tokenizer("<end>")
+    executor = GradedAgentExecutor(load_agent(path), PATIENCE_S, FailurePolicy(tolerated))
+    asked = GroupRequest("17*23=", label, 1, Sampling(1.0, 1.0, 400, max_len=400))
+    (response,) = asyncio.run(executor.respond(asked, tokenizer, Said(list(texts), tokenizer=tokenizer)))
+    own = response.sampled_T
+    written = response.tokens_S[-len(own) :]
+    turns = [tokenizer.decode(written[own == flag]) for flag in (True, False)]
+    return response, turns, executor.take_failures()
+
+
+def test_a_calculator_answers_between_turns() -> None:
+    agent = EXAMPLES / "agent_calculator.py"
+    response, (own, environment), _ = episode(agent, "391", "<calc>17 * 23</calc>", "<calc>2 **</calc>", "It is 391")
+    assert own == "<calc>17 * 23</calc><end><calc>2 **</calc><end>It is 391<end>"
+    assert environment == "\n<result>391</result>\n\n<result>cannot be calculated</result>\n"
+    assert (response.reward, response.score, response.extra_logs["turns"]) == (1.0, 1.0, 3.0)
+    wrong, _, _ = episode(agent, "391", *["<calc>__import__('os')</calc>"] * 4)
+    assert (wrong.reward, len(wrong.actions)) == (0.0, 4), "nothing is run, and there is an end"
+
+
+def test_a_wrong_answer_may_be_tried_again() -> None:
+    response, (_, environment), _ = episode(EXAMPLES / "agent_retry.py", 391, "don't know", "390", "391")
+    assert environment == "\nThere is no number in your answer. Try again.\n\n390 is not right. Try again.\n"
+    assert (response.reward, response.score, response.extra_logs["tries"]) == (0.25, 1.0, 3.0)
+    assert response.logprobs_T.tolist() == [-0.25] * response.sampled, "of the policy's tokens alone"
+
+
+STEP = """
+import numpy, torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+class Once(AgentInstanceBase):
+    def __init__(self): ...
+    async def step(self, states):
+        return {answer}
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Once)
+"""
+
+
+@pytest.mark.parametrize("number", ["1", "1.0", "True", "numpy.float32(1)", "torch.tensor(1.0)", "torch.tensor([1.0])"])
+def test_a_reward_is_any_number(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "agent.py"
+    answer = f"{{'rewards': {number}, 'scores': {number}, 'environment_feedback': '', 'done': True}}"
+    path.write_text(STEP.format(answer=answer))
+    response, _, _ = episode(path, "", "x")
+    assert (response.reward, response.score) == (1.0, 1.0)
+
+
+def test_what_is_wrong_with_a_step_is_said_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    for answer, says in (
+        ("{'rewards': 1.0, 'environment_feedback': ''}", "the agent's step returned dict without ['done']"),
+        ("{'rewards': 'good', 'environment_feedback': '', 'done': True}", "the agent's step returned rewards = 'good'"),
+        ("states['labels']", f"""File "{path}", line 7, in step\n    return states['labels']"""),
+    ):
+        path.write_text(STEP.format(answer=answer))
+        _, _, (message,) = episode(path, "", "x", tolerated=1)
+        assert says in message and "openrlhf/utils/agent.py" not in message, message
+
+
+def test_an_agent_that_cannot_be_called_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT_FILE.replace("*_, **__", "prompt, label"))
+    with pytest.raises(ValueError, match=r"agent.py, line 4: AgentExecutor.execute must be async and take prompt"):
+        load_agent(path)
+    path.write_text(AGENT_FILE.replace("async ", ""))
+    with pytest.raises(ValueError, match="it is not async"):
+        load_agent(path)

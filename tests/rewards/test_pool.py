@@ -22,7 +22,7 @@ from openrlhf_ext.rewards.errors import (
     RewardWorkerDied,
 )
 from openrlhf_ext.rewards.grading import RewardResult
-from openrlhf_ext.rewards.pool import RewardPool, check_reward_file
+from openrlhf_ext.rewards.pool import RewardPool
 from tests.patience import PATIENCE_S, SOONER_S, until
 
 REWARD_FILE = """
@@ -273,21 +273,43 @@ def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, so
     path = tmp_path / "broken.py"
     path.write_text(source)
     with pytest.raises(RewardImportError, match=complaint):
-        check_reward_file(path)
+        checked(path)
     with RewardPool(path, num_workers=1) as pool, pytest.raises(RewardImportError, match=complaint):
         asyncio.run(pool.grade("a", "a", ""))
+
+
+FORMS = {
+    "def reward_func(completions, **kwargs): ...": "This is TRL's form. Here it is",
+    "def reward_func(prompts, completions, answer, **kwargs): ...": "multiple values for .*TRL's form",
+    "def reward_func(prompts, queries, labels): ...": "prompts, queries not in its place. Each is a list of one",
+    "def reward_func(queries, labels): ...": "too many positional arguments. Each is a list of one",
+}
+
+
+@pytest.mark.parametrize("source", FORMS)
+def test_a_function_that_cannot_be_called_is_refused_before_the_first_sample(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "form.py"
+    path.write_text(source)
+    with pytest.raises(RewardImportError, match=FORMS[source]) as error:
+        checked(path)
+    assert f"{path}, line 1: reward_func(" in str(error.value) and "reward_func(queries, prompts" in str(error.value)
+
+
+def checked(path: Path, start_timeout_s: float = 120.0) -> None:
+    with RewardPool(path, num_workers=1, start_timeout_s=start_timeout_s) as pool:
+        pool.check()
 
 
 def test_an_import_that_hangs_is_reported_with_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "slow.py"
     path.write_text("import time\ntime.sleep(3600)\n")
     with pytest.raises(RewardImportError, match="within 5 s(.|\n)*slow.py"):
-        check_reward_file(path, start_timeout_s=5.0)
+        checked(path, start_timeout_s=5.0)
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RewardImportError, match="--reward.remote_url: there is no file"):
-        check_reward_file(tmp_path / "none.py")
+        checked(tmp_path / "none.py")
 
 
 def test_limits_must_be_positive(reward_path: Path) -> None:

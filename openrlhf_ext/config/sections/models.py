@@ -340,4 +340,5 @@ class Megatron(Section):
                 yield from not_default(self, "megatron", leaf, reason)
         if self.head == "naive":
             yield from not_default(self, "megatron", "head_kernels", "megatron.head is naive, which is plain torch")
-            yield from not_default(self, "megatron", "head_workspace_mib", "megatron.head naive makes all logits at once")
+            reason = "megatron.head naive makes all logits at once"
+            yield from not_default(self, "megatron", "head_workspace_mib", reason)

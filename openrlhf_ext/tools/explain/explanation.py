@@ -25,18 +25,18 @@ class Quantity:
         scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and whose sizes are to
             be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers around 1, ``choice``
             for 0 and 1.
-        values: one number for each token of each completion.
+        values: one number for each token of each completion; None for one that an agent's environment wrote.
     """
 
     name: str
     meaning: str
     scale: Literal["amount", "signed", "deviation", "factor", "choice"]
-    values: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[float | None, ...], ...]
 
     @property
     def numbers(self) -> list[float]:
-        """All values in one list."""
-        return [value for row in self.values for value in row]
+        """All numbers in one list."""
+        return [value for row in self.values for value in row if value is not None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Explanation:
     """Everything the picture shows.
 
     Raises:
-        ValueError: a quantity has not exactly one finite number for each token.
+        ValueError: a quantity has not exactly one finite number, or None, for each token.
     """
 
     title: str

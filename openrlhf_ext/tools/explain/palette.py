@@ -18,6 +18,7 @@ _RED: Color = (0.75, 0.10, 0.17)
 _GREEN: Color = (0.04, 0.45, 0.26)
 _GRAY: Color = (0.30, 0.30, 0.33)
 _GOLD: Color = (0.98, 0.78, 0.24)
+_DIM: Color = (0.62, 0.62, 0.64)
 _PALEST, _DEEPEST = 0.18, 0.9  # strength of a sign's smallest and largest value; 0 is white, 1 its full color
 _FULL_CONTRAST = 0.1  # values that differ by less than this fraction get colors that differ less, too
 
@@ -54,8 +55,10 @@ class Palette:
         self.largest = max(map(abs, offsets), default=0.0)
         self.decimals = _decimals(max((abs(value) for value in quantity.numbers), default=0.0))
 
-    def color(self, value: float) -> Color:
+    def color(self, value: float | None) -> Color:
         """Background of a token."""
+        if value is None:
+            return _WHITE
         offset = value - self.center
         if offset == 0:
             return _WHITE
@@ -75,8 +78,10 @@ class Palette:
         place = (size - low) / (high - low) if high > low else 0.5
         return (_PALEST + _DEEPEST) / 2 + contrast * (place - 0.5)
 
-    def text(self, value: float) -> str:
+    def text(self, value: float | None) -> str:
         """The number as shown in a cell."""
+        if value is None:
+            return ""
         if self.scale == "choice":
             return "yes" if value else "no"
         if self.scale == "factor":
@@ -118,6 +123,11 @@ def _decimals(largest: float) -> int:
 def _mix(start: Color, end: Color, share: float) -> Color:
     red, green, blue = ((1 - share) * a + share * b for a, b in zip(start, end, strict=True))
     return red, green, blue
+
+
+def ink_of(value: float | None, background: Color) -> Color:
+    """Of a token with this value: gray where an environment wrote it."""
+    return _DIM if value is None else ink_on(background)
 
 
 def ink_on(background: Color) -> Color:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.tools.explain.explanation import Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import columns_of, gutter_of, head, lay_out, row_name, visible
-from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_on
+from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,12 +143,13 @@ class _Picture:
             width = self._cell_width(position)
             if position < len(completion.tokens):
                 value = quantity.values[row][position]
-                self._cell(x, width, visible(completion.tokens[position]), palette.text(value), palette.color(value))
+                self._cell(x, width, visible(completion.tokens[position]), value, palette)
             x += width
 
-    def _cell(self, x: float, width: float, token: str, number: str, shade: Color) -> None:
+    def _cell(self, x: float, width: float, token: str, value: float | None, palette: Palette) -> None:
+        shade, number = palette.color(value), palette.text(value)
         self._box(x, self.y, width, _CELL, shade, edge="white" if sum(shade) < 2.85 else "#e4e4e4")
-        ink = ink_on(shade)
+        ink = ink_of(value, shade)
         self._text(x + width / 2, self.y + 0.36 * _CELL, token, color=ink, ha="center")
         self._text(x + width / 2, self.y + 0.77 * _CELL, number, color=ink, ha="center", size=6, alpha=0.8)
 

@@ -6,7 +6,7 @@ Shape suffixes: B = completions, N = tokens of all completions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], gro
     algorithm = get_algorithm(name, **options)
     batch = make_batch(rollouts)
     shaped = algorithm.prepare(batch.old_logprobs, algorithm.shape(batch), seed=0)
-    quantities, notes = _quantities(algorithm, batch, shaped, rows)
+    quantities, notes = _quantities(algorithm, batch, shaped, {row: rollouts[row] for row in rows})
     shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
     return Explanation(
         title=f"{name}, group {rollouts[rows[0]].group}" + (f"  ({shown})" if shown else ""),
@@ -58,7 +58,7 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
     numbers = {group: index for index, group in enumerate(dict.fromkeys(rollout.group for rollout in rollouts))}
 
     def flat(key: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([value for rollout in rollouts for value in rollout.record[key]], dtype=dtype)
+        return torch.tensor([value for rollout in rollouts for value in rollout.of_policy(key)], dtype=dtype)
 
     def flags(key: str) -> Tensor | None:
         if not any(key in rollout.record for rollout in rollouts):
@@ -79,13 +79,16 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
 
 
 def _quantities(
-    algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch, rows: Sequence[int]
+    algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch, rows: Mapping[int, Rollout]
 ) -> tuple[list[Quantity], list[str]]:
     """The panels that a method has, and what is said instead of a panel that would show nothing new."""
 
     def panel(name: str, meaning: str, scale: Any, values_N: Tensor) -> Quantity:
-        spans = [shaped.segments.span(slice(row, row + 1)) for row in rows]
-        return Quantity(name, meaning, scale, tuple(tuple(map(float, values_N[span].tolist())) for span in spans))
+        def row_values(row: int, own: list[bool]) -> tuple[float | None, ...]:
+            values = iter(values_N[shaped.segments.span(slice(row, row + 1))].tolist())
+            return tuple(float(next(values)) if is_own else None for is_own in own)
+
+        return Quantity(name, meaning, scale, tuple(row_values(row, rollout.own) for row, rollout in rows.items()))
 
     panels = [
         panel("entropy", "of the policy at this token, nats", "amount", batch["entropies"]),
@@ -139,8 +142,9 @@ def _completion(rollout: Rollout, algorithm: Algorithm, shaped: LossBatch, row: 
     mark, verdict = _verdict(rollout, algorithm, shaped, row)
     reward, penalized = rollout.record["reward"], float(shaped.rewards[row])
     facts = [f"reward {reward:g}" + (f" (with penalties {penalized:g})" if penalized != reward else ""), verdict]
-    facts.append("1 token" if len(rollout) == 1 else f"{len(rollout)} tokens")
-    facts.append(f"mean entropy {sum(rollout.record['entropies']) / len(rollout):.3f}")
+    tokens, written = "1 token" if len(rollout) == 1 else f"{len(rollout)} tokens", rollout.own.count(False)
+    facts.append(f"{tokens} and {written} of the environment" if written else tokens)
+    facts.append(f"mean entropy {sum(rollout.of_policy('entropies')) / len(rollout):.3f}")
     if rollout.record.get("truncated"):
         facts.append("truncated" if bool(shaped.active[row]) or not bool(shaped.kept[row]) else "truncated: no loss")
     if "delta" in shaped.names() and float(shaped["delta"][row]) == 0:

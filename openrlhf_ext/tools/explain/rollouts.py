@@ -12,8 +12,8 @@ from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, read_
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
-_OPTIONAL = (*TOKEN_NUMBERS[2:], "truncated", "from_guide", "step")
-_IGNORED = ("comment", "rollout_logprobs", "score", "advantages", "loss_mask", "token_weights")
+_OPTIONAL = (*TOKEN_NUMBERS[2:], "environment", "truncated", "from_guide", "step")
+_IGNORED = ("comment", "rollout_logprobs", "score", "label", "advantages", "loss_mask", "token_weights")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,18 @@ class Rollout:
     line: int
     record: dict[str, Any]
 
+    @property
+    def own(self) -> list[bool]:
+        """Which tokens the policy sampled; the others were written by an agent's environment."""
+        return [not mark for mark in self.record.get("environment", [0] * len(self.record["tokens"]))]
+
     def __len__(self) -> int:
-        return len(self.record["tokens"])
+        """Tokens that the policy sampled."""
+        return sum(self.own)
+
+    def of_policy(self, key: str) -> list[Any]:
+        """The entries of that key for the tokens that the policy sampled."""
+        return [value for value, own in zip(self.record[key], self.own, strict=True) if own]
 
 
 def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
@@ -76,6 +86,8 @@ def _rollout(record: Any, number: int) -> Rollout:
         raise InputError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
     for key in ("tokens", *record):
         _check_key(key, record[key], record)
+    if all(record.get("environment", [0])):
+        raise InputError("environment is 1 everywhere; every completion needs at least one token of the policy")
     return Rollout(str(record["group"]), number, record)
 
 
@@ -137,6 +149,7 @@ _LISTS: dict[str, _Rule] = {
     "ref_logprobs": _LOGPROB,
     "guide_logprobs": _LOGPROB,
     "values": _NUMBER,
+    "environment": ("0 or 1", lambda value: is_integer(value) and value in (0, 1)),
 }
 
 

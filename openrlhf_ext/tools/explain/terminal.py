@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import Layout, columns_of, gutter_of, head, lay_out, row_name, visible
-from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_on
+from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_of
 
 
 def render(explanation: Explanation, *, width: int = 100, color: bool = True) -> str:
@@ -48,7 +48,7 @@ def _band_mark(layout: Layout, band: range, gutter: int) -> list[str]:
 def _row(
     name: str,
     completion: Completion,
-    values: Sequence[float],
+    values: Sequence[float | None],
     palette: Palette,
     widths: Sequence[int],
     band: range,
@@ -60,8 +60,8 @@ def _row(
         return []
     texts = [_pad(visible(completion.tokens[position]), widths[position]) for position in positions]
     if color:
-        shades = [palette.color(values[position]) for position in positions]
-        return [name + " ".join(_painted(text, shade) for text, shade in zip(texts, shades, strict=True))]
+        pairs = zip(texts, (values[position] for position in positions), strict=True)
+        return [name + " ".join(_painted(text, palette.color(value), value) for text, value in pairs)]
     numbers = [palette.text(values[position]).rjust(widths[position]) for position in positions]
     return [name + " ".join(texts), " " * len(name) + " ".join(numbers)]
 
@@ -70,8 +70,8 @@ def _pad(text: str, columns: int) -> str:
     return " " * (columns - columns_of(text)) + text
 
 
-def _painted(text: str, background: Color) -> str:
+def _painted(text: str, background: Color, value: float | None = 0.0) -> str:
     def code(color: Color) -> str:
         return ";".join(str(round(255 * part)) for part in color)
 
-    return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink_on(background))}m{text}\x1b[0m"
+    return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink_of(value, background))}m{text}\x1b[0m"

@@ -1,0 +1,114 @@
+"""The user's own reward function, agent and algorithm, each tried once on something tiny before Ray starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from openrlhf_ext.config import ConfigError, RunConfig, Violation
+from openrlhf_ext.config.files import dataset_refs, is_hub_name
+from openrlhf_ext.config.records import Wanted, first_record
+from openrlhf_ext.config.sections.algo import CUSTOM
+from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
+from openrlhf_ext.user_code import time_limit, told
+
+COMPLETION = "0"
+"""What a reward function and an agent are given as the model's words."""
+
+_ALGORITHM_S = 60.0
+_Trial = Callable[[RunConfig], str | None]
+
+
+def try_user_code(config: RunConfig) -> list[str]:
+    """A line for each of the user's files, on what came out of it.
+
+    An exception on a made completion is said in such a line: a server may not be up yet. What would be wrong for every
+    completion is a fault.
+
+    Raises:
+        ConfigError: lists every file that cannot be imported or called, returns what a run cannot take, or (an
+            algorithm) raises.
+    """
+    lines, faults = [], []
+    trials: dict[str, _Trial] = {
+        "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,
+    }  # fmt: skip
+    for option, trial in trials.items():
+        try:
+            lines += [f"{option}: {said}" for said in [trial(config)] if said is not None]
+        except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
+            faults.append(Violation((option,), f"{option}: {error}"))
+        except RewardError as error:
+            lines.append(f"{option}: tried on the made completion {COMPLETION!r}, which failed: {error}")
+    if faults:
+        raise ConfigError(faults)
+    return lines
+
+
+class _Fault(Exception):
+    """What is wrong with a user's file; the text says it."""
+
+
+def _try_algorithm(config: RunConfig) -> str | None:
+    from openrlhf_ext.algorithms.registry import get_algorithm
+    from openrlhf_ext.algorithms.trial import try_algorithm
+
+    if config.algo.advantage.estimator != CUSTOM:
+        return None
+    name, options, correction = config.algorithm_options()
+    try:
+        with time_limit(_ALGORITHM_S, "the trial of the algorithm on a made batch"):
+            algorithm = get_algorithm(name, correction=correction, warn=False, **options)
+            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt)}"
+    except Exception as error:
+        raise _Fault(f"{name} fails on a made batch of two groups:\n{told(error)}") from error
+
+
+def _try_reward(config: RunConfig) -> str | None:
+    from openrlhf_ext.rewards.pool import RewardPool
+
+    reward = config.reward
+    if reward.remote_url is None or not reward.remote_url.endswith(".py"):
+        return None
+    with RewardPool(
+        reward.remote_url, 1, reward.timeout_s, memory_mib=reward.memory_mib, environment=reward.environment
+    ) as pool:
+        pool.check()
+        for prompt, label in _first_prompt(config):
+            grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
+            return (
+                f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
+            )
+    return "imported, and not tried: data.prompt_dataset is not on this machine"
+
+
+def _try_agent(config: RunConfig) -> str | None:
+    path, policy = config.train.agent_func_path, config.actor.model_name_or_path or ""
+    if path is None:
+        return None
+    from openrlhf_ext.rewards.agent import load_agent
+    from openrlhf_ext.rewards.agent_trial import try_agent
+
+    limit_s = config.reward.timeout_s
+    try:
+        with time_limit(limit_s, "importing the agent (reward.timeout_s)"):
+            agent = load_agent(Path(path))
+    except Exception as error:
+        raise _Fault(str(error) if isinstance(error, ValueError) else told(error)) from error
+    for prompt, label in _first_prompt(config) if os.path.isdir(policy) else ():
+        with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
+            return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
+    return "imported, and not tried: model or data.prompt_dataset is not on this machine"
+
+
+def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
+    """Text and label of the first record, where a file has it; of messages the text of the last."""
+    data = config.data
+    wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
+    for ref in [*dataset_refs(data.prompt_dataset or "")][:1]:
+        record = None if is_hub_name(ref.path) else first_record(ref.path, wanted)
+        if record is not None:
+            prompt = record[data.input_key]
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            yield str(text), "" if data.label_key is None else record[data.label_key]

@@ -1,0 +1,61 @@
+"""What went wrong in a user's code, in its own lines and words: the frames of libraries and of this package are cut."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_FRAME = re.compile(r'\s+File "(?P<file>.+?)", line \d+')
+_HEAD = "Traceback (most recent call last):"
+_PACKAGE = Path(__file__).resolve().parent
+_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), os.path.dirname(os.__file__))
+_NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in (*_LIBRARIES, _PACKAGE, _PACKAGE.parent / "patches"))
+_TEMPLATE = "<template>"  # as jinja2 names a chat template's frame
+
+
+def users_part(text: str) -> str:
+    """A formatted traceback without the frames that are not the user's; '' if none is."""
+    kept, is_kept, found = [], True, False
+    for line in text.splitlines():
+        if frame := _FRAME.match(line):
+            is_kept = _is_users(frame["file"])
+            found |= is_kept
+        elif not line.startswith(("    ", "  [")):  # no line of source, and no "[Previous line repeated ...]"
+            is_kept = True
+        if is_kept and line.strip() != _HEAD:
+            kept.append(line)
+    return "\n".join(kept).strip("\n") if found else ""
+
+
+def told(error: BaseException) -> str:
+    """What happened: the user's frames and the exception's words, or these words alone where no frame is the user's."""
+    return users_part("".join(traceback.format_exception(error))) or f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def time_limit(seconds: float, doing: str) -> Iterator[None]:
+    """Raises TimeoutError in what runs for longer; in the main thread only, whose signals these are."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise TimeoutError(f"{doing} took longer than {seconds:g} s")
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def _is_users(file: str) -> bool:
+    return file == _TEMPLATE or (
+        os.path.isabs(file) and not file.startswith(_NOT_THE_USERS) and "-packages/" not in file
+    )
