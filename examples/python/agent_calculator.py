@@ -1,7 +1,8 @@
 """An agent that lets the model use a calculator (--train.agent_func_path).
 
 The model writes <calc>17 * 23</calc> and ends its turn; the environment answers <result>391</result>, the model goes
-on. The last number of a turn without a calculation is the answer, and is compared with the label.
+on. The last number of a turn without a calculation is the answer, and is compared with the label, or with what follows
+"####" in it, as GSM8K's have it.
 """
 
 import ast
@@ -41,7 +42,7 @@ class Calculator(AgentInstanceBase):
             feedback = f"\n<result>{calculate(asked[-1][:200])}</result>\n"
             return {"rewards": 0.0, "environment_feedback": feedback, "done": False}
         numbers = re.findall(r"-?\d+(?:\.\d+)?", states["action_text"])
-        correct = float(numbers[-1:] == [str(states["label"]).strip()])
+        correct = float(numbers[-1:] == [str(states["label"]).split("####")[-1].strip()])
         logs = {"turns": float(self.turns)}
         return {"rewards": correct, "scores": correct, "environment_feedback": "", "done": True, "extra_logs": logs}
 

@@ -1,7 +1,8 @@
 """An agent that says what was wrong and lets the model try again (--train.agent_func_path).
 
-A right answer at the first try is worth 1, at the second 0.5, at the third 0.25. What the environment says is in the
-completion, but carries no loss: the model is trained on what it wrote itself.
+The label is the answer, or ends in "#### answer" as GSM8K's. A right answer at the first try is worth 1, at the second
+0.5, at the third 0.25. What the environment says is in the completion, but carries no loss: the model is trained on
+what it wrote itself.
 """
 
 import re
@@ -18,7 +19,7 @@ class Retry(AgentInstanceBase):
     async def step(self, states):
         self.tries += 1
         numbers = re.findall(r"-?\d+(?:\.\d+)?", states["action_text"])
-        correct = numbers[-1:] == [str(states["label"]).strip()]
+        correct = numbers[-1:] == [str(states["label"]).split("####")[-1].strip()]
         done = correct or self.tries == TRIES
         return {
             "rewards": 0.5 ** (self.tries - 1) if correct else 0.0,
