@@ -111,10 +111,9 @@ class Candidate:
         """Where memory is tightest."""
         return max(self.moments, key=lambda moment: moment.total)
 
-    @property
-    def tight(self) -> bool:
-        """Whether it fits, with so little left that the estimates in the sum decide."""
-        return self.fullest.total > TIGHT * self.memory
+    def tight(self, moment: Moment | None = None) -> bool:
+        """Whether a moment, or the fullest, leaves so little that the estimates in the sum decide."""
+        return (moment or self.fullest).total > TIGHT * self.memory
 
 
 @dataclass(frozen=True)
@@ -448,7 +447,7 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
         return math.inf, candidate.short, candidate.fullest.total
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
     ranks = candidate.policy.training.layout.model_parallel_size
-    return candidate.tight, alike, ranks, candidate.fullest.total, candidate.seconds.step
+    return candidate.tight(), alike, ranks, candidate.fullest.total, candidate.seconds.step
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:
@@ -469,7 +468,7 @@ def binding(candidate: Candidate) -> str:
     phases = dataclasses.asdict(seconds)
     longest = max(phases, key=lambda name: phases[name])
     fullest = candidate.fullest
-    tight = "; that is tight, and parts of the sum are estimates" if candidate.tight else ""
+    tight = "; that is tight, and parts of the sum are estimates" if candidate.tight() else ""
     return (
         f"{longest} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
         f"{fullest.doing}, {fullest.total / candidate.memory:.0%} of a GPU, and {fullest.largest} is the largest part "

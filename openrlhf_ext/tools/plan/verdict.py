@@ -47,7 +47,9 @@ def verdict(config: RunConfig) -> Verdict:
         return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
     details += _memory_lines(laid_out, name)
     if not laid_out.short:
-        tight = "; memory is tight" if laid_out.tight else ""
+        # an engine that is alone on its GPU takes the share that it is given, whatever it needs
+        decisive = laid_out.moments if config.train.colocate_all else laid_out.moments[1:]
+        tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
         return Verdict(f"{starts}{tight}", tuple(details), True)
     short = f"does not fit on {name}: {lacking(laid_out)}; python -m openrlhf_ext.cli.plan finds what does"
     if memory is None:  # nobody said that it is an H100 where the run will be

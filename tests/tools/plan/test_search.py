@@ -116,4 +116,4 @@ def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
         plan.candidates(8)[0]
     )
     best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
-    assert best.options[SHARE] == best.share < 0.95 and not best.tight
+    assert best.options[SHARE] == best.share < 0.95 and not best.tight()
