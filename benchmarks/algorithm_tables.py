@@ -1,8 +1,8 @@
-"""Tables of docs/algorithms.md from the records of `benchmarks/algorithms.py`.
+"""Tables of docs/algorithms.md and docs/methods.md from the records of `benchmarks/algorithms.py`.
 
-    python benchmarks/algorithm_tables.py                               # prints the section "Speed"
-    python benchmarks/algorithm_tables.py --write docs/algorithms.md
-    python benchmarks/algorithm_tables.py --check docs/algorithms.md
+    python benchmarks/algorithm_tables.py                                               # prints the section "Speed"
+    python benchmarks/algorithm_tables.py --write docs/algorithms.md docs/methods.md
+    python benchmarks/algorithm_tables.py --check docs/algorithms.md docs/methods.md
 
 A part (`shape`, `loss`, `conflict`, `growth`) is taken from the first record that has it. `--write` replaces what
 stands between `<!-- speed -->` and `<!-- /speed -->`, and the column `cost` of the overview; `--check` fails where they
@@ -30,7 +30,7 @@ TOKEN_KINDS = {
     "distinct": "none in conflict",
 }
 SECTION = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
-OVERVIEW_ROW = re.compile(r"^(\| \[`(\w+)`\]\(#\2\) \|(?:[^|]*\|){4} )([^|]*)( \|[^|]*\|)$", re.MULTILINE)
+OVERVIEW_ROW = re.compile(r"^(\| \[`(\w+)`\]\(methods\.md#\2\) \|(?:[^|]*\|){4} )([^|]*)( \|[^|]*\|)$", re.MULTILINE)
 """A row of the overview: method, unit, change, needs, when, cost, source."""
 
 
@@ -149,8 +149,8 @@ def overview_cost(records: Records, name: str) -> str:
 
 def updated(document: str, records: Records) -> str:
     """The document with the numbers of the records."""
-    if not SECTION.search(document):
-        raise ValueError("the document has no <!-- speed --> section")
+    if not SECTION.search(document) and not OVERVIEW_ROW.search(document):
+        raise ValueError("the document has neither a <!-- speed --> section nor the overview")
     document = SECTION.sub(lambda _: speed_section(records), document)
     return OVERVIEW_ROW.sub(lambda m: m[1] + overview_cost(records, m[2]) + m[4], document)
 
@@ -162,18 +162,17 @@ def main() -> int:
         "records", nargs="*", type=Path, default=default, help="default: benchmarks/results/algorithms*"
     )
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="DOCUMENT")
-    action.add_argument("--check", type=Path, metavar="DOCUMENT")
+    action.add_argument("--write", type=Path, nargs="+", metavar="DOCUMENT", default=[])
+    action.add_argument("--check", type=Path, nargs="+", metavar="DOCUMENT", default=[])
     args = parser.parse_args()
     records = Records(args.records)
-    if args.write is not None:
-        args.write.write_text(updated(args.write.read_text(), records))
-    elif args.check is not None:
-        document = args.check.read_text()
-        if updated(document, records) != document:
-            sys.stderr.write(f"{args.check} has other numbers than the records; run this with --write\n")
-            return 1
-    else:
+    for path in args.write:
+        path.write_text(updated(path.read_text(), records))
+    old = [str(path) for path in args.check if updated(path.read_text(), records) != path.read_text()]
+    if old:
+        sys.stderr.write(f"{', '.join(old)}: other numbers than the records have; run this with --write\n")
+        return 1
+    if not args.write and not args.check:
         sys.stdout.write(speed_section(records))
     return 0
 

@@ -92,7 +92,7 @@ def format_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-_METHODS = "As `algo.<estimator>.<option>`; what they do is in [algorithms.md](algorithms.md)."
+_METHODS = "As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md)."
 
 
 def method_options(estimator: str, own_file: str | None = None) -> Iterator[Option]:

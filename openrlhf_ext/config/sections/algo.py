@@ -98,7 +98,7 @@ class Kl(Section):
 
 
 def _method(name: str) -> Any:
-    return added(dict, f"options of the estimator {name} (docs/algorithms.md)", default_text="")
+    return added(dict, f"options of the estimator {name} (docs/methods.md)", default_text="")
 
 
 class Algo(Section):
