@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.reporting.lines import read_lines
 from tests.e2e.jobs import JOB_S, Task
 
 pytestmark = pytest.mark.e2e
@@ -80,6 +81,15 @@ def test_the_agent_s_failures_are_counted_and_its_turns_trained_on(task):
     # at most six tokens in each of two turns: what the environment said is not trained on
     assert all(6 < record["response/length_mean"] <= 12 for record in records[1:])
     assert all(record["kl/rollout_max_abs"] < 1e-3 for record in records)
+
+
+def test_samples_have_the_environment_s_words_and_the_reference_answer(task):
+    records = [record for _, record in read_lines(task.folder / "ppo" / "samples.jsonl")]
+    told = [record for record in records if any(record.get("environment", ()))]
+    assert told and all(str(record["label"]).startswith("#### ") for record in records)
+    for record in told:
+        written = [token for token, theirs in zip(record["tokens"], record["environment"], strict=True) if theirs]
+        assert "".join(written) == " no " and len(record["entropies"]) == len(record["tokens"])
 
 
 def test_the_saved_critic_loads_in_transformers(task):
