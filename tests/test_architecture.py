@@ -51,6 +51,7 @@ RULES = {
             "inputs",
             "locks",
             "megatron",
+            "options",
             "patches",
             "ranks.shared_gpu",
             "redaction",
