@@ -33,8 +33,8 @@ METRICS = (
     Metric("reward/std", "reward", "standard deviation over the completions of the step"),
     Metric("reward/failures", "completions", "completions of the step that could not be graded"),
     Metric("accuracy/mean", "fraction",
-        "mean score over the completions of the step (`scores` of the reward function): with scores of 0 and 1 the share "
-        "of right ones"),
+        "mean score over the completions of the step (`scores` of the reward function): with scores of 0 and 1 the "
+        "share of right ones"),
     Metric("entropy/mean", "nats", "mean over completion tokens of the policy's entropy at the rollout temperature"),
     Metric("response/length_mean", "tokens", "mean completion length, end-of-sequence token included"),
     Metric("response/truncated_rate", "fraction", "completions that reached the length limit"),
