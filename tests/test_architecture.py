@@ -53,6 +53,7 @@ RULES = {
             "inputs",
             "locks",
             "megatron",
+            "options",
             "patches",
             "ranks.shared_gpu",
             "redaction",

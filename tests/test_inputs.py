@@ -286,8 +286,8 @@ THROUGH: list[tuple[Callable[[Path], int], list[str]]] = [
 @pytest.mark.parametrize("command", [command for command, _ in THROUGH], ids=lambda command: command.__name__)
 def test_a_command_ends_with_0_or_2(good: Path, command: Callable, monkeypatch, capsys) -> None:
     """Up to where a model would be loaded, or processes started."""
-    monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: [SimpleNamespace(to_json=dict)])
-    monkeypatch.setattr("openrlhf_ext.cli.evaluate._tables", lambda results: "")
+    monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: [])
+    monkeypatch.setattr("openrlhf_ext.cli.evaluate._finish", lambda request, results: 0)
     monkeypatch.setattr("openrlhf_ext.tools.plan.conversion_check.check_conversion", lambda settings: Passed())
     names = dict(THROUGH)[command]
     contents = {name: (good / name).read_bytes() for name in names}

@@ -5,8 +5,8 @@
     python -m openrlhf_ext.cli.evaluate --model CHECKPOINT --data heldout.jsonl --reward reward.py --limit 200
     python -m openrlhf_ext.cli.evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
 
-docs/evaluation.md says more. Exit status: 0; 1 if a requirement (``--expect_accuracy``, ``--min_gain``) is not met; 2
-if something given is wrong, or the evaluation could not go on.
+docs/evaluation.md says more. Exit status: 0; 1 if nothing could be graded or a requirement (``--expect_accuracy``,
+``--min_gain``) is not met; 2 if something given is wrong, or the evaluation could not go on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from openrlhf_ext.inputs import reading
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
 from openrlhf_ext.tools.evaluate.request import Request
-from openrlhf_ext.tools.evaluate.result import EvaluationResult, measured, tables
+from openrlhf_ext.tools.evaluate.result import EvaluationResult, examples, notes, tables
 from openrlhf_ext.tools.evaluate.store import Store
 
 _ALLOWED_ERRORS = 3.0
@@ -39,18 +39,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if faults := list(request.faults()):
             raise ValueError("\n".join(faults))
-        before = request.before
-        results = _results(request)
-        _write_results(arguments, results)
+        return _finish(request, _results(request))
     except (ValueError, OSError, RewardFailureLimit, RewardImportError, RolloutError) as error:
         for line in str(error).splitlines():
             _print(f"evaluate: {line}", sys.stderr)
         return 2
-    _print(_summary(results[0], before) if arguments.data else _tables(results))
-    unmet = _unmet(results[0], before, arguments)
+
+
+def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
+    """Write and show the results; returns the exit status."""
+    if ungraded := [result for result in results if result.nothing_graded]:
+        for result in ungraded:
+            _forget(request.store_path(result.benchmark))
+            _print(f"evaluate: {result.benchmark}: nothing was graded: {result.grading_error}", sys.stderr)
+        return 1
+    before = request.before
+    text = "\n".join([tables(results, before), *("\n" + note for result in results for note in notes(result))])
+    written = _write_results(request, results, text)
+    seconds = sum(result.seconds for result in results)
+    shown = [*(examples(result, before) for result in results), text]
+    _print("\n\n".join([*shown, f"{seconds:.1f} s; results in {' and '.join(written)}"]))
+    unmet = _unmet(results[0], before, request.arguments)
     for requirement in unmet:
         _print(f"evaluate: {requirement}", sys.stderr)
     return 1 if unmet else 0
+
+
+def _forget(store: Path | None) -> None:
+    """A grader that failed may work again when the same command is given once more."""
+    if store is not None:
+        store.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--reward", help="Python file with reward_func, or http(s) addresses of reward servers (default for "
         "benchmarks: mathematical equality)")  # fmt: skip
     add("--out", metavar="FOLDER", help="keep every problem's graded completions in FOLDER/NAME.jsonl, results.json "
-        "and tables.md there; the same command goes on where it was killed")  # fmt: skip
+        "and tables.md there; the same command goes on where it was killed (default: a folder in runs/evaluation named "
+        "after model, data and settings; with --json none)")  # fmt: skip
     add("--engine", default="transformers", choices=["transformers", "vllm"], help="what samples")
     add("--input_key", default="question", help="key of the prompt in --data")
     add("--label_key", default="answer", help="key of the label in --data")
@@ -103,8 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--reward_timeout_s", type=float, default=30.0, help="deadline of one call of the reward function, seconds")
     add("--max_failures", type=int, help="gradings that may fail; such completions count as wrong (default: 10 with "
         "--reward, any number without)")  # fmt: skip
-    add("--json", metavar="OUT", help="write the result to this file")
-    add("--compare", metavar="BEFORE.json", help="an earlier result on the same data, shown beside this one")
+    add("--json", metavar="OUT", help="write the result, with the options, to this file")
+    add("--compare", metavar="BEFORE.json", help="an earlier result on the same data, shown beside this one: a file of "
+        "--json, or results.json")  # fmt: skip
     add("--min_gain", type=float, help="with --compare: smallest gain of accuracy, as a fraction")
     add("--expect_accuracy", type=float, help=f"fail if the accuracy is more than {_ALLOWED_ERRORS:g} standard errors "
         "away from this fraction")  # fmt: skip
@@ -129,8 +149,8 @@ def _results(request: Request) -> list[Any]:
     )
     tasks = request.tasks
     with ExitStack() as opened:
-        paths = [request.store_path(task.name) if given.out else None for task in tasks]
-        settings = request.settings if given.out else [{}] * len(tasks)
+        paths = [request.store_path(task.name) for task in tasks]
+        settings = request.settings if request.out else [{}] * len(tasks)
         stores = [opened.enter_context(Store(*pair)) for pair in zip(paths, settings, strict=True)]
         if given.completions:
             ks = request.ks(len(request.completions[0]))
@@ -151,20 +171,6 @@ def _chat_tokenizer(arguments: argparse.Namespace) -> Any:
 
     with reading(arguments.model, "as a tokenizer"):
         return AutoTokenizer.from_pretrained(arguments.model)
-
-
-def _tables(results: Sequence[EvaluationResult]) -> str:
-    """The results as tables, with what they leave out."""
-    notes = [
-        f"{result.benchmark}: {count} {what}"
-        for result in results
-        for count, what in (
-            (result.reward_failures, "completions could not be graded and count as wrong"),
-            (result.skipped_overlong, "prompts are too long for the model and left out"),
-        )
-        if count
-    ]
-    return "\n".join([tables(results), *(["", *notes] if notes else [])])
 
 
 @asynccontextmanager
@@ -215,16 +221,22 @@ async def _open_vllm(
         engine.close()
 
 
-def _write_results(arguments: argparse.Namespace, results: Sequence[EvaluationResult]) -> None:
-    shown = [result.to_json() for result in results]
+def _write_results(request: Request, results: Sequence[EvaluationResult], text: str) -> list[str]:
+    """Returns what holds the results."""
+    arguments, shown = request.arguments, [result.to_json() for result in results]
+    written = []
     if arguments.json:
         options = {"options": vars(arguments) | {"n_samples": shown[0]["samples_per_prompt"]}}
         _write(Path(arguments.json), json.dumps({**shown[0], **options} if len(shown) == 1 else
                                                 {"results": shown, **options}, indent=2) + "\n")  # fmt: skip
-    if arguments.out:
+        written.append(arguments.json)
+    if request.out:
         lasting = [{name: value for name, value in each.items() if name != "seconds"} for each in shown]
-        _write(Path(arguments.out) / "results.json", json.dumps(lasting, indent=2) + "\n")
-        _write(Path(arguments.out) / "tables.md", _tables(results) + "\n")
+        _write(request.out / "results.json", json.dumps(lasting, indent=2) + "\n")
+        _write(request.out / "tables.md", text + "\n")
+        names = ", ".join(f"{task.name}.jsonl" for task in request.tasks)
+        written.append(f"{request.out} (results.json, tables.md; every completion: {names})")
+    return written
 
 
 def _write(path: Path, text: str) -> None:
@@ -239,49 +251,6 @@ def _print(text: str, file: Any = None) -> None:
     stream = file or sys.stdout
     encoding = stream.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
-
-
-def _summary(evaluated: EvaluationResult, before: dict[str, Any] | None) -> str:
-    result = evaluated.to_json()
-    lines = [f"model            {result['model']}", f"data             {result['dataset']}"]
-    if before is not None:
-        lines.append(f"accuracy before  {_accuracy(before)}")
-    lines.append(f"accuracy         {_accuracy(result)}")
-    passes = "  ".join(f"pass@{k} {100 * value:.1f} %" for k, value in result["pass_at_k"].items())
-    n = result["samples_per_prompt"]
-    lines.append(f"                 {passes}  maj@{n} {100 * result['majority_at_k'][n]:.1f} %")
-    if evaluated.greedy_accuracy is not None:
-        lines.append(f"greedy           {100 * evaluated.greedy_accuracy:.1f} %")
-    lines.append(f"reward           {result['reward_mean']:.3f} mean")
-    lines += [f"{name:<16} {value}" for name, value in measured(evaluated)]
-    lines.append(f"time             {result['seconds']:.1f} s")
-    if result["skipped_overlong"]:
-        lines.append(f"left out         {result['skipped_overlong']} prompts that are too long for the model")
-    if result["reward_failures"]:
-        lines.append(f"not graded       {result['reward_failures']} completions (counted as wrong)")
-    return "\n".join([*lines, *_sample_lines(result, before)])
-
-
-def _accuracy(result: dict[str, Any]) -> str:
-    error = result["standard_error"]
-    margin = "" if error is None else f" +- {100 * error:.1f}"
-    counts = f"{result['prompts']} prompts x {result['samples_per_prompt']} samples"
-    return f"{100 * result['accuracy']:.1f} %{margin} (standard error; {counts})"
-
-
-def _sample_lines(result: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
-    earlier = {sample["prompt"]: sample for sample in (before or {}).get("sample_answers", [])}
-    lines = []
-    for sample in result["sample_answers"]:
-        lines += ["", f"question  {sample['prompt']}"]
-        if sample["prompt"] in earlier:
-            lines.append(f"  before  {_graded(earlier[sample['prompt']])}")
-        lines.append(f"  answer  {_graded(sample)}")
-    return lines
-
-
-def _graded(sample: dict[str, Any]) -> str:
-    return f"[{sample['score']:g}] {sample['completion']}"
 
 
 def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Namespace) -> list[str]:

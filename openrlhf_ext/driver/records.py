@@ -267,7 +267,7 @@ class StepGauges:
     bf16: bool
     timeout_s: float
     events: EventLog = field(default_factory=EventLog)
-    _named: int | None = None
+    _named: set[int] = field(default_factory=set)
 
     def collect(self, batch: SequenceBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """The gauges of the step that trained on ``batch`` and took ``seconds`` (names as in the records)."""
@@ -285,9 +285,9 @@ class StepGauges:
         """Says on the terminal which rank holds the others up, once per rank."""
         slowest = max(reports, key=lambda report: report.busy_seconds)
         ratio = gauges["rank/slowest_over_mean"]
-        if ratio < _NAMED_ABOVE or slowest.busy_seconds < _NAMED_FROM_S or slowest.rank == self._named:
+        if ratio < _NAMED_ABOVE or slowest.busy_seconds < _NAMED_FROM_S or slowest.rank in self._named:
             return
-        self._named = slowest.rank
+        self._named.add(slowest.rank)
         self.events.note(
             "slow_rank", rank=slowest.rank, host=slowest.host, seconds=slowest.busy_seconds, over_mean=ratio
         )

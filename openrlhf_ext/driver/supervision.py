@@ -81,7 +81,7 @@ class Deadline:
 
     @contextmanager
     def suspended(self, seconds: float, doing: str) -> Iterator[None]:
-        """The clock of the phase stands still, and then starts anew: what happens inside has deadlines of its own.
+        """The phase's deadline does not count, and then starts anew: what happens inside has deadlines of its own.
 
         Args:
             seconds: they add up to.
@@ -230,7 +230,7 @@ class EngineSupervisor:
             policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
             config: ``vllm.*`` says when and how often.
             remember: told the name and ``process_info`` of every new engine.
-            deadline: of the driver's phases; it stands still while engines are replaced, which has its own.
+            deadline: of the driver's phases; it starts anew when engines were replaced, which has its own.
             name: what messages call an engine.
             events: told of every replacement.
         """

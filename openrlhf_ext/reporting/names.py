@@ -33,7 +33,8 @@ METRICS = (
     Metric("reward/std", "reward", "standard deviation over the completions of the step"),
     Metric("reward/failures", "completions", "completions of the step that could not be graded"),
     Metric("accuracy/mean", "fraction",
-        "mean score over the completions of the step (`scores` of the reward function)"),
+        "mean score over the completions of the step (`scores` of the reward function): with scores of 0 and 1 the "
+        "share of right ones"),
     Metric("entropy/mean", "nats", "mean over completion tokens of the policy's entropy at the rollout temperature"),
     Metric("response/length_mean", "tokens", "mean completion length, end-of-sequence token included"),
     Metric("response/truncated_rate", "fraction", "completions that reached the length limit"),
@@ -148,7 +149,9 @@ METRICS = (
     Metric("weight_sync/bytes", "bytes", "all tensors of one update; every engine worker receives so many"),
     Metric("weight_sync/load_seconds", "s",
         "of `weight_sync/seconds`: loading, not waiting; the slowest engine worker"),
-    Metric("engines/restarts", "restarts", "rollout engines, a guide's included, restarted since the start of the run"),
+    Metric("engines/restarts", "restarts",
+        "rollout engines, a guide's included, replaced since the driver was started: a resumed or restarted run counts "
+        "from 0"),
     Metric("time/generate", "s", "generation of the step's completions, without exposed grading"),
     Metric("time/grade", "s", "grading that generation did not hide; the maximum over the engines"),
     Metric("time/logprob", "s", "old log-probs and entropies, reference log-probs and values"),
@@ -184,6 +187,7 @@ METRICS = (
     Metric("offload/reload_seconds", "s", "rank 0: moving them back"),
     Metric("tokens/generated", "tokens", "completion tokens generated in the step"),
     Metric("eval/accuracy", "fraction", "mean score over the sampled completions of the held-out prompts"),
+    Metric("eval/accuracy_stderr", "fraction", "standard error of `eval/accuracy` over prompts; 0 for a single prompt"),
     Metric("eval/response_length_mean", "tokens", "mean completion length on the held-out prompts"),
     Metric("eval/reward_mean", "reward", "mean reward on the held-out prompts"),
     Metric("eval/samples", "completions", "completions sampled for the evaluation"),

@@ -21,7 +21,7 @@ from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.supervision import Deadline
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
-from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.reporting import EventLog, is_documented
 from tests.driver.simulated import Loader, Requests, options, response
 
 
@@ -241,6 +241,7 @@ def test_held_out_accuracy_is_over_prompts() -> None:
     ]
     metrics = evaluation_metrics(groups)
     assert metrics["eval/accuracy"] == 0.75 and metrics["eval/samples"] == 4
+    assert all(map(is_documented, metrics))
     assert metrics["eval/accuracy_stderr"] == pytest.approx(0.25) and metrics["eval/response_length_mean"] == 2
 
 

@@ -195,12 +195,13 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
         vocab_size=10, max_positions=8, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling_factor=None,
         tied_embeddings=False, qkv_bias=True, qk_norm=False,
     )  # fmt: skip
-    reports = [report(0, 1.0, device="NVIDIA H100 80GB HBM3"), report(1, 9.0, device="NVIDIA H100 80GB HBM3")]
+    h100 = "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(records, "call_ranks", lambda group, who, method, timeout_s: group)
     batch = masked_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
-    step = StepGauges(reports, shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
+    step = StepGauges([], shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
     with caplog.at_level(logging.WARNING, logger=records.__name__):
-        for _ in range(2):
+        for slowest in (1, 0, 1):
+            step.policy = [report(rank, 9.0 if rank == slowest else 1.0, device=h100) for rank in (0, 1)]
             got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})
     forward = 2 * (1 * 3 + 1 + 3) * 7 + 4 * (10 + 6) + 2 * 10 * 4
     assert got["throughput/train_tflops_per_rank"] == pytest.approx(3 * forward / 2.0 / 2 / 1e12)
@@ -209,7 +210,8 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     step.policy = frozen
     got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})
     assert not any("train" in name for name in got), "the policy did not train in this step"
-    (message,) = caplog.messages
+    message, other = caplog.messages
+    assert "policy rank 0 on" in other
     assert "policy rank 1 on node1 is the slowest: 10.0 s of its own in this step, 1.7 times the mean" in message
 
 

@@ -150,8 +150,8 @@ class Reward(Section):
     offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)
     timeout_s: Float = added(
         30,
-        "longest time one call of the reward function, or an agent's own code between two generations, may take, "
-        "seconds",
+        "longest time one call of the reward function, one request to a reward server, or what an agent awaits between "
+        "two generations may take, seconds",
         gt=0,
     )
     max_failures: Int = added(

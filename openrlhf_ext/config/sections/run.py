@@ -39,8 +39,9 @@ class Train(Section):
     )
     max_staleness: Int | None = added(
         None,
-        "weight versions that a trained token may lag behind the policy; above 0 the engines sample while the policy "
-        "trains (docs/modes.md), and algo.advantage.is_correction_level is token unless it is set",
+        "weight versions that a trained token may lag behind the policy (more: train.late_groups); above 0 the engines "
+        "sample while the policy trains (docs/modes.md), and algo.advantage.is_correction_level is token unless it is "
+        "set",
         ge=0,
         default_text="0; train.async_queue_size with train.async_enable",
     )

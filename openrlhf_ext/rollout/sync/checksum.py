@@ -70,9 +70,10 @@ def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
 
 
 def bit_sum(words: Tensor) -> Tensor:
-    """(): the sum of the words modulo 2^64, each, or each block, mixed so that changes of several do not cancel.
+    """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel.
 
-    Zeros count nothing. Nothing is read back from the device.
+    In blocks it is their sums that are mixed: +1 and -1 in two words of one block do cancel. Zeros count nothing.
+    Nothing is read back from the device.
     """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_AT_A_TIME[words.device.type]):

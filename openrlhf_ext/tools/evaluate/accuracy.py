@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
+from statistics import NormalDist
 
 import numpy as np
 
 _MOST_SUBSETS = 2000
-_RESAMPLES = 2000
+_QUANTILE = NormalDist().inv_cdf(0.975)
 
 # Shape suffixes: D = subsets of the samples, S = samples, A = different answers.
 
@@ -116,23 +117,32 @@ class Votes:
         return float(shares_D.mean()), float((leaders_D > 1).mean())
 
 
-def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean of one number for each problem: percentiles of 2000 means of problems drawn anew.
+def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
+    """95 % interval of the mean of each problem's share of successes.
+
+    Wilson's interval (1927) of the effective number of draws: all draws over the design effect, which is the variance
+    of the clustered mean over that of independent draws (Franco, Little, Louis and Slud, Comparative Study of
+    Confidence Intervals for Proportions in Complex Sample Surveys, 2019). The effect is held between 1 and ``draws``:
+    the effective number lies between that of the problems and that of all draws. Where all draws have the same outcome
+    the effect cannot be seen: then the number is that of the problems.
 
     Args:
-        values: one for each problem.
-        seed: of the drawing.
+        shares: one for each problem, 0 to 1.
+        draws: independent draws behind each of them.
 
     Raises:
-        ValueError: there are no values.
+        ValueError: there are no problems.
     """
-    if not values:
-        raise ValueError("the mean of no values is undefined")
-    draw = np.random.default_rng(seed)
-    numbers = np.asarray(values, dtype=np.float64)
-    means = [draw.choice(numbers, len(numbers)).mean() for _ in range(_RESAMPLES)]
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
+    problems, center = len(shares), mean(shares)
+    spread = center * (1 - center)
+    effect = float(draws)
+    if problems > 1 and spread > 0:
+        squared_error = math.fsum((share - center) ** 2 for share in shares) / (problems - 1) / problems
+        effect = min(max(squared_error * (problems * draws - 1) / spread, 1.0), effect)
+    size, z = problems * draws / effect, _QUANTILE
+    middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
+    half = z * math.sqrt(max(spread, 0.0) / size + (z / (2 * size)) ** 2) / (1 + z**2 / size)
+    return min(center, middle - half), max(center, middle + half)
 
 
 def _require_counts(successes: float, samples: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading
-from openrlhf_ext.rewards.errors import FailurePolicy
+from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
 from openrlhf_ext.rewards.executor import open_grader
 from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
 from openrlhf_ext.tools.evaluate.grading import MATHS, SOLVED, Grading
@@ -181,7 +181,8 @@ async def _grade_groups(
     task: Task, problems: Sequence[Problem], sample: Sample, store: Store, settings: GradingSettings, size: int
 ) -> None:
     """Sample, grade and keep what the store does not hold yet."""
-    done = len(store.results)
+    if done := len(store.results):
+        logger.info("%s: %d of %d problems are there from an earlier command", task.name, done, len(problems))
     if done >= len(problems):
         return
     grader = open_grader(
@@ -218,12 +219,13 @@ async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[
     }
 
 
-def _line(completion: Completion, grade: RewardResult | None) -> dict[str, Any]:
+def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str, Any]:
     """What is kept of one completion; without a grade it is wrong."""
-    measured = {"entropy": completion.entropy, "kl": completion.kl}
+    failure = f"{type(grade).__name__}: {grade.message}" if isinstance(grade, RewardError) else None
+    grade = RewardResult(reward=0.0, score=0.0) if isinstance(grade, RewardError) else grade
+    optional = {"error": failure, "entropy": completion.entropy, "kl": completion.kl}
     return {
         "text": completion.text, "tokens": completion.tokens, "truncated": completion.truncated,
-        "reward": 0.0 if grade is None else grade.reward, "score": 0.0 if grade is None else grade.score,
-        "graded": grade is not None, "extra_logs": {} if grade is None else grade.extra_logs,
-        **{name: value for name, value in measured.items() if value is not None},
+        "reward": grade.reward, "score": grade.score, "graded": failure is None, "extra_logs": grade.extra_logs,
+        **{name: value for name, value in optional.items() if value is not None},
     }  # fmt: skip

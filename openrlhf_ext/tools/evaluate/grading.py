@@ -36,8 +36,8 @@ class Grading:
         self._grader, self._policy, self._by_equality = grader, policy, by_equality
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | None:
-        """The grade of one completion (arguments as of ``Grader.grade``); ``None`` if it cannot be graded.
+    async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | RewardError:
+        """The grade of one completion (arguments as of ``Grader.grade``), or why it cannot be graded.
 
         Raises:
             RewardFailureLimit: more failed than are tolerated.
@@ -47,7 +47,7 @@ class Grading:
                 return await self._grader.grade(query, prompt, label, completion)
             except RewardError as error:
                 self._policy.tolerate(error)
-                return None
+                return error
 
     async def votes(self, texts: Sequence[str], correct: Sequence[bool]) -> list[int | None]:
         """For each completion of a problem the number of the answer it votes for; ``None``: it states none.

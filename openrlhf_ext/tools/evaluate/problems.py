@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.config.records import Wanted, record_fault
 from openrlhf_ext.inputs import InputError, check, decode, json_lines
+from openrlhf_ext.options import nearest
 from openrlhf_ext.rewards.answers import last_boxed
 
 if TYPE_CHECKING:
@@ -158,7 +159,9 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
         InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
     """
     if name not in BENCHMARKS:
-        raise InputError(f"there is no benchmark {name!r}; known are {', '.join(BENCHMARKS)}. Other files: --data")
+        near = nearest(name, BENCHMARKS)
+        hint = f"did you mean {near!r}? Known are" if near else "known are"
+        raise InputError(f"there is no benchmark {name!r}; {hint} {', '.join(BENCHMARKS)}. Other files: --data")
     try:
         return _load(path, BENCHMARKS[name], limit)
     except InputError as error:
@@ -224,7 +227,11 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 def _require_keys(row: Mapping[str, Any], keys: tuple[str, ...], options: str = "") -> None:
     if missing := [key for key in keys if key not in row]:
-        raise NotThisFormat(f"needs the keys {missing}, has {sorted(row)}" + (f" ({options})" if options else ""))
+        near = [found for key in missing if (found := nearest(key, row, cutoff=0.6))]
+        hint = f"; did you mean {', '.join(map(repr, near))}?" if near and options else ""
+        raise NotThisFormat(
+            f"needs the keys {missing}, has {sorted(row)}" + hint + (f" ({options})" if options else "")
+        )
 
 
 def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], limit: int | None) -> list[Problem]:

@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.files import tokenizer_difference, tokenizer_fault
-from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, list_of, map_with, or_null, read_json, reading
+from openrlhf_ext.inputs import (
+    INTEGER,
+    NUMBER,
+    TEXT,
+    InputError,
+    check,
+    decode,
+    list_of,
+    map_of,
+    map_with,
+    or_null,
+    read_json,
+    read_text,
+    reading,
+)
 from openrlhf_ext.tools.evaluate.grading import MATHS
 from openrlhf_ext.tools.evaluate.problems import (
     MATH_TEMPLATE,
@@ -21,16 +35,20 @@ from openrlhf_ext.tools.evaluate.problems import (
     load_problems,
     system_message,
 )
-from openrlhf_ext.tools.evaluate.store import load_completions, store_fault, task_settings
+from openrlhf_ext.tools.evaluate.store import digest_of, load_completions, store_fault, task_settings
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
 
-# what is read of an earlier result (--json)
+# what is read of an earlier result (--json, or the only one of results.json)
+_SAMPLE_ANSWER = map_with({"prompt": TEXT, "completion": TEXT, "score": NUMBER})
 _RESULT = {
     "accuracy": NUMBER, "standard_error": or_null(NUMBER), "prompts": INTEGER, "samples_per_prompt": INTEGER,
 }  # fmt: skip
-_SAMPLE_ANSWER = map_with({"prompt": TEXT, "completion": TEXT, "score": NUMBER})
+_RESULT_MAYBE = {
+    "score_mean": NUMBER, "greedy_accuracy": or_null(NUMBER), "pass_at_k": map_of(NUMBER),
+    "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
+}  # fmt: skip
 
 
 class Request:
@@ -150,7 +168,16 @@ class Request:
     def before(self) -> dict[str, Any] | None:
         """The earlier result that this one is shown beside."""
         path = self.arguments.compare
-        return None if path is None else read_json(path, _RESULT, {"sample_answers": list_of(_SAMPLE_ANSWER)})
+        if path is None:
+            return None
+        value = decode(read_text(path), str(path))
+        if isinstance(value, list) and len(value) == 1:  # results.json
+            value = value[0]
+        found = check(value, str(path), _RESULT, _RESULT_MAYBE, "give a file of --json, or results.json of one task")
+        if "score_mean" not in found:  # of a version whose accuracy was the mean score; its pass@1 went by right ones
+            found["score_mean"] = found["accuracy"]
+            found["accuracy"] = found.get("pass_at_k", {}).get("1", found["accuracy"])
+        return found
 
     @staticmethod
     def _attempt(read: Callable[[], Any]) -> list[str]:
@@ -234,9 +261,19 @@ class Request:
         sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}, "entropy": self._measures}
         return [task_settings(task, sampling, given.model, given.completions, given.reference) for task in self.tasks]
 
-    def store_path(self, name: str) -> Path:
-        """Where a task's graded problems are kept, with --out."""
-        return Path(self.arguments.out) / f"{name}.jsonl"
+    @cached_property
+    def out(self) -> Path | None:
+        """Where everything is kept: the folder of --out; without it and --json one named after settings and files."""
+        given = self.arguments
+        if given.out or given.json:
+            return Path(given.out) if given.out else None
+        source = Path(given.completions).stem if given.completions else Path(given.model).resolve().name
+        name = "-".join([source, *(task.name for task in self.tasks), digest_of(self.settings)[:8]])
+        return Path("runs/evaluation") / name
+
+    def store_path(self, name: str) -> Path | None:
+        """Where a task's graded problems are kept."""
+        return self.out / f"{name}.jsonl" if self.out else None
 
 
 def _require_one_vocabulary(model: str, reference: str) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 from openrlhf_ext.tools.evaluate.accuracy import (
     Votes,
-    bootstrap_interval,
     clustered_standard_error,
     mean,
     pass_at_k,
+    wilson_interval,
 )
 from openrlhf_ext.tools.evaluate.grading import SOLVED
 
 _SHOWN_SAMPLES = 3
+_SHOWN_CHARACTERS = 600
 
 Interval = tuple[float, float]
 
@@ -30,26 +31,28 @@ class SampleAnswer:
     label: Any
     reward: float
     score: float
+    graded: bool
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation measured. Intervals are 95 % bootstrap intervals over problems.
+    """What an evaluation measured. Intervals are those of ``wilson_interval``, 95 %.
 
     Attributes:
         benchmark: name of the task.
         model, dataset: what was evaluated on what; no model if saved completions were graded.
-        accuracy: mean score over all samples; with scores of 0 and 1 this is mean@n, and pass@1.
+        accuracy: share of all samples whose score is at least 1, which is pass@1.
         accuracy_interval: of the accuracy.
         standard_error: of the accuracy, samples of a prompt taken together; ``None`` for a single prompt.
         prompts, samples_per_prompt: counts.
+        score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
         reward_mean: mean reward over all samples.
         response_length_mean: tokens; ``None`` where they are not known.
         ended: share of completions that ended by themselves, before ``max_new_tokens``; ``None`` likewise.
         short_tokens, short_share: which completions count as short, and how many are; ``None`` if that is not asked.
-        short_accuracy, long_accuracy: mean score of the short ones and of the others; ``None`` where there are none.
-        greedy_accuracy, greedy_accuracy_interval: mean score of one completion of the most likely tokens for each
-            problem, which no other number counts; ``None`` if that is not asked.
+        short_accuracy, long_accuracy: that of the short ones and of the others; ``None`` where there are none.
+        greedy_accuracy, greedy_accuracy_interval: that of one completion of the most likely tokens for each problem,
+            which no other number counts; ``None`` if that is not asked.
         entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others; ``None``
             where there are none, or it is not asked.
         kl_to_reference: divergence of the model from the reference, nats, mean over all tokens; ``None`` likewise.
@@ -59,7 +62,8 @@ class EvaluationResult:
         majority_at_k: k -> chance that the most frequent stated answer of k samples is correct, see ``Votes``.
         majority_at_k_intervals: of these.
         ties_at_k: k -> chance that several answers are the most frequent ones.
-        reward_failures: completions that could not be graded, greedy ones included.
+        reward_failures: completions that could not be graded, greedy ones included; they count as wrong.
+        grading_error: why the first of them was not; ``None`` if all were.
         skipped_overlong: prompts left out because the model has no room for them.
         sample_answers: the first completions of the first prompts.
         seconds: sampling and grading, with loading the model.
@@ -73,6 +77,7 @@ class EvaluationResult:
     standard_error: float | None
     prompts: int
     samples_per_prompt: int
+    score_mean: float
     reward_mean: float
     response_length_mean: float | None
     ended: float | None
@@ -92,9 +97,16 @@ class EvaluationResult:
     majority_at_k_intervals: dict[int, Interval]
     ties_at_k: dict[int, float]
     reward_failures: int
+    grading_error: str | None
     skipped_overlong: int
     sample_answers: list[SampleAnswer]
     seconds: float
+
+    @property
+    def nothing_graded(self) -> bool:
+        """Whether no completion got a grade, so that the numbers say nothing."""
+        greedy = self.prompts if self.greedy_accuracy is not None else 0
+        return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
@@ -115,50 +127,60 @@ def summarize(
     groups = [problem["completions"] for problem in problems]
     flat = [completion for group in groups for completion in group]
     samples = len(groups[0])
-    scores = [[completion["score"] for completion in group] for group in groups]
-    solved = [sum(score >= SOLVED for score in group) for group in scores]
-    passes = {k: [pass_at_k(samples, correct, k) for correct in solved] for k in ks}
-    votes = [[(completion["vote"], completion["score"] >= SOLVED) for completion in group] for group in groups]
+    right = [[float(_is_right(completion)) for completion in group] for group in groups]
+    passes = {k: [pass_at_k(samples, int(sum(group)), k) for group in right] for k in ks}
+    votes = [[(completion["vote"], _is_right(completion)) for completion in group] for group in groups]
     counted = {k: list(map(Votes(samples, k).count, votes)) for k in sorted({*ks, samples})}
     majorities = {k: [majority for majority, _ in pairs] for k, pairs in counted.items()}
-    means = [mean(group) for group in scores]
     lengths_known = all(completion["tokens"] is not None for completion in flat)
     greedy = [problem["greedy"] for problem in problems if "greedy" in problem]
-    greedy_scores = [completion["score"] for completion in greedy]
-    right, wrong = _split(flat, lambda completion: completion["score"] >= SOLVED)
+    greedy_right = [float(_is_right(completion)) for completion in greedy]
+    all_right, all_wrong = _split(flat, _is_right)
+    ungraded = [completion for completion in [*flat, *greedy] if not completion["graded"]]
     short, long = _split(flat, lambda c: c["tokens"] <= short_tokens) if short_tokens is not None else ([], [])
     return EvaluationResult(
         benchmark=benchmark,
         model=model,
         dataset=dataset,
-        accuracy=mean(score for group in scores for score in group),
-        accuracy_interval=bootstrap_interval(means),
-        standard_error=clustered_standard_error(scores) if len(scores) > 1 else None,
+        accuracy=mean(one for group in right for one in group),
+        accuracy_interval=wilson_interval([mean(group) for group in right], samples),
+        standard_error=clustered_standard_error(right) if len(right) > 1 else None,
         prompts=len(groups),
         samples_per_prompt=samples,
+        score_mean=mean(completion["score"] for completion in flat),
         reward_mean=mean(completion["reward"] for completion in flat),
         response_length_mean=mean(completion["tokens"] for completion in flat) if lengths_known else None,
         ended=mean(not completion["truncated"] for completion in flat) if lengths_known else None,
         short_tokens=short_tokens,
         short_share=len(short) / len(flat) if short_tokens is not None else None,
-        short_accuracy=_mean_or_none(completion["score"] for completion in short),
-        long_accuracy=_mean_or_none(completion["score"] for completion in long),
-        greedy_accuracy=_mean_or_none(greedy_scores),
-        greedy_accuracy_interval=bootstrap_interval(greedy_scores) if greedy else None,
-        entropy_right=_token_mean(right, "entropy"),
-        entropy_wrong=_token_mean(wrong, "entropy"),
+        short_accuracy=_mean_or_none(map(_is_right, short)),
+        long_accuracy=_mean_or_none(map(_is_right, long)),
+        greedy_accuracy=_mean_or_none(greedy_right),
+        greedy_accuracy_interval=wilson_interval(greedy_right, 1) if greedy else None,
+        entropy_right=_token_mean(all_right, "entropy"),
+        entropy_wrong=_token_mean(all_wrong, "entropy"),
         kl_to_reference=_token_mean(flat, "kl"),
         extra_logs=_log_means(flat),
-        pass_at_k=_each(passes, mean),
-        pass_at_k_intervals=_each(passes, bootstrap_interval),
-        majority_at_k=_each(majorities, mean),
-        majority_at_k_intervals=_each(majorities, bootstrap_interval),
+        pass_at_k={k: mean(shares) for k, shares in passes.items()},
+        pass_at_k_intervals=_intervals(passes, samples),
+        majority_at_k={k: mean(shares) for k, shares in majorities.items()},
+        majority_at_k_intervals=_intervals(majorities, samples),
         ties_at_k={k: mean(tie for _, tie in pairs) for k, pairs in counted.items()},
-        reward_failures=sum(not completion["graded"] for completion in [*flat, *greedy]),
+        reward_failures=len(ungraded),
+        grading_error=next((c["error"] for c in ungraded if "error" in c), None),
         skipped_overlong=skipped_overlong,
         sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]],
         seconds=seconds,
     )
+
+
+def _is_right(completion: Mapping[str, Any]) -> bool:
+    return bool(completion["score"] >= SOLVED)
+
+
+def _intervals(shares: Mapping[int, Sequence[float]], samples: int) -> dict[int, Interval]:
+    """Of what takes k samples at a time, of which there are n // k that share none."""
+    return {k: wilson_interval(each, samples // k) for k, each in shares.items()}
 
 
 def _split(
@@ -187,9 +209,68 @@ def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: mean(each[name] for each in logs if name in each) for name in names}
 
 
-def measured(result: EvaluationResult) -> list[tuple[str, str]]:
-    """What is known beside the accuracies of all samples: names and values as they are shown."""
+def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None = None) -> str:
+    """Markdown, aligned for a terminal: with several tasks a row for each, as papers print them; then a table for each
+    task, of everything that was measured.
+
+    Args:
+        results: of tasks that were sampled alike.
+        before: an earlier result in JSON, whose numbers stand beside those of the only task.
+    """
+    parts = [_overview(results)] if len(results) > 1 else []
+    for result in results:
+        heading = f"{result.benchmark}: {result.prompts} problems x {result.samples_per_prompt} completions"
+        about = [f"model  {result.model}"] if result.model is not None else []
+        parts.append("\n".join([heading, *about, f"data   {result.dataset}", "", *_numbers(result, before)]))
+    return "\n\n".join(parts)
+
+
+def _overview(results: Sequence[EvaluationResult]) -> str:
+    """Percentages; values of several k stand between slashes, in the order of the heading."""
+    passes, votes = ([k for k in found if k > 1] for found in (results[0].pass_at_k, results[0].majority_at_k))
+    headings = [f"{name}@{'/'.join(map(str, ks))}" for name, ks in (("pass", passes), ("maj", votes)) if ks]
+    rows = [["benchmark", "problems", f"accuracy (n = {results[0].samples_per_prompt})", *headings]]
+    for r in results:
+        of_k = [(r.pass_at_k, passes), (r.majority_at_k, votes)]
+        slashes = ["/".join(f"{100 * found[k]:.1f}" for k in ks) for found, ks in of_k if ks]
+        rows.append([r.benchmark, str(r.prompts), f"{100 * r.accuracy:.1f}", *slashes])
+    return "\n".join(_aligned(rows))
+
+
+def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list[str]:
+    earlier = {name: _percent(value) for name, value in ({} if before is None else _shares(before)).items()}
+    if before is not None:
+        earlier["mean score"] = f"{before['score_mean']:.3f}"
+    intervals = {
+        "accuracy": result.accuracy_interval, "greedy": result.greedy_accuracy_interval,
+        **{f"pass@{k}": interval for k, interval in result.pass_at_k_intervals.items()},
+        **{f"maj@{k}": interval for k, interval in result.majority_at_k_intervals.items()},
+    }  # fmt: skip
+    ties = {f"maj@{k}": f" (ties: {_percent(share)})" for k, share in result.ties_at_k.items() if share}
+    shown = [(name, _percent(value) + ties.get(name, ""), intervals[name])
+             for name, value in _shares(asdict(result)).items()]  # fmt: skip
+    rows = [["number", "value", "95 % interval", *(["before"] if before is not None else [])]]
+    for name, value, interval in [*shown, *((name, value, None) for name, value in _measured(result))]:
+        low_high = "" if interval is None else f"{100 * interval[0]:.1f} to {_percent(interval[1])}"
+        rows.append([name, value, low_high, *([earlier.get(name, "")] if before is not None else [])])
+    return _aligned(rows)
+
+
+def _shares(result: Mapping[str, Any]) -> dict[str, float]:
+    """The shares of success in a result, in the order in which they are shown."""
+    found = {
+        "accuracy": result["accuracy"], "greedy": result.get("greedy_accuracy"),
+        **{f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items() if int(k) > 1},
+        **{f"maj@{k}": value for k, value in result.get("majority_at_k", {}).items() if int(k) > 1},
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
+    """What is known beside the shares of success: names and values as they are shown."""
     found = [
+        ("mean score", result.score_mean, 1, "{:.3f}"),
+        ("mean reward", result.reward_mean, 1, "{:.3f}"),
         ("length", result.response_length_mean, 1, "{:.1f} tokens"),
         ("ended", result.ended, 100, "{:.1f} %"),
         (f"short (up to {result.short_tokens})", result.short_share, 100, "{:.1f} %"),
@@ -203,61 +284,53 @@ def measured(result: EvaluationResult) -> list[tuple[str, str]]:
     return [(name, form.format(scale * value)) for name, value, scale, form in found if value is not None]
 
 
-def tables(results: Sequence[EvaluationResult]) -> str:
-    """Markdown: a row for each benchmark in the shape of the papers' tables, then one line for each number's interval,
-    then what else was measured.
-
-    Percentages. ``mean@n`` is the mean over all samples; values of several k stand between slashes, in the order of the
-    heading.
-    """
-    lines = []
-    for n, ks in dict.fromkeys((result.samples_per_prompt, tuple(result.pass_at_k)) for result in results):
-        rows = [r for r in results if (r.samples_per_prompt, tuple(r.pass_at_k)) == (n, ks)]
-        votes = [k for k in rows[0].majority_at_k if k > 1]
-        slashes = "/".join(map(str, ks))
-        lines += [
-            f"| benchmark | problems | mean@{n} | pass@{slashes} | maj@{'/'.join(map(str, votes))} |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {r.benchmark} | {r.prompts} | {_percent(r.accuracy)} | "
-                f"{'/'.join(_percent(r.pass_at_k[k]) for k in ks)} | "
-                f"{'/'.join(_percent(r.majority_at_k[k]) for k in votes)} |"
-                for r in rows
-            ),
-            "",
-        ]
-    lines += ["| benchmark | number | value | 95 % interval | ties |", "|---|---|---|---|---|"]
-    for result in results:
-        lines += _interval_rows(result)
-    if others := [f"| {r.benchmark} | {name} | {value} |" for r in results for name, value in measured(r)]:
-        lines += ["", "| benchmark | measure | value |", "|---|---|---|", *others]
-    return "\n".join(lines)
+def notes(result: EvaluationResult) -> list[str]:
+    """What a reader of the numbers has to know: completions without a grade, prompts left out, scores between."""
+    found = []
+    if result.reward_failures:
+        found.append(f"{result.reward_failures} completions could not be graded and count as wrong; the first: "
+                     f"{result.grading_error}")  # fmt: skip
+    elif result.accuracy == 0 and result.score_mean > 0:
+        found.append("no score reaches 1, which is what counts as right: have the reward function return 'scores' of 0 "
+                     "and 1 beside its 'rewards'")  # fmt: skip
+    if result.skipped_overlong:
+        found.append(f"{result.skipped_overlong} prompts are too long for the model and left out")
+    return [f"{result.benchmark}: {note}" for note in found]
 
 
-def _interval_rows(result: EvaluationResult) -> list[str]:
-    numbers = [(f"mean@{result.samples_per_prompt}", result.accuracy, result.accuracy_interval, "")]
-    if result.greedy_accuracy is not None and result.greedy_accuracy_interval is not None:
-        numbers.append(("greedy", result.greedy_accuracy, result.greedy_accuracy_interval, ""))
-    numbers += [(f"pass@{k}", value, result.pass_at_k_intervals[k], "") for k, value in result.pass_at_k.items()]
-    numbers += [
-        (f"maj@{k}", value, result.majority_at_k_intervals[k], _percent(result.ties_at_k[k]))
-        for k, value in result.majority_at_k.items()
-        if k > 1
-    ]
-    return [
-        f"| {result.benchmark} | {name} | {_percent(value)} | {_percent(low)} to {_percent(high)} | {ties} |"
-        for name, value, (low, high), ties in numbers
-    ]
+def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) -> str:
+    """The first completions with their problems, very long ones without their middle."""
+    earlier = {sample["prompt"]: sample for sample in (before or {}).get("sample_answers", [])}
+    parts = []
+    for sample in result.sample_answers:
+        lines = [("prompt", sample.prompt), ("reference", str(sample.label))]
+        if was := earlier.get(sample.prompt):
+            lines.append(("before", f"[score {was['score']:g}] {was['completion']}"))
+        grade = f"score {sample.score:g}" if sample.graded else "not graded"
+        lines.append(("completion", f"[{grade}] {sample.completion}"))
+        parts.append("\n".join(f"{name:<11} {_shortened(text)}" for name, text in lines))
+    return "\n\n".join(parts)
+
+
+def _shortened(text: str) -> str:
+    half = _SHOWN_CHARACTERS // 2
+    if (left_out := len(text) - 2 * half) > 0:
+        text = f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
+    return text.strip().replace("\n", "\n" + 12 * " ")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.1f}"
-
-
-def _each(values: Mapping[int, list[float]], reduce: Callable[[list[float]], Any]) -> dict[int, Any]:
-    return {k: reduce(numbers) for k, numbers in values.items()}
+    return f"{100 * value:.1f} %"
 
 
 def _sample(problem: Mapping[str, Any]) -> SampleAnswer:
     first = problem["completions"][0]
-    return SampleAnswer(problem["prompt"], first["text"], problem["label"], first["reward"], first["score"])
+    return SampleAnswer(
+        problem["prompt"], first["text"], problem["label"], first["reward"], first["score"], first["graded"]
+    )

@@ -40,7 +40,7 @@ _COMPLETION = map_with(
         "text": TEXT, "tokens": or_null(NUMBER), "truncated": or_null(FLAG), "reward": NUMBER, "score": NUMBER,
         "graded": FLAG, "extra_logs": map_of(NUMBER),
     },
-    {"entropy": NUMBER, "kl": NUMBER, "vote": or_null(INTEGER)},
+    {"error": TEXT, "entropy": NUMBER, "kl": NUMBER, "vote": or_null(INTEGER)},
 )  # fmt: skip
 _COMPLETIONS = Kind(
     f"a list of at least one, each {_COMPLETION.words}", lambda v: list_of(_COMPLETION).holds(v) and v != []
@@ -145,7 +145,7 @@ def task_settings(
         "benchmark": task.name,
         "data": _file_digest(task.path),
         "problems": len(task.problems),
-        "questions_and_labels": _digest_of([[problem.prompt, problem.label] for problem in task.problems]),
+        "questions_and_labels": digest_of([[problem.prompt, problem.label] for problem in task.problems]),
         "reward": _file_digest(task.reward) if Path(task.reward).is_file() else redact(task.reward),
         **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
     }
@@ -156,7 +156,8 @@ def task_settings(
     return settings | {"model": _model_digest(model), "reference": compared, **sampling}
 
 
-def _digest_of(content: Any) -> str:
+def digest_of(content: Any) -> str:
+    """SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -182,8 +183,10 @@ def _model_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def store_fault(path: Path, settings: Mapping[str, Any]) -> str | None:
+def store_fault(path: Path | None, settings: Mapping[str, Any]) -> str | None:
     """Why a file cannot go on with these settings; ``None`` if it can, or is not there. Changes nothing."""
+    if path is None:
+        return None
     try:
         _require_same(path, path.read_bytes() if path.exists() else b"", settings)
     except (OSError, ValueError) as error:

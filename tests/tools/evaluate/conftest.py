@@ -24,6 +24,12 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that no option puts anywhere are written below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(SPECIAL + CHARACTERS)}

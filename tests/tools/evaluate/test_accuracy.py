@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.tools.evaluate.accuracy import (
     Votes,
-    bootstrap_interval,
     clustered_standard_error,
     difference_in_errors,
     mean,
     pass_at_k,
+    wilson_interval,
 )
 
 SCORES = st.sampled_from([0.0, 0.5, 1.0])
@@ -112,15 +112,22 @@ def test_majority_needs_enough_samples() -> None:
         Votes(2, 3)
 
 
-def test_the_bootstrap_interval_is_that_of_the_normal_approximation() -> None:
-    values = [1.0] * 60 + [0.0] * 40
-    low, high = bootstrap_interval(values)
-    half = 1.96 * math.sqrt(0.6 * 0.4 / 100)
-    assert (low, high) == pytest.approx((0.6 - half, 0.6 + half), abs=0.015)
-    assert bootstrap_interval(values) == (low, high)
+@pytest.mark.parametrize(("right", "of", "expected"), [(0, 16, (0.0, 0.1936)), (8, 16, (0.2800, 0.7200)),
+                                                       (16, 16, (0.8064, 1.0)), (0, 1, (0.0, 0.7935))])  # fmt: skip
+def test_wilson_interval_of_single_completions(right: int, of: int, expected: tuple[float, float]) -> None:
+    # values of statsmodels.stats.proportion.proportion_confint(right, of, method="wilson")
+    assert wilson_interval([1.0] * right + [0.0] * (of - right), 1) == pytest.approx(expected, abs=1e-4)
 
 
-def test_equal_problems_leave_no_doubt() -> None:
-    assert bootstrap_interval([0.25, 0.25]) == (0.25, 0.25)
-    with pytest.raises(ValueError, match="no values"):
-        bootstrap_interval([])
+def test_completions_that_agree_count_once_and_those_that_do_not_all() -> None:
+    agree, alone = wilson_interval([1.0, 0.0] * 8, 4), wilson_interval([1.0, 0.0] * 8, 1)
+    assert agree == pytest.approx(alone)
+    assert wilson_interval([0.0] * 16, 4) == wilson_interval([0.0] * 16, 1), "nothing tells how alike they are"
+    assert wilson_interval([0.5] * 16, 4) == pytest.approx(wilson_interval([1.0, 0.0] * 32, 1))
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=9))
+def test_the_interval_holds_the_mean_and_is_never_empty(shares: list[float]) -> None:
+    low, high = wilson_interval(shares, 4)
+    assert 0 <= low <= statistics.fmean(shares) + 1e-12 and statistics.fmean(shares) <= high + 1e-12 <= 1 + 2e-12
+    assert high - low > 0.1

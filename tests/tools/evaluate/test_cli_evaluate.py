@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -29,9 +30,43 @@ def test_before_and_after(arguments: list[str], tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert main([*arguments, "--compare", before, "--min_gain", "0", "--expect_accuracy", str(accuracy)]) == 0
     shown = capsys.readouterr().out
-    assert f"accuracy before  {100 * accuracy:.1f} %" in shown
-    assert "8 prompts x 2 samples" in shown and "pass@2" in shown
-    assert shown.count("question  ") == shown.count("  before  ") == 3
+    percent = re.escape(f"{100 * accuracy:.1f} %")
+    assert re.search(rf"\| accuracy +\| {percent} +\| [\d.]+ to [\d.]+ % +\| {percent} +\|", shown)
+    assert "problems: 8 problems x 2 completions" in shown and "pass@2" in shown
+    assert shown.count("\nprompt  ") + 1 == shown.count("\nbefore  ") == 3 and "results in " in shown
+
+
+def test_accuracy_is_the_share_of_right_ones_and_the_mean_score_stands_beside_it(
+    arguments: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a point for everything is no right answer; so it is in a result of a version that called it accuracy."""
+    (tmp_path / "half.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 0.5}\n")
+    old = {"accuracy": 0.5, "standard_error": 0.0, "prompts": 8, "samples_per_prompt": 2, "pass_at_k": {"1": 0.0}}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    half = [*arguments, "--reward", str(tmp_path / "half.py"), "--compare", str(tmp_path / "old.json")]
+    assert main([*half, "--min_gain", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"accuracy +\| 0.0 % +\| 0.0 to 32.4 % +\| 0.0 % ", shown), "Wilson: 0 of 8"
+    assert re.search(r"mean score +\| 0.500 +\| +\| 0.500 ", shown) and "no score reaches 1" in shown
+    (written,) = (tmp_path / "runs/evaluation").iterdir()
+    assert f"results in {written.relative_to(tmp_path)} (results.json" in shown
+    (result,) = json.loads((written / "results.json").read_text())
+    assert (result["accuracy"], result["pass_at_k"]["1"], result["score_mean"]) == (0, 0, 0.5)
+    half[-1] = str(written / "results.json")
+    assert main(half) == 0, "the same command goes on from what there is; results.json can be compared with"
+    assert re.search(r"accuracy +\| 0.0 % +\| 0.0 to 32.4 % +\| 0.0 % ", capsys.readouterr().out)
+
+
+def test_where_nothing_is_graded_there_are_no_numbers_but_the_reason(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.py").write_text("def reward_func(queries, prompts, labels):\n    return labels[0].missing\n")
+    bad = [*arguments, "--reward", str(tmp_path / "bad.py"), "--limit", "2"]
+    assert main(bad) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and "problems: nothing was graded: RewardRaised: reward_func of" in told.err
+    assert 'bad.py", line 2' in told.err and "has no attribute 'missing'" in told.err
+    assert not list((tmp_path / "runs").rglob("*.json*")), "the next start samples again"
 
 
 def test_a_model_that_is_no_checkpoint_is_refused_at_once(
@@ -56,6 +91,7 @@ def test_unmet_requirements_exit_with_1_and_say_so(
 @pytest.mark.parametrize(("more", "complaint"), [
     (["--min_gain", "0.1"], "--min_gain needs --compare"),
     (["--input_key", "problem"], "--input_key"),
+    (["--label_key", "answr"], "needs the keys ['answr'], has ['answer', 'question']; did you mean 'answer'?"),
     (["--reward", "none.py"], "there is no file"),
     (["--reward", "reward.txt"], "--reward.remote_url"),
     (["--compare", "none.json"], "none.json"),
@@ -126,7 +162,7 @@ def test_one_command_says_what_a_small_study_needs(
     assert result["kl_to_reference"] == pytest.approx(statistics.fmean(divergences), rel=1e-3) and min(divergences) > 0
     _check_counts(result, problems)
     for measure in ("greedy", "short (up to 4)", "entropy, wrong", "KL to reference", "log hashes"):
-        assert f"\n{measure}" in shown and f" {measure} |" in (out / "tables.md").read_text()
+        assert f"\n| {measure} " in shown and f"| {measure} " in (out / "tables.md").read_text()
 
 
 def _check_counts(result: dict[str, Any], problems: list[dict[str, Any]]) -> None:
