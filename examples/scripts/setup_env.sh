@@ -106,7 +106,7 @@ _phase() {
     local name=$1 fingerprint=$2 started=$SECONDS lines watcher status=0
     shift 2
     if _is_done "$name" "$fingerprint"; then return; fi
-    lines=$(cat "$SETUP_LOG" 2>/dev/null | wc -l) # here: words of what follows are expanded while the command runs
+    lines=$({ cat "$SETUP_LOG" 2>/dev/null || true; } | wc -l) # here: words of what follows are expanded while the command runs
     _say_progress "$name" "$(_packages_of "$@")" "$lines" 9>&- &
     watcher=$!
     "$@" >>"$SETUP_LOG" 2>&1 </dev/null || status=$?

@@ -42,7 +42,7 @@ if [[ -n ${STUB_FAIL:-} && $* == $STUB_FAIL ]]; then
     exit 3
 fi
 if [[ -n ${STUB_SLOW:-} && $* == $STUB_SLOW ]]; then
-    printf 'Collecting numpy==2.2.6 (from -r cpu.lock)\n  Downloading numpy\nCollecting pandas==2.2 (from -r cpu.lock)\n'
+    printf 'Collecting numpy==2.2.6 (from cpu.lock)\n  Downloading numpy\nCollecting pandas==2.2 (from cpu.lock)\n'
     touch "$STUB_GATE.reached"
     for _ in $(seq 1200); do [[ -e $STUB_GATE ]] && break; sleep 0.05; done
 fi
