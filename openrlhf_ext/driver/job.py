@@ -23,8 +23,9 @@ from openrlhf_ext.driver.about import about_run
 from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, write_hf
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.drift import DriftCheck
+from openrlhf_ext.driver.ending import results, resume_line
 from openrlhf_ext.driver.experience import ExperienceMaker
-from openrlhf_ext.driver.guard import INTERRUPTED, Guard, resume_line
+from openrlhf_ext.driver.guard import INTERRUPTED, Guard
 from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.processes import (
@@ -196,7 +197,7 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
         raise
     finally:
         loop.close_logs()
-    events.note("end", path=config.ckpt.output_dir)
+    events.note("end", path=config.ckpt.output_dir, results=results(config))
 
 
 def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
@@ -213,6 +214,7 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
 def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Parts:
     """Starts engines and policy ranks, which load while this process imports OpenRLHF and reads the data."""
     start = Deadline(session.guard, config.train.step_timeout_s, config.vllm.hang_timeout_s)
+    start.of_ranks = session.rank_progress
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)

@@ -168,6 +168,7 @@ class TrainingLoop:
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
         record = self.recorder.step(self.step, metrics, self._engine_stats())
+        self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])
         if self.recorder.samples is not None and made.samples:
             self.recorder.samples.write(self.step, made.samples)
         if self.sinks and self.step % self.config.logger.logging_steps == 0:

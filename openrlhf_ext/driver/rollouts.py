@@ -281,8 +281,10 @@ class Rollouts:
             self._deadline.limit(self._timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
             self._with_engines(lambda: bool(self._finished)),
         ):
+            started, have = time.monotonic(), 0
             while not self._has_batch(version):
-                self._collect(min(self._deadline.remaining, _LOOK_S))
+                have += self._collect(min(self._deadline.remaining, _LOOK_S))
+                self._tell(len(self._finished), self._batch_size, have, started)
         self._batches_wanted = self._max_staleness
         self._finished.sort(key=lambda group: (group.oldest_version or 0, group.prompt.number))
         batch, self._finished = self._finished[: self._batch_size], self._finished[self._batch_size :]
@@ -343,8 +345,15 @@ class Rollouts:
         seed = derived_seed(train.seed, purpose, prompt.number) if train.full_determinism_enable else None
         return GroupRequest(prompt.text, prompt.label, samples, sampling, seed, guide_samples)
 
-    def _collect(self, timeout_s: float) -> None:
+    def _tell(self, groups: int, wanted: int, tokens: int, started: float) -> None:
+        rate = f", {tokens / max(time.monotonic() - started, 1e-3):,.0f} tokens/s" if tokens else ""
+        self._deadline.progress(f"{min(groups, wanted)} of {wanted} groups generated and graded{rate}")
+
+    def _collect(self, timeout_s: float) -> int:
+        """Takes the groups that have come; returns how many tokens they have."""
+        tokens = 0
         for key, responses in self._requests.answers(timeout_s):
+            tokens += sum(response.sampled for response in responses)
             if isinstance(key, tuple):
                 self._others[key] = responses
                 continue
@@ -354,6 +363,7 @@ class Rollouts:
             else:
                 self._count_filtered()
         self._fill()
+        return tokens
 
     def _is_kept(self, group: Group) -> bool:
         algo = self._config.algo
@@ -386,8 +396,10 @@ class Rollouts:
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines(lambda: False):
             for key, prompt in zip(keys, prompts, strict=True):
                 self._requests.ask(key, self._request(prompt, samples, sampling, _OTHER))
+            started, have = time.monotonic(), 0
             while len(self._others) < len(keys):
-                self._collect(min(self._deadline.remaining, _LOOK_S))
+                have += self._collect(min(self._deadline.remaining, _LOOK_S))
+                self._tell(len(self._others), len(keys), have, started)
         return [Group(prompt, self._others.pop(key)) for key, prompt in zip(keys, prompts, strict=True)]
 
     # ---- records and checkpoints ------------------------------------------------------------------------------------

@@ -59,9 +59,13 @@ class Deadline:
             guard: told until when the driver will have moved on, for the case that it cannot notice.
             between_s: what comes between two phases may take that long.
             question_s: a question to an engine, which has a deadline of its own, may begin as a phase ends.
+
+        Attributes:
+            of_ranks: says how far the ranks are that ``get`` waits for; '' = nobody knows.
         """
-        self.doing, self._option, self._seconds = "starting", "", 0.0
+        self._doing, self._option, self._seconds = "starting", "", 0.0
         self._ends: float | None = None
+        self.of_ranks: Callable[[], str] = str
         self._guard, self._between_s, self._question_s = guard or Guard(), between_s, question_s
 
     @contextmanager
@@ -71,7 +75,7 @@ class Deadline:
         Args:
             option: that sets the seconds, for the message.
         """
-        self.doing, self._option, self._seconds = doing, option, seconds
+        self._doing, self._option, self._seconds = doing, option, seconds
         self._begin()
         try:
             yield
@@ -92,6 +96,20 @@ class Deadline:
         finally:
             if self._ends is not None:
                 self._begin()
+
+    @property
+    def doing(self) -> str:
+        """What the waits of the phase are for."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        self._expect(self.remaining, doing)
+
+    def progress(self, detail: str) -> None:
+        """How far the phase is, for the line of status."""
+        self._guard.progress(detail)
 
     def _begin(self) -> None:
         self._ends = time.monotonic() + self._seconds
@@ -133,9 +151,11 @@ class Deadline:
         """
         waiting = list(refs)
         while waiting:
-            pause = self.remaining if meanwhile is None else min(self.remaining, _LOOK_S)
+            pause = min(self.remaining, _ASK_AGAIN_S if meanwhile is None else _LOOK_S)
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=pause)
             ray.get(ready)
+            if detail := self.of_ranks():
+                self.progress(detail)
             if meanwhile is not None:
                 meanwhile()
         return ray.get(list(refs))

@@ -267,9 +267,11 @@ class MegatronModel:
             The metrics of each micro-batch on the last stage, nothing elsewhere.
         """
 
+        numbers = itertools.count(1)  # each model chunk of this stage counts its own
+
         def step(parts: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             part = next(parts)
-            progress()
+            progress(f"micro-batch {next(numbers)} of {len(plan) * len(self.models)}")
             return self._hidden_states(model, part), partial(self._finish, loss, part)
 
         if forward_only:

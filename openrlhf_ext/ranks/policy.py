@@ -152,8 +152,10 @@ class PolicyActor(TrainedActor):
             raise RuntimeError("fit() trains the sequences of the last forward(), and the shard is about others")
         self.reload_states()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
-        last = len(mini_batches) - 1
-        steps = [self._update(*mini, shard.seed, number, number < last) for number, mini in enumerate(mini_batches)]
+        steps = []
+        for number, mini in enumerate(mini_batches, start=1):
+            with phase(f"update {number} of {len(mini_batches)}"):
+                steps.append(self._update(*mini, shard.seed, number - 1, number < len(mini_batches)))
         self.is_ahead = True  # of the version that the engines have
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         self.has_moved = self.has_moved or rate * sum(p.numel() for p in self._parameters) > _VISIBLE

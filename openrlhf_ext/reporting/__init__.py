@@ -6,10 +6,10 @@ from openrlhf_ext.reporting.events import EventLog
 from openrlhf_ext.reporting.figure import write_figure
 from openrlhf_ext.reporting.metrics import MetricsWriter, read_metrics
 from openrlhf_ext.reporting.names import METRICS, Metric, is_documented
-from openrlhf_ext.reporting.progress import ProgressLine
+from openrlhf_ext.reporting.progress import ProgressLine, RunStatus, TerminalHandler, duration
 from openrlhf_ext.reporting.samples import SampleWriter, chosen_groups
 
 __all__ = [
-    "METRICS", "EventLog", "Metric", "MetricsWriter", "ProgressLine", "SampleWriter", "chosen_groups", "is_documented",
-    "read_metrics", "write_figure",
+    "METRICS", "EventLog", "Metric", "MetricsWriter", "ProgressLine", "RunStatus", "SampleWriter", "TerminalHandler",
+    "chosen_groups", "duration", "is_documented", "read_metrics", "write_figure",
 ]  # fmt: skip

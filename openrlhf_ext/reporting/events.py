@@ -27,7 +27,7 @@ EVENTS = {
     "restart": "it begins again from the last checkpoint: `number` of at most `most`",
     "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C) or SIGTERM; the newest `checkpoint`, or `why` "
     "the driver could not say it",
-    "end": "the final checkpoint is in `path`",
+    "end": "the final checkpoint is in `path`; `results`: of the first and the last step and evaluation",
 }
 """Kinds of events and their facts; docs/report.md shows this table."""
 

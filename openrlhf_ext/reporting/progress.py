@@ -1,14 +1,32 @@
-"""One aligned line of plain text per step."""
+"""What a run shows as it goes: one aligned line of plain text per step, and what it is doing right now.
+
+Two processes write to the terminal: the driver its step lines and log records, its parent the line of status. Neither
+asks the other: the status has no line end, and whatever else is written first takes it away (``line_start``).
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
+
+from openrlhf_ext.redaction import RedactingFormatter, redact
+
+logger = logging.getLogger(__name__)
 
 HEADER_EVERY = 20
+
+_ERASE = "\r\x1b[K"  # back to the first column, and clear to the end of the line
+_QUIET_S = 2.0  # after which a terminal gets the line of status
+_REWRITE_S = 1.0
+_LINE_EVERY_S = 30.0  # where the output is no terminal
+_RECENT_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +70,7 @@ class ProgressLine:
     """
 
     def __init__(self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "") -> None:
-        self._total_steps, self._label = total_steps, [label] if label else []
+        self.total_steps, self._label = total_steps, [label] if label else []
         self._write = write or _write_line
         self._lines = 0
         self._step_width = max(len("step"), 2 * len(str(total_steps or "?")) + 1)
@@ -67,7 +85,7 @@ class ProgressLine:
         if self._lines % HEADER_EVERY == 0:
             self._write(self._header())
         self._lines += 1
-        position = f"{step}/{'?' if self._total_steps is None else self._total_steps}"
+        position = f"{step}/{'?' if self.total_steps is None else self.total_steps}"
         cells = [position.rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS), *self._label]
         self._write("  ".join(cells))
 
@@ -76,5 +94,115 @@ class ProgressLine:
 
 
 def _write_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(f"{line_start(sys.stdout)}{line}\n")  # in one piece: the other process may write in between
     sys.stdout.flush()
+
+
+# ---- the terminal ---------------------------------------------------------------------------------------------------
+
+
+def line_start(stream: TextIO) -> str:
+    """What every line must begin with that goes to a stream on which a line of status may stand."""
+    return _ERASE if _can_rewrite(stream) else ""
+
+
+def _can_rewrite(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class TerminalHandler(logging.StreamHandler):
+    """Log records on standard error, without secrets, in the place of the line of status."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return line_start(self.stream) + super().format(record)
+
+
+# ---- what it is doing -----------------------------------------------------------------------------------------------
+
+
+class RunStatus:
+    """Says what a run is doing: on a terminal in one line that is rewritten, elsewhere in a line every half minute.
+
+    Args:
+        stream: where to; standard error by default.
+        now: monotonic clock in seconds.
+    """
+
+    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._now = stream or sys.stderr, now
+        self._doing, self._detail, self._limit_s = "", "", math.inf
+        self._step = 0
+        self._steps: int | None = None
+        self._step_seconds: list[float] = []
+        self._began = self._step_ended = self._shown = now()
+        self._is_shown = False
+
+    def phase(self, doing: str, limit_s: float) -> None:
+        """The run does something else now, for ``limit_s`` seconds at most."""
+        self._doing, self._limit_s, self._detail, self._began = doing, limit_s, "", self._now()
+
+    def detail(self, text: str) -> None:
+        """How far it is."""
+        self._detail = text
+
+    def step_ended(self, step: int, steps: int | None, seconds: float) -> None:
+        """A step has ended, and its line has been shown."""
+        self._step, self._steps = step, steps
+        self._step_seconds = [*self._step_seconds, seconds][-_RECENT_STEPS:]
+        self._step_ended = self._shown = self._now()
+        self._is_shown = False
+
+    def tick(self) -> None:
+        """Shows the status if it is due; call it a few times a second."""
+        now = self._now()
+        if not self._doing:
+            return
+        if not _can_rewrite(self._stream):
+            if now - self._shown >= _LINE_EVERY_S:
+                self._shown = now
+                logger.info("%s", self.text())
+        elif now - self._shown >= (_REWRITE_S if self._is_shown else _QUIET_S):
+            self._shown, self._is_shown = now, True
+            width = os.get_terminal_size(self._stream.fileno()).columns or 80
+            self._write(_ERASE + redact(self.text())[: width - 1])  # a full line would wrap, and stay
+
+    def clear(self) -> None:
+        """Takes the line away: nothing is being done any more."""
+        self._doing = ""
+        if self._is_shown:
+            self._write(_ERASE)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+    def text(self) -> str:
+        """What is being done, how far it is, since when, and how long the step and the run may still take."""
+        now = self._now()
+        parts = [f"{self._doing}: {duration(now - self._began)}{self._left(now)}", self._detail]
+        return ", ".join(part for part in parts if part)
+
+    def _left(self, now: float) -> str:
+        """Estimates by the median of the latest steps; before the first one has ended, the deadline."""
+        if not self._step_seconds:
+            return f" of at most {duration(self._limit_s)}" if math.isfinite(self._limit_s) else ""
+        if self._steps is None or self._step >= self._steps:
+            return ""
+        typical, spent = statistics.median(self._step_seconds), now - self._step_ended
+        more = (self._steps - self._step - 1) * typical
+        of_step = max(typical - spent, 0.0)
+        return f" (left: about {duration(of_step)} of the step, {duration(of_step + more)} of the run)"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 42 s, 3 min 20 s, 2 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    parts = ((hours, "h"), (minutes, "min"), (0 if hours else rest, "s"))
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import guard
 from openrlhf_ext.driver.guard import Guard
+from openrlhf_ext.reporting import TerminalHandler
 
 
 def deaf() -> None:
@@ -79,6 +81,18 @@ def killed(config: RunConfig, watched: Guard, restart: int) -> int:
     return 0
 
 
+def busy(config: RunConfig, watched: Guard, restart: int) -> int:
+    """Two steps; the driver is deaf in the second, as it is while it imports, and then writes a record."""
+    logging.getLogger("openrlhf_ext").info("starts")
+    watched.step_ended(4, 60.0)
+    watched.expect(300.0, "training step 2")
+    watched.progress("policy: training > update 1 of 2")
+    time.sleep(float(os.environ["BUSY_S"]))
+    logging.getLogger("openrlhf_ext").info("a record")
+    watched.ended(0)
+    return 0
+
+
 def raises(config: RunConfig, watched: Guard, restart: int) -> int:
     raise KeyError("nobody expected this")
 
@@ -124,6 +138,8 @@ if __name__ == "__main__":
     guard.END_S, guard._LATE_S, guard._STOPPED_S, guard._LOOK_S, guard._GRACE_S = 3.0, 1.0, 0.5, 0.1, 1.0
     if case == "put_to_a_stopped_raylet":
         guard._STOPPED_S = 3600.0
+    logging.basicConfig(level=logging.WARNING, handlers=[TerminalHandler()])
+    logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
     logger = {"metrics_path": "metrics.jsonl"}
     given = RunConfig(logger=logger, train={"max_restarts": int(case == "stuck")}, ckpt={"path": "ckpt", "grace_s": 1})
     sys.exit(guard.run(given, globals()[case]))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -46,6 +51,30 @@ def test_who_ended_the_driver_is_said_and_written_down(case, code, event, words,
     assert re.search(words, text) and (told.get("error") or told["why"]) in text, text
     if code == 143:
         assert "to go on from the newest checkpoint in ckpt: the same command with --ckpt.load_enable" in text
+
+
+def test_a_terminal_has_one_line_of_status_that_is_rewritten_and_gone_before_anything_else_is_shown(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    command = [sys.executable, "-m", "tests.driver.guarded", "busy", str(tmp_path)]
+    environment = os.environ | {"BUSY_S": "4.5", "TERM": "xterm"}
+    job = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while piece := os.read(ours, 4096):
+            text += piece
+    os.close(ours)
+    assert job.wait(SOONER_S) == 0, text
+    # what a terminal erases is rewritten, so each piece begins an empty line
+    pieces = text.decode().replace("\r\n", "\n").split("\r\x1b[K")
+    status = [piece for piece in pieces if piece.startswith("training step 2: ")]
+    assert len(status) >= 2 and len(set(status)) == len(status), text
+    assert all(len(piece) < 60 and "\n" not in piece for piece in status), "else it would wrap, and stay"
+    assert status[0].startswith("training step 2: 2 s (left: about 58 s of the step, 3 min"), status
+    others = [line for piece in pieces if piece and piece not in status for line in piece.splitlines()]
+    assert [line[9:] for line in others if " INFO " in line][:2] == ["INFO starts", "INFO a record"], others
+    assert re.fullmatch(r"..:..:.. INFO the run has ended: 0 steps, \d s in this command", others[2]), others
 
 
 def test_a_driver_that_is_deaf_in_a_native_call_is_ended_after_its_deadline_and_the_run_starts_again(tmp_path):

@@ -26,9 +26,9 @@ from tests.e2e.jobs import Job, Task
 from tests.patience import SOONER_S
 
 pytestmark = pytest.mark.e2e
-# a log record of ours, a line of progress or its heading, a line of the table of profiles, nothing
+# a log record of ours, a line of progress or its heading, of the table of profiles or of the block at the end, nothing
 PASSWORD = "p@ss/w:o%40rd"
-OURS = r"\d\d:\d\d:\d\d (INFO|WARNING) .*|( *\d+/\d+| *step) .*|( +\d+){2}( +\d+\.\d{3})+|"
+OURS = r"\d\d:\d\d:\d\d (INFO|WARNING) .*|( *\d+/\d+| *step) .*|( +\d+){2}( +\d+\.\d{3})+|  +\w.*|"
 
 
 @pytest.fixture(scope="module")

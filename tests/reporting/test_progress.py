@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import io
+import logging
 import math
 
 import pytest
 
-from openrlhf_ext.reporting import ProgressLine
+from openrlhf_ext.reporting import ProgressLine, RunStatus, duration
 
 FULL = {
     "reward/mean": 0.51234, "accuracy/mean": 0.25, "entropy/mean": 1.5, "response/length_mean": 31.46,
@@ -58,3 +60,33 @@ def test_the_header_comes_every_twenty_lines() -> None:
 def test_standard_output_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     ProgressLine(2).show(1, FULL)
     assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_where_the_output_is_no_terminal_a_line_says_every_half_minute_what_is_being_done(caplog) -> None:
+    caplog.set_level(logging.INFO, logger="openrlhf_ext")
+    stream, clock = io.StringIO(), [0.0]
+    status = RunStatus(stream, now=lambda: clock[0])
+    status.phase("starting the rollout engines", 600.0)
+    for second in range(150):
+        clock[0] = float(second)
+        if second == 70:
+            status.step_ended(step=1, steps=4, seconds=50.0)
+            status.phase("waiting for a batch of rollouts", 1800.0)
+            status.detail("3 of 32 groups generated and graded, 120 tokens/s")
+        status.tick()
+    status.clear()
+    assert caplog.messages == [
+        "starting the rollout engines: 30 s of at most 10 min",
+        "starting the rollout engines: 1 min of at most 10 min",
+        "waiting for a batch of rollouts: 30 s (left: about 20 s of the step, 2 min of the run), "
+        "3 of 32 groups generated and graded, 120 tokens/s",
+        "waiting for a batch of rollouts: 1 min (left: about 0 s of the step, 1 min 40 s of the run), "
+        "3 of 32 groups generated and graded, 120 tokens/s",
+    ]
+    assert stream.getvalue() == "", "nothing is rewritten where it would stay"
+
+
+def test_durations_are_said_as_people_say_them() -> None:
+    assert [duration(s) for s in (0.4, 59.4, 59.6, 200, 3600, 7500)] == [
+        "0 s", "59 s", "1 min", "3 min 20 s", "1 h", "2 h 5 min",
+    ]  # fmt: skip

@@ -42,6 +42,7 @@ if [[ -n ${STUB_FAIL:-} && $* == $STUB_FAIL ]]; then
     exit 3
 fi
 if [[ -n ${STUB_SLOW:-} && $* == $STUB_SLOW ]]; then
+    printf 'Collecting numpy==2.2.6 (from cpu.lock)\n  Downloading numpy\nCollecting pandas==2.2 (from cpu.lock)\n'
     touch "$STUB_GATE.reached"
     for _ in $(seq 1200); do [[ -e $STUB_GATE ]] && break; sleep 0.05; done
 fi
@@ -465,3 +466,16 @@ def test_the_script_and_the_doctor_ask_for_the_same_driver_and_the_lock_for_no_n
     assert f"OLDEST_DRIVER={OLDEST_DRIVER[13]}\n" in script
     (newest,) = re.findall(r"^NEWEST_GLIBC=(\d+)", (ROOT / "requirements/lock_gpu.sh").read_text(), re.MULTILINE)
     assert f"OLDEST_GLIBC=2.{newest}\n" in script
+
+
+def test_a_long_phase_says_what_it_fetches_and_how_far_it_is(start, checkout: Path, tmp_path: Path) -> None:
+    script = checkout / "examples/scripts/setup_env.sh"
+    script.write_text(script.read_text().replace("\nLINE_EVERY_S=30 ", "\nLINE_EVERY_S=1 "))
+    process = start(STUB_SLOW="*cpu.lock*")
+    lines = iter(process.stdout.readline, "")
+    said = next(line for line in lines if line.startswith("set-up: packages goes on"))
+    (tmp_path / "gate").touch()
+    rest, errors = process.communicate(timeout=PATIENCE_S)
+    total = (checkout / "requirements/cpu.lock").read_text().count("==")
+    assert re.fullmatch(rf"set-up: packages goes on: [12] s  2 of {total} packages fetched, pandas\n", said), said
+    assert process.returncode == 0 and phases_of(rest)[0] == "packages" and "\r" not in rest, rest + errors

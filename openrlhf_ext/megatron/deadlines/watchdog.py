@@ -72,6 +72,7 @@ class RankState:
         error: what made it leave its last phase with an exception.
         begun: under NCCL: number of the last collective that it has called, by group.
         waiting: under NCCL: the first call that is not done.
+        work: which part of its phase it is at, such as a micro-batch; '' = it has not said.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankState:
     error: str | None
     begun: dict[str, int] = field(default_factory=dict)
     waiting: str | None = None
+    work: str = ""
 
     def describe(self) -> str:
         """One line for people."""
@@ -125,6 +127,7 @@ class Watchdog:
         self.timeout_s, self.stuck_s = timeout_s, stuck_s
         self._names: list[str] = []
         self._count = self._progress = 0
+        self._work = ""
         self._last: str | None = None
         self._error: str | None = None
         self._waited_at: str | None = None
@@ -156,9 +159,14 @@ class Watchdog:
         finally:
             self._leave(error)
 
-    def progress(self) -> None:
-        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call)."""
+    def progress(self, work: str = "") -> None:
+        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call).
+
+        Args:
+            work: the part of the phase that begins.
+        """
         self._progress += 1
+        self._work = work
 
     def _enter(self, name: str) -> None:
         with self._lock:
@@ -166,6 +174,7 @@ class Watchdog:
                 self._count += 1
                 self._since, self._error, self._waited_at = time.monotonic(), None, None
             self._names.append(name)
+            self._work = ""
 
     def _leave(self, error: BaseException | None) -> None:
         with self._lock:
@@ -203,6 +212,7 @@ class Watchdog:
                 error=self._error,
                 begun=calls.begun,
                 waiting=calls.waiting,
+                work=self._work,
             )
 
     def report(self) -> str:
@@ -283,12 +293,13 @@ def describe_ranks(addresses: Sequence[Address]) -> str:
 def ask_ranks(addresses: Sequence[Address]) -> list[RankState | OSError]:
     """What each rank is doing, or why it does not answer."""
     with ThreadPoolExecutor(max_workers=min(64, max(1, len(addresses)))) as pool:
-        return list(pool.map(_ask, addresses))
+        return list(pool.map(ask_rank, addresses))
 
 
-def _ask(address: Address) -> RankState | OSError:
+def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSError:
+    """What a rank is doing, or why it does not answer."""
     try:
-        with socket.create_connection(address, timeout=_ANSWER_S) as connection:
+        with socket.create_connection(address, timeout=timeout_s) as connection:
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
     except OSError as error:
         return error
@@ -414,10 +425,10 @@ def phase(name: str) -> Iterator[None]:
         yield
 
 
-def progress() -> None:
+def progress(work: str = "") -> None:
     """Tells this process's monitor, if there is one, that the phase goes on: once per micro-batch or tensor, say."""
     if _monitor is not None:
-        _monitor.progress()
+        _monitor.progress(work)
 
 
 def _listen_towards(peer: str) -> socket.socket:
