@@ -49,7 +49,7 @@ def verdict(config: RunConfig) -> Verdict:
     if not laid_out.short:
         tight = "; memory is tight" if laid_out.tight else ""
         return Verdict(f"{starts}{tight}", tuple(details), True)
-    short = f"does not fit on {name}: {lacking(laid_out)}; python -m openrlhf_ext.cli.plan finds what does"
+    short = f"does not fit on {name}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
     if memory is None:  # nobody said that it is an H100 where the run will be
         return Verdict(f"{starts}, but it {short}", tuple(details), True)
     return Verdict(f"would fail: it {short}", tuple(details), False)
