@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-# The doctor has to run where packages are missing, so what needs some is imported where a word is wrong.
+from openrlhf_ext.inputs import nearest
 
 _QUIET = {
     "TQDM_DISABLE": "1",
@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
         for word in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
             if any(name == word or (self.allow_abbrev and name.startswith(word)) for name in known):
                 continue
-            near = _nearest(word, known)
+            near = nearest(word, known, cutoff=0.6)
             if self._takes_run_options:
                 if near and not _is_run_option(word.removeprefix("--")):
                     yield f"unknown option {word}; did you mean {near}?"
@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            near = _nearest(str(value), choices)
+            near = nearest(str(value), choices)
             hint = f"; did you mean {near}?" if near else ""
             raise argparse.ArgumentError(action, f"expected one of {', '.join(choices)}, got {value}{hint}")
 
@@ -74,13 +74,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _nearest(word: str, known: Sequence[str]) -> str | None:
-    from openrlhf_ext.options import nearest
-
-    return nearest(word, known, cutoff=0.6)
-
-
 def _is_run_option(name: str) -> bool:
-    from openrlhf_ext.config.table import find_option
+    from openrlhf_ext.config.table import find_option  # late: the doctor has to run where packages are missing
 
     return "." in name or find_option(name) is not None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from openrlhf_ext import __version__
+from openrlhf_ext.inputs import nearest
 
 _COMMANDS = {
     "train": ("train_ppo_ray", "train a policy: --config FILE.yaml; with --dry_run say whether it would start"),
@@ -36,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = words[0].replace("-", "_")
     if name not in _COMMANDS:
-        from openrlhf_ext.options import nearest  # the doctor has to run where pydantic is missing
-
         near = nearest(words[0], [*_COMMANDS, "--version", "--help"])
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(_COMMANDS)}"
         print(f"openrlhf-ext: no command {words[0]!r}; {hint}", file=sys.stderr)

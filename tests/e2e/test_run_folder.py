@@ -173,6 +173,13 @@ def test_nothing_that_a_third_party_prints_stands_on_the_terminal(job):
     assert any("1/3" in line for line in lines)
 
 
+def test_the_card_beside_the_final_model_says_where_it_comes_from(job):
+    card = (job[0] / "README.md").read_text()
+    assert "Steps: 3." in card and "Estimator `grpo`" in card and "| held-out accuracy | " in card
+    assert "`policy`, trained by" in card and "| data.prompt_dataset | prompts.jsonl | " in card
+    assert str(job[0].parent) not in card and "t0ken" not in card
+
+
 def test_the_page_about_the_run(job, tmp_path, capsys):
     folder, _ = job
     assert report([str(folder), "--output", str(tmp_path / "report.html")]) == 0
