@@ -129,7 +129,7 @@ def _given(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Options that were set and mean something elsewhere: of paths the last name."""
     shown, table = shown_options(config), option_table()
     for name in sorted(set(config.sources) & shown.keys()):
-        if (kind := table[name].info.path) == "output":
+        if (kind := table[name].info.path) == "output" or name == "actor.model_name_or_path":  # said above
             continue
         value = shown[name]
         if kind == "input" and isinstance(value, str) and "://" not in value:

@@ -76,7 +76,7 @@ def test_ranks_and_engines_listen_on_loopback_and_the_token_of_the_run_is_writte
 def test_a_second_run_in_the_folders_of_a_running_one_is_refused_and_told_by_whom(running, job):
     folder, first, *_ = running
     text, pid = (folder / "second_log").read_text(), first.process.pid
-    assert text.startswith("2 problems in the configuration:\n"), text
+    assert "\n2 problems in the configuration:\n" in text, text
     for options, name in (("ckpt.path", "checkpoints"), ("ckpt.output_dir and logger.metrics_path", "run")):
         held = rf"- {options} {folder / name} is in use by pid {pid} on \S+ since [-\d]+ [:\d]+: wait until"
         assert re.search(held, text), text
