@@ -16,6 +16,7 @@ _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -44,7 +45,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=f"openrlhf-ext {command}", description=about, allow_abbrev=not takes_run_options)
         self._takes_run_options = takes_run_options
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    # parse_args calls it; mypy knows three overloads of it
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         if wrong := list(self._misspelled(sys.argv[1:] if args is None else args)):
             self.error("; ".join(wrong))
         return super().parse_known_args(args, namespace)
