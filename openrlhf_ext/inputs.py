@@ -7,10 +7,11 @@ remedy. Imports the standard library alone.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,12 +154,29 @@ def reading(path: str | Path, how: str = "") -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from error
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+        hint = similar_path(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error.__cause__ or error).split())  # of datasets' "An error occurred"
         raise InputError(f"{path} cannot be read{how and ' '}{how}: {type(error).__name__}: {reason:.500}") from error
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that looks most like this one; of equally close ones that with the same letters."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    return next((other for other in close if sorted(other) == sorted(name)), next(iter(close), None))
+
+
+def similar_path(path: str | Path) -> str:
+    """What may have been meant by a path that does not exist, to follow a message; empty if nothing is near."""
+    path = Path(path)
+    try:
+        near = nearest(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.7)
+    except OSError:  # the folder does not exist either, or is not ours to read
+        return ""
+    return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def read_text(path: str | Path, most: int = FILE_BYTES) -> str:

@@ -11,8 +11,7 @@ settings that do nothing beside the others into its `cautions`. Imports pydantic
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import NoneType, UnionType
@@ -23,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
+from openrlhf_ext.inputs import nearest
 from openrlhf_ext.redaction import redact
 
 # "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
@@ -305,11 +305,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return " ".join(value_text(element) for element in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that looks most like this one."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def describe_field(name: str, field: FieldInfo) -> Option:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.cli.main import main
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
@@ -62,8 +63,9 @@ def test_every_block_of_commands_says_who_runs_it(place, mark, text):
     if match[1] is None:
         return
     source, page = (ROOT / match[1]).read_text(), Path(place.partition(":")[0])
-    named = re.findall(r"(?:examples/scripts|tests)/\w+\.sh|openrlhf_ext\.cli\.\w+", text)
-    assert page.name in source or any(re.split(r"[./]", name)[-1 - name.endswith(".sh")] in source for name in named), (
+    named = re.findall(r"(?:examples/scripts|tests)/\w+\.sh|openrlhf_ext\.cli\.\w+|openrlhf-ext \w+", text)
+    words = [re.split(r"[./ ]", name)[-1 - name.endswith(".sh")] for name in named]
+    assert page.name in source or any(word in source for word in words), (
         f"{place}: {match[1]} names neither {page.name} nor any of {named}"
     )
 
@@ -111,6 +113,8 @@ def test_commands_do_what_the_page_says(desk, monkeypatch, capfd, place, mark, t
 
 def run(words: list[str]) -> int:
     """The exit status. Commands of the package run in this process, which has imported what they need."""
+    if words[0] == "openrlhf-ext":
+        return main(words[1:])
     if words[:2] == ["python", "-m"] and words[2].startswith("openrlhf_ext.cli."):
         return importlib.import_module(words[2]).main(words[3:])
     assert words[0] in ("python", "bash"), words

@@ -15,6 +15,7 @@ OPTIONS = ("openrlhf_ext/config/sections/", "openrlhf_ext/config/run_config.py")
 
 LIBRARIES_READ = {
     # overridden: the library calls it
+    "_check_value": "argparse, of a parser",
     "_communicate": "Megatron's schedules, of P2PCommunicator",
     "_initiate_actors": "OpenRLHF's RayActorGroup; pg is its parameter",
     "pg": "see _initiate_actors",

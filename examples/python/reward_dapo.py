@@ -11,7 +11,7 @@ for it. It is compared with the label as a number, then as text without LaTeX dr
 
 The overlong penalty is an option: ``--reward.overlong_buffer_len``.
 
-    python -m openrlhf_ext.cli.train_ppo_ray --config configs/recipes/qwen2.5_32b_dapo.yaml \\
+    openrlhf-ext train --config configs/recipes/qwen2.5_32b_dapo.yaml \\
         --reward.remote_url examples/python/reward_dapo.py ...
 """
 

@@ -10,7 +10,7 @@ The stated answer is looked for in this order: the last ``<answer>...</answer>``
 Left out on purpose: partial credit (see reward_arithmetic.py for that) and symbolic answers (see
 openrlhf_ext/rewards/maths.py).
 
-    python -m openrlhf_ext.cli.train_ppo_ray --reward.remote_url examples/python/reward_gsm8k.py \\
+    openrlhf-ext train --reward.remote_url examples/python/reward_gsm8k.py \\
         --data.prompt_dataset gsm8k/train.jsonl --data.input_key question --data.label_key answer ...
 """
 

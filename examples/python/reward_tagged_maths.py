@@ -18,7 +18,7 @@ takes ``1080`` for wrong where the label says ``1,080``.
 gtpo_conflict reads these rewards as they are. The other methods ask whether a reward is above ``success_threshold``,
 whose default of 0.5 would call every well-formed wrong answer a success: set it to 10.5.
 
-    REWARD_TAGGED_MODE=paper python -m openrlhf_ext.cli.train_ppo_ray \\
+    REWARD_TAGGED_MODE=paper openrlhf-ext train \\
         --reward.remote_url examples/python/reward_tagged_maths.py --algo.advantage.estimator gtpo_conflict ...
 """
 

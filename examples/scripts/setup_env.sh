@@ -13,6 +13,8 @@
 #   OPENRLHF_EXT_VENV          folder of the environment                    (default: .venv in the checkout)
 #   OPENRLHF_EXT_TORCH_INDEX   package index that torch is taken from       (default: the index of pip's own settings)
 #   OPENRLHF_EXT_MIN_DISK_GB   free disk asked for before packages come     (default: 8, with gpu 20)
+#   OPENRLHF_EXT_WITHOUT_GPU   1: there is no GPU while an image is built; with gpu, the driver is not asked for and the
+#                              doctor does not run                          (default: unset; see Dockerfile)
 #   MAX_JOBS                   compilers at once, with gpu                  (default: one a core, at most 16)
 
 set -euo pipefail
@@ -85,6 +87,7 @@ _setup_gpu() {
     _phase packages "$(_fingerprint "$python_version" requirements/gpu.lock)" _install_gpu_packages
     _phase transformer_engine "$extension" _build_transformer_engine "$python_version"
     _install_project "$python_version"
+    [[ -z ${OPENRLHF_EXT_WITHOUT_GPU:-} ]] || return 0
     _phase check "$(cat "$SETUP_STATE"/{tools,torch,packages,transformer_engine,deepspeed,project} | _hash)" _run_doctor
 }
 
@@ -324,6 +327,7 @@ _check_gpu_host() {
 }
 
 _driver_problem() {
+    [[ -z ${OPENRLHF_EXT_WITHOUT_GPU:-} ]] || return 0
     local driver
     driver=$(timeout 60 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=
     driver=${driver%%$'\n'*} # a line for each GPU

@@ -54,10 +54,10 @@ def algorithm_names() -> list[str]:
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class registered under `name`; ValueError with the nearest name otherwise."""
     if name not in _ALGORITHMS:
-        hint = "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict" if name.lower() == "gtpo" else ""
+        hint = "; 'gtpo' names two different methods: gtpo_entropy and gtpo_conflict." if name.lower() == "gtpo" else ""
         near = nearest(name, _ALGORITHMS)
-        hint = hint or (f"; did you mean {near!r}?" if near else "")
-        raise ValueError(f"unknown algorithm {name!r}{hint}. Algorithms: {', '.join(algorithm_names())}")
+        hint = hint or (f"; did you mean {near!r}?" if near else ".")
+        raise ValueError(f"unknown algorithm {name!r}{hint} Algorithms: {', '.join(algorithm_names())}")
     return _ALGORITHMS[name]
 
 

@@ -1,4 +1,4 @@
-"""``python -m openrlhf_ext.cli.convert --check PATH [--tp N --pp N ...]``: proves that a checkpoint goes in and out.
+"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]``: proves that a checkpoint goes in and out.
 
 Loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process per rank, on this machine),
 exports it again and compares bit for bit with the files, then compares log-probs with transformers.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the check and prints what it found.
@@ -17,6 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments, the model or its files do
         not fit.
     """
+    silence_libraries()
     from openrlhf_ext.patches import apply
 
     apply()
@@ -64,7 +67,7 @@ _FLAGS = {
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.convert", description=__doc__.split("\n\n")[1])
+    parser = CommandParser("convert", __doc__.split("\n\n")[1])
     parser.add_argument("--check", required=True, metavar="PATH", help="folder of the Hugging Face checkpoint")
     parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages (default 1)")

@@ -1,4 +1,4 @@
-"""Says whether this machine and environment can run openrlhf_ext: `python -m openrlhf_ext.cli.doctor [--json]`.
+"""Says whether this machine and environment can run openrlhf_ext: `openrlhf-ext doctor [--json]`.
 
 With `--cluster [options of the training command]` it looks at every node of the Ray cluster that RAY_ADDRESS names.
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
 from openrlhf_ext.cli.listening import Listener, find_listeners
 from openrlhf_ext.patches import PatchStatus, status
@@ -86,7 +87,8 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.doctor", description=__doc__.splitlines()[0])
+    silence_libraries()
+    parser = CommandParser("doctor", __doc__.splitlines()[0], takes_run_options=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--cluster", action="store_true",

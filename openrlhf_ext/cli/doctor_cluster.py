@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, before a run starts on them: what `python -m openrlhf_ext.cli.doctor --cluster` looks at.
+"""The nodes of a Ray cluster, before a run starts on them: what `openrlhf-ext doctor --cluster` looks at.
 
 An actor on each node looks at it and answers; everything that a node must have in common with the others is compared
 with this process, which is where the driver will be.

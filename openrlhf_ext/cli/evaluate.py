@@ -1,9 +1,9 @@
-"""``python -m openrlhf_ext.cli.evaluate``: accuracy of a checkpoint, with plain transformers or vLLM.
+"""``openrlhf-ext evaluate``: accuracy of a checkpoint, with plain transformers or vLLM.
 
-    python -m openrlhf_ext.cli.evaluate --model CHECKPOINT --engine vllm --out RESULTS --n 64 --k 1 8 16 32 64 \\
+    openrlhf-ext evaluate --model CHECKPOINT --engine vllm --out RESULTS --n 64 --k 1 8 16 32 64 \\
         --max_new_tokens 4096 --benchmark aime24=aime24.jsonl amc23=amc23.jsonl
-    python -m openrlhf_ext.cli.evaluate --model CHECKPOINT --data heldout.jsonl --reward reward.py --limit 200
-    python -m openrlhf_ext.cli.evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
+    openrlhf-ext evaluate --model CHECKPOINT --data heldout.jsonl --reward reward.py --limit 200
+    openrlhf-ext evaluate --completions saved.jsonl --benchmark gsm8k=gsm8k.jsonl
 
 docs/evaluation.md says more. Exit status: 0; 1 if nothing could be graded or a requirement (``--expect_accuracy``,
 ``--min_gain``) is not met; 2 if something given is wrong, or the evaluation could not go on.
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
@@ -34,6 +35,9 @@ _ALLOWED_ERRORS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    silence_libraries()
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("openrlhf_ext.tools.evaluate").setLevel(logging.INFO)  # progress
     arguments = _parser().parse_args(argv)
     request = Request(arguments)
     try:
@@ -72,7 +76,7 @@ def _forget(store: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.evaluate", description=__doc__.split("\n")[0])
+    parser = CommandParser("evaluate", __doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", help="folder of a Hugging Face checkpoint with its tokenizer")
     add("--benchmark", nargs="+", action="extend", default=[], metavar="NAME=FILE", help="a benchmark's file as it was "
@@ -275,6 +279,4 @@ def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Names
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("openrlhf_ext.tools.evaluate").setLevel(logging.INFO)  # progress
     sys.exit(main())

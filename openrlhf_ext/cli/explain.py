@@ -1,8 +1,8 @@
-"""``python -m openrlhf_ext.cli.explain``: see what a method does to the tokens of a group of completions.
+"""``openrlhf-ext explain``: see what a method does to the tokens of a group of completions.
 
-    python -m openrlhf_ext.cli.explain --algorithm gtpo_entropy --rollouts examples/data/explain_rollouts.jsonl
-    python -m openrlhf_ext.cli.explain --algorithm gtpo_conflict --rollouts FILE --group 2 --png picture.png
-    python -m openrlhf_ext.cli.explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
+    openrlhf-ext explain --algorithm gtpo_entropy --rollouts examples/data/explain_rollouts.jsonl
+    openrlhf-ext explain --algorithm gtpo_conflict --rollouts FILE --group 2 --png picture.png
+    openrlhf-ext explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
 
 The whole file is shaped as one batch, as in training; one group of it is shown. Options without a default take their
 published values. Exit status: 0; 2 if something given is wrong.
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.tools.explain.png import write_png
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.explain.terminal import render
@@ -32,6 +33,7 @@ _NARROWEST = 40
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    silence_libraries()
     arguments = _parser().parse_args(argv)
     try:
         rollouts = read_rollouts(Path(arguments.rollouts), arguments.step)
@@ -66,7 +68,7 @@ def _print(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.explain", description=__doc__.split("\n")[0])
+    parser = CommandParser("explain", __doc__.split("\n")[0])
     add = parser.add_argument
     add("--algorithm", required=True, metavar="NAME", help="method, as in --algo.advantage.estimator")
     add("--module_path", metavar="FILE.py", help="file that registers a method of your own, which --algorithm names")

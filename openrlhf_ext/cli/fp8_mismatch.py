@@ -1,7 +1,7 @@
-"""``python -m openrlhf_ext.cli.fp8_mismatch``: how far trainer and rollout engine disagree, by the precision of each.
+"""``openrlhf-ext fp8_mismatch``: how far trainer and rollout engine disagree, by the precision of each.
 
-    python -m openrlhf_ext.cli.fp8_mismatch --model CHECKPOINT --rollouts FILE.jsonl --trainer_tp 2
-    python -m openrlhf_ext.cli.fp8_mismatch --model CHECKPOINT --rollouts FILE.jsonl --per_layer --figure OUT.png
+    openrlhf-ext fp8_mismatch --model CHECKPOINT --rollouts FILE.jsonl --trainer_tp 2
+    openrlhf-ext fp8_mismatch --model CHECKPOINT --rollouts FILE.jsonl --per_layer --figure OUT.png
 
 FP8 is emulated in plain torch on any device; one sequence is one pack. Beside the model, fp32 copies of the decoder's
 linear weights need memory. Exit status: 0; 2 if something given is wrong.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.config.files import tokenizer_fault
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    silence_libraries()
     from openrlhf_ext.tools.fp8_mismatch import PRECISIONS, table, write_figure  # imports torch
 
     arguments = _parser(PRECISIONS).parse_args(argv)
@@ -69,7 +71,7 @@ def _measure(arguments: argparse.Namespace) -> Mismatch:
 
 
 def _parser(precisions: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.fp8_mismatch", description=__doc__.split("\n")[0])
+    parser = CommandParser("fp8_mismatch", __doc__.split("\n")[0])
     add = parser.add_argument
     engine = [name for name in precisions if name != "delayed"]  # no engine has it
     add("--model", required=True, help="folder of a Hugging Face checkpoint with its tokenizer")

@@ -1,4 +1,4 @@
-"""``python -m openrlhf_ext.cli.plan --config FILE [--section.name value] [--gpus N] [--gpu H100]``: what fits.
+"""``openrlhf-ext plan --config FILE [--section.name value] [--gpus N] [--gpu H100]``: what fits.
 
 Ranks the layouts of a run on so many GPUs by the predicted seconds of a step, from the model's config.json alone:
 memory of a rank by part, seconds by phase with every assumption, and what binds. Downloads nothing and needs no GPU.
@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
+from openrlhf_ext.config.schema import modeline
 from openrlhf_ext.inputs import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0; 2 if nothing fits, or the arguments or the configuration are wrong.
     """
+    silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
     arguments, words = _parse(argv)
     from openrlhf_ext.tools.plan.search import PlanError, Planner
@@ -50,12 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         print(_nothing_fits(planner, found, gpus), file=sys.stderr)
         return 2
     if arguments.write:
-        Path(arguments.write).write_text(layout_file(planner, found[0], gpus, argv), encoding="utf-8")
+        file = Path(arguments.write)
+        file.write_text(modeline(file) + layout_file(planner, found[0], gpus, argv), encoding="utf-8")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(as_json(planner, found, gpus), indent=1) + "\n", encoding="utf-8")
     print("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
-        print(f"\nwritten: {arguments.write}; python -m openrlhf_ext.cli.train_ppo_ray --config RECIPE --config it")
+        print(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
     return 0
 
 
@@ -77,9 +81,7 @@ def _load(words: list[str]) -> RunConfig:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m openrlhf_ext.cli.plan", description=(__doc__ or "").split("\n\n")[1], allow_abbrev=False
-    )
+    parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
     parser.add_argument("--gpus", type=_positive, help="GPUs, engines included (default: as many as configured)")
     parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200 or B200")
     parser.add_argument("--response_tokens", type=_positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
@@ -268,7 +270,7 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
     return (
         f"# {gpus} {planner.gpu_name}, {planner.parameters:,} parameters, sequences of up to "
         f"{planner.config.data.max_len} tokens; written by\n"
-        f"# python -m openrlhf_ext.cli.plan {shlex.join(argv)}\n"
+        f"# openrlhf-ext plan {shlex.join(argv)}\n"
         f"# Predicted, not run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest "
         f"GPU, {best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
     )

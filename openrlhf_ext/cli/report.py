@@ -1,7 +1,7 @@
-"""``python -m openrlhf_ext.cli.report RUN_DIR ...``: one HTML page about one or more runs (docs/report.md).
+"""``openrlhf-ext report RUN_DIR ...``: one HTML page about one or more runs (docs/report.md).
 
-    python -m openrlhf_ext.cli.report runs/quickstart
-    python -m openrlhf_ext.cli.report runs/grpo runs/dapo --output compared.html --smooth 50
+    openrlhf-ext report runs/quickstart
+    openrlhf-ext report runs/grpo runs/dapo --output compared.html --smooth 50
 
 A run's folder is that of ``logger.metrics_path``. It may still be running. Exit status: 0; 2 if a folder is not that of
 a run, or the page cannot be written.
@@ -15,12 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.tools.report.page import write_page
 from openrlhf_ext.tools.report.read import read_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    silence_libraries()
     arguments = _parser().parse_args(argv)
     folders = [Path(folder) for folder in arguments.folders]
     output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m openrlhf_ext.cli.report", description=__doc__.split("\n")[0])
+    parser = CommandParser("report", __doc__.split("\n")[0])
     add = parser.add_argument
     add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")

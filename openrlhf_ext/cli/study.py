@@ -1,8 +1,8 @@
-"""``python -m openrlhf_ext.cli.study STUDY.yaml``: methods on several seeds, with intervals and verdicts.
+"""``openrlhf-ext study STUDY.yaml``: methods on several seeds, with intervals and verdicts.
 
-    bash examples/scripts/study.sh configs/studies/smoke.yaml
-    bash examples/scripts/study.sh configs/studies/claims.yaml --plan
-    bash examples/scripts/study.sh configs/studies/claims.yaml --only dapo gtpo_entropy --workers 4
+    openrlhf-ext study configs/studies/smoke.yaml
+    openrlhf-ext study configs/studies/claims.yaml --plan
+    openrlhf-ext study configs/studies/claims.yaml --only dapo gtpo_entropy --workers 4
 
 The same command goes on where it was ended, killed or not; runs that failed are tried again. Results in
 runs/studies/NAME: runs.jsonl (a line for each run), cells.csv, table.md, figures, study.html. docs/science.md says
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
@@ -32,6 +33,7 @@ _KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    silence_libraries()
     arguments = _parser().parse_args(argv)
     if arguments.run:
         return _perform(arguments.run)
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bash examples/scripts/study.sh", description=__doc__.split("\n")[0])
+    parser = CommandParser("study", __doc__.split("\n")[0])
     add = parser.add_argument
     add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="what to compare: configs/studies has some")
     add("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time (default: the cores)")

@@ -1,4 +1,4 @@
-"""``python -m openrlhf_ext.cli.train_ppo_ray --config FILE.yaml [--section.name value ...]``: one training run."""
+"""``openrlhf-ext train --config FILE.yaml [--section.name value ...]``: one training run."""
 
 from __future__ import annotations
 

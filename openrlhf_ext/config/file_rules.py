@@ -21,7 +21,7 @@ from openrlhf_ext.config.files import (
 from openrlhf_ext.config.records import Scan, Wanted, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sections import Data
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, similar_path
 from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
@@ -112,7 +112,8 @@ def _dataset_violations(option: str, value: str, data: Data, counts: list[int | 
         if not Path(dataset.path).exists():
             yield Violation(
                 (option,),
-                f"{option}: {dataset.path} does not exist (a hub name has the form org/name)",
+                f"{option}: {dataset.path} does not exist (a hub name has the form org/name)"
+                f"{similar_path(dataset.path)}",
             )
         elif Path(dataset.path).is_file() and dataset.suffix not in (*DATA_SUFFIXES, ".py"):
             yield Violation(

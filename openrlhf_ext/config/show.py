@@ -38,7 +38,7 @@ from openrlhf_ext.redaction import redact
 _WIDTH = 110
 _ROWS_SHOWN, _ENGINES_SHOWN = 16, 2
 _USAGE = """\
-usage: python -m openrlhf_ext.cli.train_ppo_ray [--config FILE.yaml ...] [--section.name value ...]
+usage: openrlhf-ext train [--config FILE.yaml ...] [--section.name value ...]
 
 Names are OpenRLHF's; options marked + are added by openrlhf_ext. Precedence: defaults, then files in order, then the
 command line. A bare --x.y_enable switches a flag on, true and false are accepted too; null unsets a value.

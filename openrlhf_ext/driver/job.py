@@ -20,6 +20,7 @@ import torch
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run
+from openrlhf_ext.driver.card import write_card
 from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, write_hf
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.drift import DriftCheck
@@ -207,6 +208,7 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
         loop.sharing.make_room_for_policy()
         logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
         write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", limit_s)
+        write_card(config)
     with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
         parts.auxiliary.save(config)
 

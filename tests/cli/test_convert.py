@@ -30,6 +30,7 @@ def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path):
     save_tensors(tensors, tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
     done = run("--check", tmp_path / "sharded", "--tp", 2, "--sp")
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stderr == "", "libraries have no word"
     assert "bit for bit those of the files" in done.stdout and "goes in and out unchanged" in done.stdout
 
 

@@ -103,8 +103,8 @@ def test_saved_completions_are_counted_as_by_hand(
 
 @pytest.mark.parametrize(("more", "complaints"), [
     (["--k", "1", "8"], ["--k must be at most the completions of a prompt (--n): got [8] of 4"]),
-    (["--benchmark", "math50={aime}"], ["there is no benchmark 'math50'; did you mean 'math500'? Known are gsm8k"]),
-    (["--benchmark", "hellaswag={aime}"], ["there is no benchmark 'hellaswag'; known are gsm8k, math, math500"]),
+    (["--benchmark", "math50={aime}"], ["there is no benchmark 'math50'; did you mean math500? Known: gsm8k"]),
+    (["--benchmark", "hellaswag={aime}"], ["there is no benchmark 'hellaswag'. Known: gsm8k, math, math500"]),
     (["--benchmark", "gsm8k={aime}"], ["benchmark gsm8k: {aime}, line 1: needs the keys ['question'"]),
     (["--benchmark", "amc23={aime}.gone"], ["{aime}.gone"]),
     (["--benchmark", "{aime}"], ["--benchmark must be NAME=FILE"]),

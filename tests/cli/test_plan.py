@@ -127,8 +127,8 @@ def test_bad_arguments_are_refused(words, message, capsys):
 def test_layouts_hold(layout: Path, monkeypatch, capsys):
     """Loaded on top of the recipe that their first lines name; every distinct rank is built."""
     monkeypatch.chdir(ROOT)
-    command = next(line for line in layout.read_text().splitlines() if "openrlhf_ext.cli.plan" in line)
-    _, words = plan._parse(shlex.split(command.partition("cli.plan ")[2]))
+    command = next(line for line in layout.read_text().splitlines() if "openrlhf-ext plan" in line)
+    _, words = plan._parse(shlex.split(command.partition("openrlhf-ext plan ")[2]))
     config = load_config([*words, "--config", str(layout)], files=False)
     assert yaml.safe_load(layout.read_text())["megatron"]["tensor_parallel_size"] == config.layout.tensor_parallel_size
     assert dry_run(config) == 0
@@ -138,7 +138,7 @@ def test_layouts_hold(layout: Path, monkeypatch, capsys):
 def test_the_guides_commands_run(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/scaling.md").read_text()
-    commands = re.findall(r"^python -m openrlhf_ext\.cli\.plan (.*)$", text, re.M)
+    commands = re.findall(r"^openrlhf-ext plan (.*)$", text, re.M)
     assert [plan.main(shlex.split(command)) for command in commands] == [0, 2]
     assert "the fewest H100 that would do:" in capsys.readouterr().err
 

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 
+from openrlhf_ext.config.schema import SCHEMA, format_schema, modeline
 from openrlhf_ext.config.show import format_markdown
+from openrlhf_ext.config.sources import ConfigLoader
 from openrlhf_ext.config.table import find_option, nearest_option, option_table
 
 FROZEN = Path(__file__).with_name("options.txt")
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = [CONFIGS / "quickstart.yaml", *CONFIGS.glob("recipes/*.yaml"), *CONFIGS.glob("layouts/*.yaml")]
 REFUSED = [name for name, option in option_table().items() if option.unsupported is not None]
 OTHER_VALUE = {"integer": "77", "number": "0.125", "text": "other", "true or false": None}
 
@@ -37,6 +45,59 @@ def test_the_document_holds_the_current_table():
     begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
     written = DOCUMENT.read_text().split(begin)[1].split(end)[0]
     assert written == format_markdown(), "put the output of `python -m openrlhf_ext.config` between the marks"
+
+
+def test_the_schema_is_current():
+    assert SCHEMA.read_text() == format_schema(), (
+        f"put the output of `python -m openrlhf_ext.config --schema` in {SCHEMA}"
+    )
+
+
+@pytest.fixture(scope="module")
+def faults():
+    """What an editor would mark in the text of a YAML file."""
+    validator = Draft202012Validator(json.loads(SCHEMA.read_text()))
+    validator.check_schema(validator.schema)
+    return lambda text: [error.message for error in validator.iter_errors(yaml.load(text, ConfigLoader))]
+
+
+def test_every_file_names_the_schema_and_holds(faults):
+    for file in FILES:
+        text = file.read_text()
+        assert text.startswith(modeline(file)) and faults(text) == [], file
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("actor: {model: m}", "'model' does not match"),
+        ("actor.adam.lr: fast", "'fast' is not of type 'number'"),
+        ("algo: {advantage.estimator: grpoo}", "'grpoo' is not one of ['grpo', "),
+        ("algo: {dapo: {clip_hgh: 1}}", "'clip_hgh' does not match"),
+        ("algo.grpo.length_penalty.lmax: 1", "'algo.grpo.length_penalty.lmax' does not match"),
+        ("train.batch_size: 0", "0 is less than the minimum of 1"),
+    ],
+)
+def test_the_schema_refuses_what_a_run_would(faults, text, says):
+    (message,) = faults(text)
+    assert says in message
+
+
+def test_the_schema_has_meaning_and_default_of_every_option():
+    schema = json.loads(SCHEMA.read_text())
+    for name, option in option_table().items():
+        about = schema
+        for key in (
+            schema["patternProperties"]
+            .get(f"^{re.escape(name)}$", {"$ref": f"#/properties/{name}"})["$ref"][2:]
+            .split("/")
+        ):
+            about = about[key]
+        if option.unsupported is not None:
+            assert about["deprecated"] and option.unsupported.instead in about["description"]
+        elif option.arity != "open":
+            assert about["description"] == option.help, name
+            assert about.get("default") == json.loads(json.dumps(option.default)), name  # none where a run makes it
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -77,7 +77,7 @@ def test_a_dry_run_says_what_does_not_fit(capsys):
     out = capsys.readouterr().out
     assert re.match(
         r"would start, once .*, but it does not fit on an H100 .*: memory while training: [\d.]+ GiB are missing, "
-        r"and activations is the largest part; python -m openrlhf_ext.cli.plan finds what does\n",
+        r"and activations is the largest part; openrlhf-ext plan finds what does\n",
         out,
     )
 

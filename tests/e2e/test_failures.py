@@ -57,6 +57,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
 def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monkeypatch):
     """Interrupted while it writes its final model, where an earlier run had left one."""
     task, out = Task.make(tmp_path, prompts=8), tmp_path / "out"
+    (tmp_path / "policy/README.md").write_text("the card of the earlier run")
     shutil.copytree(tmp_path / "policy", out)
     (tmp_path / "stuck_disk").mkdir()
     (tmp_path / "stuck_disk/sitecustomize.py").write_text(STUCK_DISK)

@@ -76,7 +76,7 @@ def test_ranks_and_engines_listen_on_loopback_and_the_token_of_the_run_is_writte
 def test_a_second_run_in_the_folders_of_a_running_one_is_refused_and_told_by_whom(running, job):
     folder, first, *_ = running
     text, pid = (folder / "second_log").read_text(), first.process.pid
-    assert text.startswith("2 problems in the configuration:\n"), text
+    assert "\n2 problems in the configuration:\n" in text, text
     for options, name in (("ckpt.path", "checkpoints"), ("ckpt.output_dir and logger.metrics_path", "run")):
         held = rf"- {options} {folder / name} is in use by pid {pid} on \S+ since [-\d]+ [:\d]+: wait until"
         assert re.search(held, text), text
@@ -171,6 +171,13 @@ def test_nothing_that_a_third_party_prints_stands_on_the_terminal(job):
     lines = job[1].text.splitlines()
     assert [line for line in lines if not re.fullmatch(OURS, line)] == []
     assert any("1/3" in line for line in lines)
+
+
+def test_the_card_beside_the_final_model_says_where_it_comes_from(job):
+    card = (job[0] / "README.md").read_text()
+    assert "Steps: 3." in card and "Estimator `grpo`" in card and "| held-out accuracy | " in card
+    assert "`policy`, trained by" in card and "| data.prompt_dataset | prompts.jsonl | " in card
+    assert str(job[0].parent) not in card and "t0ken" not in card
 
 
 def test_the_page_about_the_run(job, tmp_path, capsys):

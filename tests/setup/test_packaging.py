@@ -136,11 +136,14 @@ def test_only_torch_and_pydantic_are_required_without_extras() -> None:
 
 def test_tests_are_not_packaged_and_patches_are() -> None:
     code = (
-        "import setuptools, runpy; setuptools.setup = lambda **kw: print('\\n'.join(kw['packages'])); "
+        "import json, setuptools, runpy; setuptools.setup = lambda **kw: print(json.dumps(kw)); "
         "runpy.run_path('setup.py')"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    packages = result.stdout.split()
+    given = json.loads(result.stdout)
+    packages, data = given["packages"], given["package_data"]
+    assert {"py.typed", "options.schema.json"} <= set(data["openrlhf_ext"])
+    assert all((ROOT / package.replace(".", "/") / name).is_file() for package, names in data.items() for name in names)
     assert "openrlhf_ext.patches" in packages and "openrlhf_ext.algorithms" in packages
     assert not [name for name in packages if name.split(".")[0] != "openrlhf_ext"]
 

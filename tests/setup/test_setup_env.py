@@ -383,6 +383,13 @@ def test_a_finished_gpu_stack_is_left_alone_even_where_there_is_no_gpu(setup: Se
     assert (result.returncode, result.stdout, calls()) == (0, "", [])
 
 
+def test_an_image_is_built_where_there_is_no_gpu(setup: Setup, calls, gpu_host: Path) -> None:
+    (gpu_host / "nvidia-smi").unlink()
+    result = setup("gpu", OPENRLHF_EXT_WITHOUT_GPU="1")
+    assert result.returncode == 0, result.stderr
+    assert phases_of(result.stdout)[-1] == "project" and not [call for call in calls() if "doctor" in call]
+
+
 def test_settings_of_the_user_reach_the_compilers(setup: Setup, calls, checkout: Path, gpu_host: Path) -> None:
     setup("gpu", CPATH="/my/include", MAX_JOBS="3", CUDA_HOME="/old/cuda")
     made = calls()

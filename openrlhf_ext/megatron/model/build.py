@@ -129,7 +129,7 @@ def has_transformer_engine() -> bool:
     """
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
-    remedy = "mend or uninstall it: python -m openrlhf_ext.cli.doctor says what is installed"
+    remedy = "mend or uninstall it: openrlhf-ext doctor says what is installed"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a library that cannot be loaded raises whatever its loader raises

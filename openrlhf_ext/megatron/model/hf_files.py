@@ -202,7 +202,7 @@ def finish_interrupted(target: str | Path) -> None:
 
 
 def set_aside_hf(target: str | Path) -> Path | None:
-    """Moves the weights, configuration and tokenizer of a folder into one inside of it; returns where to, if any."""
+    """Moves weights, configuration, tokenizer and card of a folder into one inside of it; returns where to, if any."""
     target = Path(target)
     weights = [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]
     if not weights:
@@ -210,7 +210,7 @@ def set_aside_hf(target: str | Path) -> Path | None:
     aside = free_name(target / "superseded")
     aside.mkdir()
     # config.json first: a loader finds a whole checkpoint or none
-    for path in [*(target / name for name in _SIDE_FILES if (target / name).exists()), *weights]:
+    for path in [*(target / name for name in (*_SIDE_FILES, "README.md") if (target / name).exists()), *weights]:
         path.rename(aside / path.name)
     return aside
 

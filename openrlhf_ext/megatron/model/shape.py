@@ -7,7 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.inputs import FLAG, MAP, NUMBER, TEXT, InputError, Kind, check, is_integer, or_null, read_json
+from openrlhf_ext.inputs import (
+    FLAG,
+    MAP,
+    NUMBER,
+    TEXT,
+    InputError,
+    Kind,
+    check,
+    is_integer,
+    or_null,
+    read_json,
+    similar_path,
+)  # fmt: skip
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
 
@@ -84,7 +96,7 @@ def _config_path(model_path: str | Path) -> Path:
 
 def _config(model_path: str | Path) -> dict[str, Any]:
     if not Path(model_path).is_dir():
-        raise InputError(f"{model_path} does not exist (a hub name has the form org/name)")
+        raise InputError(f"{model_path} does not exist (a hub name has the form org/name){similar_path(model_path)}")
     return read_json(_config_path(model_path), {"model_type": TEXT})
 
 

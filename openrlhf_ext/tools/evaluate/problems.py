@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.config.records import Wanted, record_fault
-from openrlhf_ext.inputs import InputError, check, decode, json_lines
-from openrlhf_ext.options import nearest
+from openrlhf_ext.inputs import InputError, check, decode, json_lines, nearest
 from openrlhf_ext.rewards.answers import last_boxed
 
 if TYPE_CHECKING:
@@ -159,9 +158,8 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
         InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
     """
     if name not in BENCHMARKS:
-        near = nearest(name, BENCHMARKS)
-        hint = f"did you mean {near!r}? Known are" if near else "known are"
-        raise InputError(f"there is no benchmark {name!r}; {hint} {', '.join(BENCHMARKS)}. Other files: --data")
+        hint = f"; did you mean {near}?" if (near := nearest(name, BENCHMARKS)) else "."
+        raise InputError(f"there is no benchmark {name!r}{hint} Known: {', '.join(BENCHMARKS)}. Other files: --data")
     try:
         return _load(path, BENCHMARKS[name], limit)
     except InputError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, read_text, type_name
+from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, nearest, read_text, type_name
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
@@ -94,8 +93,8 @@ def _rollout(record: Any, number: int) -> Rollout:
 def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
     known = (*_REQUIRED, *_OPTIONAL, *_IGNORED)
     if key not in known:
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        near = nearest(key, known)
+        hint = f"; did you mean {near}?" if near else "."
         raise InputError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
     if key in _SCALARS:
         wanted, holds = _SCALARS[key]

@@ -18,6 +18,7 @@ from openrlhf_ext.config import RunConfig, Violation
 from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
+from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.settings import Recompute
@@ -136,7 +137,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
-            raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}")
+            hint = f"; did you mean {near}?" if (near := nearest(self.gpu_name, GPUS)) else ""
+            raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}{hint}")
         unplanned = {
             "guide.model_name_or_path": self.config.has_guide,
             "ref.num_gpus_per_node": self.config.reference_ranks,

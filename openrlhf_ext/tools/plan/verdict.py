@@ -51,7 +51,7 @@ def verdict(config: RunConfig) -> Verdict:
         decisive = laid_out.moments if config.train.colocate_all else laid_out.moments[1:]
         tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
         return Verdict(f"{starts}{tight}", tuple(details), True)
-    short = f"does not fit on {name}: {lacking(laid_out)}; python -m openrlhf_ext.cli.plan finds what does"
+    short = f"does not fit on {name}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
     if memory is None:  # nobody said that it is an H100 where the run will be
         return Verdict(f"{starts}, but it {short}", tuple(details), True)
     return Verdict(f"would fail: it {short}", tuple(details), False)

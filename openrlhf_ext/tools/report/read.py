@@ -18,6 +18,7 @@ from openrlhf_ext.inputs import (
     check,
     list_of,
     or_null,
+    similar_path,
 )
 from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting import read_metrics
@@ -108,8 +109,8 @@ def _names(folders: list[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        there = "there is no such folder" if not folder.is_dir() else "it holds no metrics.jsonl"
-        raise InputError(f"{folder} is not the folder of a run: {there}. Give the folder of logger.metrics_path")
+        there = f"there is no such folder{similar_path(folder)}" if not folder.is_dir() else "it holds no metrics.jsonl"
+        raise InputError(f"{folder} is not the folder of a run: {there}; give the folder of logger.metrics_path")
     missing: list[str] = []
     records = read_metrics(metrics)
     if not records:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.config import ConfigError, RunConfig, build_config
 from openrlhf_ext.config.sources import ConfigLoader, flattened
-from openrlhf_ext.inputs import InputError, read_text, reading
+from openrlhf_ext.inputs import InputError, nearest, read_text, reading
 from openrlhf_ext.tools.study.outcomes import OUTCOMES, is_outcome
 
 LEARNING_RATE = "actor.adam.lr"
@@ -203,11 +203,20 @@ def read_study(path: Path) -> Study:
     try:
         study = Study.model_validate(raw)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or path}: {e['msg']}, got {e['input']!r:.80}" for e in error.errors()]
-        raise StudyError("\n".join(lines)) from error
+        raise StudyError("\n".join(_line(path, detail) for detail in error.errors())) from error
     if faults := list(_faults(study)):
         raise StudyError("\n".join(faults))
     return study
+
+
+def _line(path: str | Path, detail: Any) -> str:
+    """One of pydantic's errors, for people."""
+    place = ".".join(map(str, detail["loc"])) or path
+    if detail["type"] == "extra_forbidden":
+        near = nearest(str(detail["loc"][-1]), [name for part in _Part.__subclasses__() for name in part.model_fields])
+        return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
+    said = "is required" if detail["type"] == "missing" else f"{detail['msg']}, got {detail['input']!r:.80}"
+    return f"{place}: {said}"
 
 
 def _faults(study: Study) -> Iterator[str]:
@@ -308,5 +317,8 @@ def only(study: Study, cells: Sequence[str]) -> list[Arm]:
         StudyError: there is no such cell.
     """
     if missing := [cell for cell in cells if cell not in study.cells]:
-        raise StudyError(f"--only must name cells of the study ({', '.join(study.cells)}), got {', '.join(missing)}")
+        hint = f"; did you mean {near}?" if (near := nearest(missing[0], study.cells)) else ""
+        raise StudyError(
+            f"--only must name cells of the study ({', '.join(study.cells)}), got {', '.join(missing)}{hint}"
+        )
     return [arm for arm in study.arms if not cells or arm.cell in cells]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib import import_module
 from pathlib import Path
 
+from openrlhf_ext.cli.main import main
 from openrlhf_ext.config import option_table
 from openrlhf_ext.reporting.events import EVENTS
 from tests.tools.report.runs import make_run
@@ -36,8 +36,8 @@ def test_the_commands_run(tmp_path, monkeypatch, capsys):
     ]
     assert len(commands) == 4
     for program, *words in commands:
-        if program == "python":
-            assert words[0] == "-m" and import_module(words[1]).main(words[2:]) == 0, capsys.readouterr().err
+        if program == "openrlhf-ext":
+            assert main(words) == 0, capsys.readouterr().err
         else:  # tests/examples runs the script itself
             assert (DOCUMENT.parents[1] / words[0]).is_file()
             assert [word.removeprefix("--") in option_table() for word in words[1::2]] == [True, True]
