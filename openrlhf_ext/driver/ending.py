@@ -15,7 +15,7 @@ from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import duration, read_metrics
 
 _FEW_STEPS = 5
-_PYTHON = "python -m openrlhf_ext.cli"
+_COMMAND = "openrlhf-ext"
 _SOME_DATA = "HELD_OUT.jsonl"  # where the run has no file of held-out problems
 
 
@@ -64,7 +64,7 @@ def last_words(config: RunConfig, code: int, seconds: float) -> str:
     folder = Path(str(config.logger.metrics_path)).parent
     head = f"the run {how}: {found['steps']} steps, {duration(seconds)} in this command"
     paths = [("metrics", f"{config.logger.metrics_path}   (events.jsonl, samples.jsonl beside it)")]
-    commands = [f"{_PYTHON}.report {shlex.quote(str(folder))}"]
+    commands = [f"{_COMMAND} report {shlex.quote(str(folder))}"]
     if code == 0:
         paths.insert(0, ("final checkpoint", config.ckpt.output_dir))
         commands += _evaluation(config)
@@ -118,4 +118,4 @@ def _evaluation(config: RunConfig) -> list[str]:
     words += ["--top_p", f"{evaluated.top_p:g}"] if evaluated.top_p != 1 else []
     if config.rollout.max_new_tokens is not None:
         words += ["--max_new_tokens", str(config.rollout.max_new_tokens)]
-    return [f"{_PYTHON}.evaluate {shlex.join(words)}"]
+    return [f"{_COMMAND} evaluate {shlex.join(words)}"]

@@ -209,8 +209,9 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
         logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
         write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", limit_s)
         write_card(config)
-    with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
-        parts.auxiliary.save(config)
+    if config.has_critic:
+        with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
+            parts.auxiliary.save(config)
 
 
 def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Parts:
