@@ -17,6 +17,7 @@ COMPLETION = "0"
 """What a reward function and an agent are given as the model's words."""
 
 _ALGORITHM_S = 60.0
+_REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
 _Trial = Callable[[RunConfig], str | None]
 
 
@@ -71,9 +72,8 @@ def _try_reward(config: RunConfig) -> str | None:
     reward = config.reward
     if reward.remote_url is None or not reward.remote_url.endswith(".py"):
         return None
-    with RewardPool(
-        reward.remote_url, 1, reward.timeout_s, memory_mib=reward.memory_mib, environment=reward.environment
-    ) as pool:
+    limit_s, memory_mib = min(reward.timeout_s, _REWARD_S), reward.memory_mib
+    with RewardPool(reward.remote_url, 1, limit_s, memory_mib=memory_mib, environment=reward.environment) as pool:
         pool.check()
         for prompt, label in _first_prompt(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()

@@ -16,8 +16,9 @@ EVENTS = {
     "ready": "engines and ranks are up: `processes`, by name their host and process id, and `steps`, how many are due",
     "resumed": "the ranks have loaded the checkpoint of `resume_step` from `path`",
     "evaluation": "`accuracy`, its standard error `stderr`, and `samples`",
-    "checkpoint": "a checkpoint is complete: `path`, `mib`, `seconds`, and `best` if it is the best so far",
-    "engine_replaced": "`engines` died or hang and are replaced: `why`, and `restarts` so far",
+    "checkpoint": "a checkpoint is complete: `of_step`, `path`, `mib`, `seconds`, and `best` if it is the best so far",
+    "engine_replaced": "`engines` died or hang and are replaced: `of` (`rollout engine` or `guide engine`), `why`, and "
+    "`restarts` so far",
     "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",

@@ -61,6 +61,7 @@ class World:
             sharing=SimpleNamespace(wake_weights=lambda: None, make_room_for_policy=lambda: self.told.append("room")),
             deadline=deadline,
             recorder=SimpleNamespace(
+                progress=SimpleNamespace(total_steps=3),
                 last_evaluation=-1, step=self.record, evaluation=self.evaluated, events=EventLog(), samples=None,
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
             ),

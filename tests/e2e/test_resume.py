@@ -14,7 +14,7 @@ from openrlhf_ext.checkpoints.store import step_of
 from tests.e2e.jobs import REWARD, Job, Task, title
 from tests.patience import PATIENCE_S
 
-# while the file "hold" names a step that has been recorded, grading waits, and says so
+# while the file "hold" names a step that has been recorded, grading waits, and says so; not that of the trial, of "0"
 HOLDING_REWARD = """
 import json, pathlib, time
 FOLDER = pathlib.Path(__file__).parent
@@ -25,7 +25,7 @@ def wait():
     while (FOLDER / "hold").exists() and step >= (last := int((FOLDER / "hold").read_text())):
         (FOLDER / f"held{last}").touch()
         time.sleep(0.02)
-""" + REWARD.replace("    completion =", "    wait()\n    completion =")
+""" + REWARD.replace("    completion =", "    queries[0] == prompts[0] + '0' or wait()\n    completion =")
 # of an uninterrupted run: they must come back equal; the rest of a record measures time, memory and the machine
 EXACT = (
     "reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated", "prompts/consumed", "lr", "loss/policy",

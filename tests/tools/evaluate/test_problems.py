@@ -88,7 +88,7 @@ def test_benchmarks_as_published(tmp_path: Path, name: str, row: dict[str, Any],
     ("aime25", {"question": "Q", "answer": "3.5"}, "from 0 to 999"),
     ("amc23", {"question": "Q", "answer": 2.5}, "whole number, such as 27.0, got 2.5"),
     ("amc23", {"question": "Q", "answer": float("nan")}, "NaN is no number of JSON"),
-    ("hellaswag", {"question": "Q"}, "no benchmark 'hellaswag'; known are gsm8k, math"),
+    ("hellaswag", {"question": "Q"}, "no benchmark 'hellaswag'. Known: gsm8k, math"),
 ])  # fmt: skip
 def test_a_file_of_another_format_is_refused(tmp_path: Path, name: str, row: dict[str, Any], complaint: str) -> None:
     file = tmp_path / "file.jsonl"
