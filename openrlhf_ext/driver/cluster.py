@@ -68,6 +68,7 @@ class RaySession:
         self._groups: dict[str, list[Address]] = {}
         self._ask_ranks_at = 0.0
         self._children: dict[int, psutil.Process] = {}
+        self._others: set[int] = set()  # processes that were there before
         self._own_ray = contextlib.ExitStack()
         self.use_gpu = False
 
@@ -77,6 +78,7 @@ class RaySession:
             RayNotStarted: it did not; what it had started has ended.
         """
         handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
+        self._others = {process.pid for process in psutil.Process().children(recursive=True)}
         try:
             self._start()
         except BaseException as error:
@@ -169,9 +171,10 @@ class RaySession:
         return "; ".join(f"{group}: " + " > ".join(filter(None, (s.phase, s.work))) for group, s in working.items())
 
     def remember_children(self) -> None:
-        """Keeps hold of every descendant, since a dead parent would hide its children."""
+        """Keeps hold of every descendant that came with Ray, since a dead parent would hide its children."""
         for process in psutil.Process().children(recursive=True):
-            self._children.setdefault(process.pid, process)
+            if process.pid not in self._others:
+                self._children.setdefault(process.pid, process)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
