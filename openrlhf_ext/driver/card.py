@@ -75,8 +75,11 @@ def _base(path: str) -> tuple[str, str]:
 
 def _made_by() -> str:
     """The package's version, and the commit of its checkout where it runs from one."""
-    command = ["git", "-C", str(Path(openrlhf_ext.__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    checkout = Path(openrlhf_ext.__file__).parents[1]
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]
     made_by = f"openrlhf_ext {openrlhf_ext.__version__}"
+    if not (checkout / ".git").exists():  # installed, perhaps inside of somebody else's repository
+        return made_by
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:  # no git here: the version has to do
