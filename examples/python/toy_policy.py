@@ -195,7 +195,7 @@ def warm_start(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        if log and (step + 1) % 50 == 0:
+        if log and (step + 1) % 25 == 0:
             teacher = "correct" if step < settings.knowledge_steps else "careless"
             print(f"  step {step + 1}/{settings.steps}  {teacher} teacher  loss {losses[-1]:.3f}", flush=True)
     model.eval()
@@ -362,6 +362,7 @@ def _train_into(folder: Path, settings: PolicySettings, heldout_size: int) -> No
     start = time.monotonic()
     model, tokenizer = build_policy(folder, settings, log=True)
     seconds = time.monotonic() - start
+    print(f"measuring it on {heldout_size} held-out problems, sampled and greedy", flush=True)
     problems = toy_task.distinct_problems(toy_task.problem_stream(settings.seed, "heldout"), heldout_size)
     marker = {
         "key": cache_key(settings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first word names.
 
     Returns:
-        That command's exit status; 0 after --help and --version; 2 if there is no such command.
+        That command's exit status, 141 if nobody reads its output any more; 0 after --help and --version; 2 if there is
+        no such command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words in (["--help"], ["-h"], ["help"]):
@@ -41,7 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(_COMMANDS)}"
         print(f"openrlhf-ext: no command {words[0]!r}; {hint}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"openrlhf_ext.cli.{_COMMANDS[name][0]}").main(words[1:])
+    command = importlib.import_module(f"openrlhf_ext.cli.{_COMMANDS[name][0]}")
+    try:
+        try:
+            status: int = command.main(words[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell says of a command that SIGPIPE has ended
+    return status
 
 
 def _usage() -> str:

@@ -66,7 +66,7 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart))
 
 
-def dry_run(config: RunConfig, trials: Sequence[str] = ()) -> int:
+def dry_run(config: RunConfig, trials: Sequence[user_trial.Tried] = ()) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
 
     Args:
@@ -90,11 +90,12 @@ def dry_run(config: RunConfig, trials: Sequence[str] = ()) -> int:
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
-    tried = [redact(trial) for trial in trials]
-    print("\n".join([found.text, *found.details, *tried, *(["warnings:", *warned] if warned else []), ""]))
+    tried = [redact(str(trial)) for trial in trials]
+    text = "; ".join([found.text, *(f"{trial.option} raised in its trial" for trial in trials if trial.raised)])
+    print("\n".join([text, *found.details, *tried, *(["warnings:", *warned] if warned else []), ""]))
     print(placement_table(config))
     print("\n".join(proofs))
-    print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{found.text}")
+    print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{text}")
     return 0 if found.starts else 2
 
 

@@ -150,6 +150,11 @@ def has_weights(folder: str) -> bool:
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template; None if it can."""
     path = Path(folder)
+    if (path / "controller.json").is_file():  # a user would try it: it is what ckpt.path holds
+        return (
+            "is a checkpoint to resume from (ckpt.load_enable), not a model: give ckpt.output_dir, or a global_step*_hf "
+            "of ckpt.save_hf"
+        )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"
     if (file := path / "tokenizer.json").is_file():

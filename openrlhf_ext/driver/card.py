@@ -17,9 +17,9 @@ from openrlhf_ext.checkpoints import write_file
 from openrlhf_ext.config import RunConfig, option_table, value_of
 from openrlhf_ext.config.files import dataset_refs, is_hub_name
 from openrlhf_ext.driver.about import shown_options
-from openrlhf_ext.driver.settings import policy_path, required
+from openrlhf_ext.driver.ending import results
+from openrlhf_ext.driver.settings import policy_path
 from openrlhf_ext.redaction import redacted
-from openrlhf_ext.reporting import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -89,32 +89,24 @@ def _made_by() -> str:
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
-    """First and last of what metrics.jsonl says; one step is noisy, so the rewards are means of up to ten."""
-    records = read_metrics(required(config.logger.metrics_path, "logger.metrics_path"))
-    rewards = [(int(record["step"]), record["reward/mean"]) for record in records if "reward/mean" in record]
-    evaluations = [record for record in records if "eval/accuracy" in record]
+    found = results(config)
     rows = []
-    if rewards:
-        some = max(1, min(10, len(rewards) // 2))
-        shown = [_mean_reward(part) for part in (rewards[:some], rewards[-some:])]
-        rows.append(("reward of the sampled completions", *shown))
-    if evaluations:
-        rows.append(("held-out accuracy", *map(_accuracy, (evaluations[0], evaluations[-1]))))
-    yield f"Steps: {rewards[-1][0] if rewards else 0}. First and last numbers of the run's metrics.jsonl:"
+    if "reward" in found:
+        few = found["averaged_steps"]
+        of = "step" if few == 1 else f"{few} steps"
+        (first, _), (last, _) = found["reward"]
+        rows.append(("reward of the sampled completions", f"{first:.3f} ({of})", f"{last:.3f} ({of})"))
+    if "held_out" in found:
+        (first, then), (last, at) = zip(found["held_out"], found["held_out_steps"], strict=True)
+        rows.append(("held-out accuracy", _accuracy(first, then), _accuracy(last, at)))
+    yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl:"
     yield ""
     yield from _table(("", "first", "last"), rows)
 
 
-def _mean_reward(rewards: Sequence[tuple[int, float]]) -> str:
-    first, last = rewards[0][0], rewards[-1][0]
-    where = f"step {last}" if first == last else f"mean of steps {first} to {last}"
-    return f"{sum(reward for _, reward in rewards) / len(rewards):.3f} ({where})"
-
-
-def _accuracy(record: dict[str, Any]) -> str:
-    percent, error = 100 * record["eval/accuracy"], 100 * record["eval/accuracy_stderr"]
-    samples = f"{record['eval/samples']:.0f} completions"
-    return f"{percent:.1f} % (standard error {error:.1f}, {samples}, step {int(record['step'])})"
+def _accuracy(measured: tuple[float, float], step: int) -> str:
+    accuracy, error = measured
+    return f"{100 * accuracy:.1f} % (standard error {100 * error:.1f}, step {step})"
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -98,7 +98,7 @@ def _resumption(config: RunConfig) -> str:
     newest = CheckpointStore(config.ckpt.path, config.ckpt.max_num).checkpoints()[-1:]
     if not newest:
         return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
-    return resume_line(str(newest[0]))
+    return f"once the cause is mended, {resume_line(str(newest[0]))}"
 
 
 def _evaluation(config: RunConfig) -> list[str]:

@@ -96,8 +96,8 @@ def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
     config = with_local_model(config)
     guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
     preflight.check_hub_data(config)
-    for line in try_user_code(config):
-        logger.info(line)
+    for tried in try_user_code(config):
+        logger.log(logging.WARNING if tried.raised else logging.INFO, "%s", tried)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
     with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
@@ -21,30 +22,43 @@ _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer f
 _Trial = Callable[[RunConfig], str | None]
 
 
-def try_user_code(config: RunConfig) -> list[str]:
-    """A line for each of the user's files, on what came out of it.
+@dataclass(frozen=True)
+class Tried:
+    """One file of the user's: what came out of it, and whether it has raised, which need not be wrong for a run."""
 
-    An exception on a made completion is said in such a line: a server may not be up yet. What would be wrong for every
+    option: str
+    text: str
+    raised: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.option}: {self.text}"
+
+
+def try_user_code(config: RunConfig) -> list[Tried]:
+    """What came out of each of the user's files.
+
+    An exception on a made completion is an outcome: a server may not be up yet. What would be wrong for every
     completion is a fault.
 
     Raises:
         ConfigError: lists every file that cannot be imported or called, returns what a run cannot take, or (an
             algorithm) raises.
     """
-    lines, faults = [], []
+    tried, faults = [], []
     trials: dict[str, _Trial] = {
         "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,
     }  # fmt: skip
     for option, trial in trials.items():
         try:
-            lines += [f"{option}: {said}" for said in [trial(config)] if said is not None]
+            tried += [Tried(option, said) for said in [trial(config)] if said is not None]
         except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
             faults.append(Violation((option,), f"{option}: {error}"))
         except RewardError as error:
-            lines.append(f"{option}: tried on the made completion {COMPLETION!r}, which failed: {error}")
+            text = f"tried on the made completion {COMPLETION!r}, which failed: {error}"
+            tried.append(Tried(option, text, raised=True))
     if faults:
         raise ConfigError(faults)
-    return lines
+    return tried
 
 
 class _Fault(Exception):

@@ -223,14 +223,15 @@ def load_agent(path: Path) -> AgentExecutorBase:
 
 def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
     given = ("prompt", "label", "sampling_params", "images", "max_length", "hf_tokenizer", "llm_engine")
-    execute = executor_class.execute
+    execute = inspect.unwrap(executor_class.execute)  # what a decorator has around it is the user's affair
     wrong = "" if inspect.iscoroutinefunction(execute) else "it is not async"
     try:
         inspect.signature(execute).bind(None, **dict.fromkeys(given))
     except TypeError as error:
         wrong = str(error)
     if wrong:
-        place = f"{path}, line {execute.__code__.co_firstlineno}"
+        code = getattr(execute, "__code__", None)
+        place = f"{path}, line {code.co_firstlineno}" if code else str(path)
         raise ValueError(f"{place}: AgentExecutor.execute must be async and take {', '.join(given)}: {wrong}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,12 @@ def test_both_ways_to_call_it_print_the_version():
     for words in ([command], [sys.executable, "-m", "openrlhf_ext"]):
         done = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=PATIENCE_S)
         assert (done.returncode, done.stdout) == (0, f"openrlhf_ext {__version__}\n"), done.stderr
+
+
+def test_a_reader_that_has_read_enough_gets_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "openrlhf_ext", "train", "--help", "adam"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -83,6 +83,10 @@ def test_the_model_folder_must_hold_a_tokenizer(run_dir: Path, problems):
     assert "holds no tokenizer (tokenizer.json" in message
     (run_dir / "model/vocab.json").touch()
     assert problems() == []
+    (run_dir / "model/controller.json").touch()
+    assert "is a checkpoint to resume from (ckpt.load_enable), not a model" in problems()[0]
+    (message,) = problems("--actor.model_name_or_path", "model/config.json")
+    assert "model/config.json is a file: give the folder that holds" in message
 
 
 def test_prompts_go_through_a_chat_template_only_if_there_is_one(run_dir: Path, problems):

@@ -33,9 +33,9 @@ def card_of(folder: Path, base: str = SNAPSHOT) -> str:
     with MetricsWriter(folder / "mine/metrics.jsonl") as metrics:
         for step, accuracy in enumerate((0.25, None, None, None, 0.75)):
             if step:
-                metrics.write(step, {"reward/mean": step / 10})
+                metrics.write(step, {"reward/mean": step / 10, "accuracy/mean": 0.5})
             if accuracy is not None:
-                metrics.write(step, {"eval/accuracy": accuracy, "eval/accuracy_stderr": 0.0125, "eval/samples": 512})
+                metrics.write(step, {"eval/accuracy": accuracy, "eval/accuracy_stderr": 0.0125})
     write_card(config)
     return (folder / "mine" / CARD).read_text()
 
@@ -47,10 +47,10 @@ def test_method_base_data_and_numbers_without_secrets_or_folders_of_the_machine(
     assert head["tags"] == ["openrlhf_ext", "reinforcement-learning", "dapo"] and "license" not in head
     assert "`Qwen/Qwen2.5-0.5B` (revision 060db6499f32)" in card and f"openrlhf_ext {__version__}" in card
     assert "Steps: 4." in card
-    assert "| 0.150 (mean of steps 1 to 2) | 0.350 (mean of steps 3 to 4) |" in card
+    assert "| 0.150 (2 steps) | 0.350 (2 steps) |" in card
     accuracies = [
-        "25.0 % (standard error 1.2, 512 completions, step 0)",
-        "75.0 % (standard error 1.2, 512 completions, step 4)",
+        "25.0 % (standard error 1.2, step 0)",
+        "75.0 % (standard error 1.2, step 4)",
     ]
     assert f"| held-out accuracy | {' | '.join(accuracies)} |" in card
     digest = hashlib.sha256(b"{}\n").hexdigest()

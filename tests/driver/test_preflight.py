@@ -65,7 +65,7 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
     assert problems(task, *custom) == [f"algo.module_path must be a .py file that is there: got {file}"]
     file.write_text("raise KeyError('x')")
     assert problems(task, *custom) == [
-        f"algo.module_path: {file} cannot be imported:\n  File \"{file}\", line 1, in <module>\n"
+        f'algo.module_path: {file} cannot be imported:\n  File "{file}", line 1, in <module>\n'
         "    raise KeyError('x')\nKeyError: 'x'"
     ]
     file.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_preflight"))
@@ -269,7 +269,7 @@ def test_a_model_that_cannot_be_downloaded_is_named_with_its_option_before_ray_s
 
 
 def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypatch):
-    (line,) = try_user_code(load(task))
+    (line,) = map(str, try_user_code(load(task)))
     assert line.startswith("reward.remote_url: '0' made as the answer to the first prompt: reward "), line
     assert try_user_code(load(task, "--reward.remote_url", "http://host")) == []
     broken = tmp_path / "reward.py"
@@ -285,14 +285,16 @@ AGENT = Path(__file__).parents[2] / "examples/python/agent_retry.py"
 
 def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path):
     agent = ["--reward.remote_url", "null", "--train.agent_func_path", str(AGENT)]
-    (line,) = try_user_code(load(task, *agent))
+    (line,) = map(str, try_user_code(load(task, *agent)))
     tried = r"train.agent_func_path: '0' made as the answer to the first prompt, at each turn: turns [13], reward "
     assert re.match(tried, line), line
     reward, method = tmp_path / "reward.py", tmp_path / "own_tried.py"
     custom = ["--algo.advantage.estimator", "custom", "--algo.module_path", str(method)]
     method.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_tried"))
     reward.write_text("def reward_func(queries, prompts, labels):\n    raise OSError('no server')\n")
-    lines = try_user_code(load(task, *custom, "--reward.remote_url", str(reward)))
+    tried = try_user_code(load(task, *custom, "--reward.remote_url", str(reward)))
+    assert [trial.raised for trial in tried] == [False, True]
+    lines = [*map(str, tried)]
     assert re.match(r"algo.module_path: reward_sign_tried, 2 made groups of \d+: advantages -1 to 1, loss ", lines[0])
     assert "which failed: reward_func of" in lines[1] and "OSError: no server" in lines[1], "it may be up by then"
     reward.write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")

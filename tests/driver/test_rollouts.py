@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -95,6 +96,21 @@ def test_filtering_that_leaves_nothing_ends_the_run() -> None:
     made = rollouts(Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3)
     with pytest.raises(FilterExhaustedError, match="used 7 prompts for one batch of 2.*--rollout.max_filter_batches"):
         made.take(0)
+
+
+def test_while_groups_are_waited_for_it_is_told_how_many_have_come() -> None:
+    class Telling(Deadline):
+        def progress(self, detail: str) -> None:
+            told.append(detail)
+
+    told: list[str] = []
+    requests = Requests(at_once=True)
+    made = Rollouts(PromptStream(Loader(6), 1), requests, options(batch_size=3), Telling())
+    made.take(0)
+    assert re.fullmatch(r"3 of 3 groups generated and graded, [\d,]+ tokens/s", told[-1]), told
+    held_out = [Prompt(number, "", "") for number in range(90, 95)]
+    made.sample(held_out, 1, made.sampling, "evaluating")
+    assert told[-1].startswith("5 of 5 groups "), told
 
 
 def test_other_prompts_are_sampled_beside_those_of_training() -> None:

@@ -180,6 +180,19 @@ def test_the_card_beside_the_final_model_says_where_it_comes_from(job):
     assert str(job[0].parent) not in card and "t0ken" not in card
 
 
+def test_it_ends_with_minutes_numbers_paths_and_the_next_commands(job):
+    folder, job = job
+    block = job.text[job.text.index(" INFO the run has ended: 3 steps, ") :].splitlines()
+    evaluations = [record for _, record in read_lines(folder / "metrics.jsonl") if "eval/accuracy" in record]
+    rewards = [record["reward/mean"] for _, record in read_lines(folder / "metrics.jsonl") if "reward/mean" in record]
+    first, last = (f"{end['eval/accuracy']:.3f} +- {end['eval/accuracy_stderr']:.3f}" for end in evaluations[::2])
+    assert f"  held-out accuracy {first} after step 0, {last} after step 3" in block, block
+    assert f"  training reward   {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last step" in block
+    assert f"  final checkpoint  {folder}" in block and f"    openrlhf-ext report {folder}" in block
+    (evaluate,) = (line for line in block if line.startswith("    openrlhf-ext evaluate "))
+    assert f"--model {folder} --data {folder.parent / 'held_out.jsonl'} --reward " in evaluate
+
+
 def test_the_page_about_the_run(job, tmp_path, capsys):
     folder, _ = job
     assert report([str(folder), "--output", str(tmp_path / "report.html")]) == 0

@@ -22,6 +22,16 @@ class AgentExecutor(AgentExecutorBase):
     async def execute(self, *_, **__): ...
 """
 
+DECORATED_AGENT = """
+from functools import wraps
+from openrlhf_ext.compat import AgentExecutorBase
+def logged(function):
+    return wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+class AgentExecutor(AgentExecutorBase):
+    @logged
+    async def execute(self, *_, **__): ...
+"""
+
 
 class TwoTurns(AgentExecutorBase):
     """Generates twice, with an ``=`` from the environment between; the label says what goes wrong before or after."""
@@ -236,4 +246,9 @@ def test_an_agent_that_cannot_be_called_is_refused_with_its_line(tmp_path: Path)
         load_agent(path)
     path.write_text(AGENT_FILE.replace("async ", ""))
     with pytest.raises(ValueError, match="it is not async"):
+        load_agent(path)
+    path.write_text(DECORATED_AGENT)
+    assert load_agent(path)
+    path.write_text(DECORATED_AGENT.replace("*_, **__", "prompt, label"))
+    with pytest.raises(ValueError, match=r"agent.py, line 7: AgentExecutor.execute must be async and take prompt"):
         load_agent(path)

@@ -236,16 +236,18 @@ def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], l
     lines = list(islice(json_lines(path), limit))
     if not lines:
         raise InputError(f"{path} holds no problem")
-    problems, faults = [], []
+    problems: list[Problem] = []
+    faults: dict[str, str] = {}  # what is wrong, and in which line first
     for index, (number, line) in enumerate(lines):
         where = f"{path}, line {number}"
         try:
             problems.append(Problem(index, *read(check(decode(line, where), where, {}))))
         except NotThisFormat as error:
-            faults.append(f"{where}: {error}")
+            faults.setdefault(str(error), f"{where}: {error}")
         except InputError as error:
-            faults.append(str(error))
+            faults.setdefault(str(error), str(error))
     if faults:
-        more = f"; and {len(faults) - _SHOWN_FAULTS} lines more" if len(faults) > _SHOWN_FAULTS else ""
-        raise InputError("; ".join(faults[:_SHOWN_FAULTS]) + more)
+        shown = [*faults.values()][:_SHOWN_FAULTS]
+        more = len(lines) - len(problems) - len(shown)
+        raise InputError("; ".join(shown) + (f"; and {more} lines more" if more else ""))
     return problems

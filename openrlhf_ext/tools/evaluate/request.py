@@ -126,7 +126,7 @@ class Request:
         else:
             if (fault := tokenizer_fault(given.model, chat=given.apply_chat_template)) is not None:
                 yield f"--model: {given.model} {fault}"
-            if not given.completions:
+            elif not given.completions:
                 yield from self._attempt(lambda: _vocabulary_size(given.model))
 
     def _measure_faults(self) -> Iterator[str]:

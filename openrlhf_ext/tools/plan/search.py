@@ -472,7 +472,7 @@ def binding(candidate: Candidate) -> str:
     fullest = candidate.fullest
     tight = "; that is tight, and parts of the sum are estimates" if candidate.tight() else ""
     return (
-        f"{longest} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
+        f"{'what is fixed (other)' if longest == 'other' else longest} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
         f"{fullest.doing}, {fullest.total / candidate.memory:.0%} of a GPU, and {fullest.largest} is the largest part "
         f"of that{tight}"
     )

@@ -113,6 +113,13 @@ def test_a_wrong_line_is_named(path: Path, line: str, complaint: str) -> None:
         load_problems(path)
 
 
+def test_what_is_wrong_in_every_line_is_said_once(path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        load_problems(path, input_key="prompt")
+    assert str(error.value).count("needs the keys ['prompt']") == 1
+    assert str(error.value).endswith("; and 2 lines more")
+
+
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")
