@@ -249,5 +249,5 @@ def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], l
     if faults:
         shown = [*faults.values()][:_SHOWN_FAULTS]
         more = len(lines) - len(problems) - len(shown)
-        raise InputError("; ".join(shown) + (f"; and {more} lines more" if more else ""))
+        raise InputError("; ".join(shown) + (f"; and {more} more" if more else ""))
     return problems

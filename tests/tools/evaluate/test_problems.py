@@ -117,7 +117,7 @@ def test_what_is_wrong_in_every_line_is_said_once(path: Path) -> None:
     with pytest.raises(ValueError) as error:
         load_problems(path, input_key="prompt")
     assert str(error.value).count("needs the keys ['prompt']") == 1
-    assert str(error.value).endswith("; and 2 lines more")
+    assert str(error.value).endswith("; and 1 more")
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
