@@ -152,8 +152,8 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     path = Path(folder)
     if (path / "controller.json").is_file():  # a user would try it: it is what ckpt.path holds
         return (
-            "is a checkpoint to resume from (ckpt.load_enable), not a model: give ckpt.output_dir, or a global_step*_hf "
-            "of ckpt.save_hf"
+            "is a checkpoint to resume from (ckpt.load_enable), not a model: give ckpt.output_dir, or a "
+            "global_step*_hf of ckpt.save_hf"
         )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return f"holds no tokenizer ({', '.join(_TOKENIZER_FILES)}): copy the tokenizer's files there"

@@ -96,7 +96,7 @@ def _config_path(model_path: str | Path) -> Path:
 
 def _config(model_path: str | Path) -> dict[str, Any]:
     if Path(model_path).is_file():
-        raise InputError(f"{model_path} is a file: give the folder that holds config.json, the weights and the tokenizer")
+        raise InputError(f"{model_path} is a file: give the folder that holds config.json, weights and tokenizer")
     if not Path(model_path).is_dir():
         raise InputError(f"{model_path} does not exist (a hub name has the form org/name){similar_path(model_path)}")
     return read_json(_config_path(model_path), {"model_type": TEXT})

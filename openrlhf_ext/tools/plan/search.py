@@ -469,10 +469,11 @@ def binding(candidate: Candidate) -> str:
         return lacking(candidate)
     phases = dataclasses.asdict(seconds)
     longest = max(phases, key=lambda name: phases[name])
+    named = f"{longest} (grading, waking up)" if longest == "other" else longest
     fullest = candidate.fullest
     tight = "; that is tight, and parts of the sum are estimates" if candidate.tight() else ""
     return (
-        f"{'what is fixed (other)' if longest == 'other' else longest} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
+        f"{named} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
         f"{fullest.doing}, {fullest.total / candidate.memory:.0%} of a GPU, and {fullest.largest} is the largest part "
         f"of that{tight}"
     )
