@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -165,8 +166,11 @@ class Algorithm:
     # ---- what an algorithm defines ----
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at sequence level."""
-        raise NotImplementedError
+        """Fields of LossBatch: at least `advantages` (N,), or `seq_advantages` (B,) float64 at sequence level.
+
+        The tensors of `inputs` are those that loss and metrics read later: they are not to be changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no method advantages(self, inputs)")
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
@@ -177,14 +181,18 @@ class Algorithm:
 
         Raises:
             ValueError: naming method, file and line, the field, and its shape: it is no field of LossBatch, or has not
-                one entry for each completion or token; `advantages` (or `seq_advantages`) is missing.
+                one entry for each completion or token; `advantages` (or `seq_advantages`) is missing or not finite.
         """
         fields = self.advantages(inputs)
         if faults := list(_field_faults(fields, self.main_field, inputs)):
-            code = type(self).advantages.__code__
-            where = f"{self.name}.advantages ({code.co_filename}, line {code.co_firstlineno})"
-            raise ValueError(f"{where} returned what the loss cannot take: {'; '.join(faults)}")
+            raise ValueError(f"{self.place} returned what the loss cannot take: {'; '.join(faults)}")
         return fields
+
+    @property
+    def place(self) -> str:
+        """Where `advantages` is defined, for messages."""
+        code = inspect.unwrap(type(self).advantages).__code__
+        return f"{self.name}.advantages ({code.co_filename}, line {code.co_firstlineno})"
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
@@ -497,6 +505,18 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
         elif name == "exposed":
             for key, tensor in value.items():
                 yield from _shape_faults(f"exposed[{key!r}]", tensor, list(sizes.values()))
+        if name == main and isinstance(value, Tensor) and len(value) == sizes[str(of[name])][1]:
+            yield from _not_finite(name, value, of[name] == "token", inputs)
+
+
+def _not_finite(name: str, value: Tensor, of_tokens: bool, inputs: Inputs) -> Iterator[str]:
+    """With the rewards of the first group where it is: most often they are all equal, and something divides by 0."""
+    if (wrong := ~torch.isfinite(value)).any():
+        index_B = inputs.groups.index_B
+        group = int((inputs.segments.spread(index_B) if of_tokens else index_B)[wrong][0])
+        rewards = inputs.batch.rewards[index_B == group].tolist()
+        shown = ", ".join(f"{reward:g}" for reward in rewards[:8]) + (", ..." if len(rewards) > 8 else "")
+        yield f"{name} has inf or NaN, first in a group whose rewards are {shown}"
 
 
 _EACH = {"B": "completion", "N": "token"}

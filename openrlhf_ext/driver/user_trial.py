@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,10 @@ from openrlhf_ext.user_code import time_limit, told
 COMPLETION = "0"
 """What a reward function and an agent are given as the model's words."""
 
+logger = logging.getLogger(__name__)
+
 _ALGORITHM_S = 60.0
+_SLOW_S = 5.0
 _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
 _Trial = Callable[[RunConfig], str | None]
 
@@ -49,16 +55,29 @@ def try_user_code(config: RunConfig) -> list[Tried]:
         "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,
     }  # fmt: skip
     for option, trial in trials.items():
+        slow = threading.Timer(_SLOW_S, logger.info, [f"{option}: still being imported and tried"])
+        slow.daemon = True
+        slow.start()
         try:
             tried += [Tried(option, said) for said in [trial(config)] if said is not None]
         except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
-            faults.append(Violation((option,), f"{option}: {error}"))
+            faults.append(Violation((option,), f"{option}: {error}{_of_environment(str(error))}"))
         except RewardError as error:
             text = f"tried on the made completion {COMPLETION!r}, which failed: {error}"
-            tried.append(Tried(option, text, raised=True))
+            tried.append(Tried(option, text + _of_environment(str(error)), raised=True))
+        finally:
+            slow.cancel()
     if faults:
         raise ConfigError(faults)
     return tried
+
+
+def _of_environment(text: str) -> str:
+    """What to do where a reward function misses a variable that this process has: graders get few of them."""
+    missed = re.search(r"KeyError: '(\w+)'", text)
+    if missed is None or missed[1] not in os.environ:
+        return ""
+    return f"\nreward functions see {missed[1]} of the environment with --reward.environment {missed[1]} only"
 
 
 class _Fault(Exception):
@@ -72,12 +91,16 @@ def _try_algorithm(config: RunConfig) -> str | None:
     if config.algo.advantage.estimator != CUSTOM:
         return None
     name, options, correction = config.algorithm_options()
+    sources = {"ref_logprobs": config.has_reference, "values": config.has_critic, "guide_logprobs": config.has_guide}
+    absent = [tensor for tensor, is_there in sources.items() if not is_there]
     try:
         with time_limit(_ALGORITHM_S, "the trial of the algorithm on a made batch"):
             algorithm = get_algorithm(name, correction=correction, warn=False, **options)
-            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt)}"
+            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent)}"
     except Exception as error:
-        raise _Fault(f"{name} fails on a made batch of two groups:\n{told(error)}") from error
+        none = f"\n(with these options inputs.batch has no {', '.join(absent)}: they are None)" if absent else ""
+        hint = none if "NoneType" in str(error) else ""
+        raise _Fault(f"{name} ({config.algo.module_path}) fails on a made batch:\n{told(error)}{hint}") from error
 
 
 def _try_reward(config: RunConfig) -> str | None:

@@ -113,7 +113,7 @@ class GradedAgentExecutor(GradedExecutor):
         except _Failure:
             raise
         except InvalidAnswer as error:
-            raise _Failure(RewardInvalid, f"the agent's step {error}") from None
+            raise _Failure(RewardInvalid, f"the agent, {error}") from None
         except Exception as error:
             raise _Failure(RewardRaised, f"the agent raised:\n{told(error)}") from error
         finally:
@@ -217,7 +217,9 @@ def load_agent(path: Path) -> AgentExecutorBase:
     _check_execute(executor_class, path)
     agent = executor_class()
     if isinstance(agent, MultiTurnAgentExecutor):
-        agent.agent_instance_cls = _with_checked_step(agent.agent_instance_cls)
+        if not hasattr(agent, "agent_instance_cls"):
+            raise ValueError(f"{path}: AgentExecutor.__init__ must call super().__init__ with the environment's class")
+        agent.agent_instance_cls = _checked_environment(agent.agent_instance_cls, path)
     return agent
 
 
@@ -235,21 +237,45 @@ def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
         raise ValueError(f"{place}: AgentExecutor.execute must be async and take {', '.join(given)}: {wrong}")
 
 
-def _with_checked_step(instance_class: Any) -> Any:
+def _checked_environment(instance_class: Any, path: Path) -> Any:
     """The user's environment, whose answers are complete and have numbers with ``item``, as OpenRLHF calls it."""
+    name = instance_class.__name__
+    if missing := sorted(instance_class.__abstractmethods__):
+        raise ValueError(f"{path}: {name} must define {' and '.join(missing)} (docs/agents.md)")
+    for method in ("step", "reset"):
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(instance_class, method))):
+            raise ValueError(f"{path}: {name}.{method} must be defined by async def")
+    try:
+        inspect.signature(instance_class).bind()
+    except TypeError as error:
+        raise ValueError(f"{path}: {name} is made anew for each episode, without arguments: {error}") from None
 
     class Checked(instance_class):
-        async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            answer = await super().step(state_dict, **kwargs)
-            if missing := [key for key in _STEP_KEYS if not isinstance(answer, dict) or key not in answer]:
-                raise InvalidAnswer(f"returned {type(answer).__name__} without {missing}")
-            numbers = {
-                key: np.float64(finite_number(answer[key], key)) for key in ("rewards", "scores") if key in answer
-            }
-            return {**answer, **numbers}
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            answer = await super().reset(states, **kwargs)
+            if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str):
+                raise InvalidAnswer(f"{path}: {name}.reset must return states with the text 'observation'")
+            return answer
 
-    Checked.__name__ = Checked.__qualname__ = instance_class.__name__
+        async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            try:
+                return _checked_step(await super().step(state_dict, **kwargs))
+            except InvalidAnswer as error:
+                raise InvalidAnswer(f"{path}: {name}.step {error}") from None
+
+    Checked.__name__ = Checked.__qualname__ = name
     return Checked
+
+
+def _checked_step(answer: Any) -> dict[str, Any]:
+    if missing := [key for key in _STEP_KEYS if not isinstance(answer, dict) or key not in answer]:
+        raise InvalidAnswer(f"returned {type(answer).__name__} without {missing}")
+    if not isinstance(text := answer["environment_feedback"], str):
+        raise InvalidAnswer(f"returned environment_feedback = {text!r:.80}, which must be a text, '' for none")
+    if isinstance(done := answer["done"], str) or done is None:
+        raise InvalidAnswer(f"returned done = {done!r:.80}, which must be True or False")
+    numbers = {key: np.float64(finite_number(answer[key], key)) for key in ("rewards", "scores") if key in answer}
+    return {**answer, **numbers}
 
 
 def _checked(answer: Any) -> dict[str, Any]:

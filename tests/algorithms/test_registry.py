@@ -164,7 +164,7 @@ def test_what_advantages_return_is_checked_by_name(tmp_path, monkeypatch, result
 def test_every_method_passes_the_trial_of_a_users_own(size):
     for name in ("grpo", "dapo", "gspo", "gtpo_conflict", "clip_cov", "gae", "grpo_s"):
         said = try_algorithm(get_algorithm(name, **with_published_values(name, {}, max_length=8), warn=False), size)
-        assert said.startswith(f"2 made groups of {size}: advantages "), name
+        assert said.startswith(f"3 made groups of {size}: advantages "), name
 
 
 class PerShare(Grpo):

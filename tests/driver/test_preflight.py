@@ -295,7 +295,7 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path):
     tried = try_user_code(load(task, *custom, "--reward.remote_url", str(reward)))
     assert [trial.raised for trial in tried] == [False, True]
     lines = [*map(str, tried)]
-    assert re.match(r"algo.module_path: reward_sign_tried, 2 made groups of \d+: advantages -1 to 1, loss ", lines[0])
+    assert re.match(r"algo.module_path: reward_sign_tried, 3 made groups of \d+: advantages -1 to 1, loss ", lines[0])
     assert "which failed: reward_func of" in lines[1] and "OSError: no server" in lines[1], "it may be up by then"
     reward.write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")
     method = tmp_path / "own_wrong.py"

@@ -230,8 +230,8 @@ def test_a_reward_is_any_number(tmp_path: Path, number: str) -> None:
 def test_what_is_wrong_with_a_step_is_said_by_name(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     for answer, says in (
-        ("{'rewards': 1.0, 'environment_feedback': ''}", "the agent's step returned dict without ['done']"),
-        ("{'rewards': 'good', 'environment_feedback': '', 'done': True}", "the agent's step returned rewards = 'good'"),
+        ("{'rewards': 1.0, 'environment_feedback': ''}", ".step returned dict without ['done']"),
+        ("{'rewards': 'good', 'environment_feedback': '', 'done': True}", ".step returned rewards = 'good'"),
         ("states['labels']", f"""File "{path}", line 7, in step\n    return states['labels']"""),
     ):
         path.write_text(STEP.format(answer=answer))
