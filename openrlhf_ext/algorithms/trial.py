@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ def try_algorithm(algorithm: Algorithm, group_size: int, absent: Sequence[str] =
     """
     for dtype in _TOLERANCE:
         batch = made_batch(min(group_size, len(_LENGTHS)), dtype)
-        batch = dataclasses.replace(batch, **dict.fromkeys(absent))
+        nothing: dict[str, Any] = dict.fromkeys(absent)
+        batch = dataclasses.replace(batch, **nothing)
         _check_changes_nothing(algorithm, batch)
         shaped = algorithm.shape(batch)
         check_values(f"{algorithm.name}.advantages", shaped.advantages, shaped.segments)

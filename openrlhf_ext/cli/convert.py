@@ -26,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+    from openrlhf_ext.config.model_rules import divisible
+    from openrlhf_ext.config.sections import Megatron
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
@@ -38,6 +40,13 @@ def main(argv: list[str] | None = None) -> int:
         if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
             raise ValueError("; ".join(wrong))
         shape = read_model_shape(arguments.check)
+        cut = Megatron(
+            tensor_parallel_size=arguments.tp, pipeline_parallel_size=arguments.pp, virtual_pipeline_size=arguments.vp
+        )
+        if faults := "; ".join(fault.message for fault in divisible("--check", shape, "megatron", cut)):
+            for field, flag in _FLAGS.items():
+                faults = faults.replace(f"megatron.{field}", flag)
+            raise ValueError(faults)
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

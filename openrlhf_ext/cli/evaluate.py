@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("\n".join(faults))
         return _finish(request, _results(request))
     except (ValueError, OSError, RewardFailureLimit, RewardImportError, RolloutError) as error:
-        for line in str(error).splitlines():
+        # what grades for a run, too, names the run's options
+        text = str(error).replace("--reward.max_failures", "--max_failures").replace("--reward.remote_url", "--reward")
+        for line in text.splitlines():
             _print(f"evaluate: {line}", sys.stderr)
         return 2
 
@@ -265,7 +267,7 @@ def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Names
         gain = result.accuracy - before["accuracy"]
         if gain < arguments.min_gain:
             unmet.append(
-                f"accuracy rose by {100 * gain:.1f} points, --min_gain asks for {100 * arguments.min_gain:.1f}"
+                f"accuracy changed by {100 * gain:+.1f} points, --min_gain asks for {100 * arguments.min_gain:.1f}"
             )
     if arguments.expect_accuracy is not None:
         own_error = result.standard_error or 0.0

@@ -54,13 +54,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if arguments.write:
         file = Path(arguments.write)
-        file.write_text(modeline(file) + layout_file(planner, found[0], gpus, argv), encoding="utf-8")
+        _write(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(as_json(planner, found, gpus), indent=1) + "\n", encoding="utf-8")
+        _write(Path(arguments.json), json.dumps(as_json(planner, found, gpus), indent=1) + "\n")
     print("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
         print(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def _load(words: list[str]) -> RunConfig:
@@ -115,6 +120,8 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield "assumptions (nothing of this was measured on a GPU):"
     yield from (f"  {line}" for line in planner.clock.lines())
+    per_node = planner.config.actor.num_gpus_per_node
+    yield f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: give it where they have more than the policy takes)"
     if planner.config.has_critic:
         where = "on the policy's GPUs, one after the other" if planner.critic_takes_turns else "beside the policy"
         yield f"  log-probs and train: with a critic {where}"

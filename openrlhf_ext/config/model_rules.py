@@ -46,7 +46,7 @@ def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[
 
 def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Iterator[Violation]:
     """What holds for the policy, and for a guide, which is laid out and sampled from as the policy."""
-    yield from _divisible(option, model, "megatron", config.megatron)
+    yield from divisible(option, model, "megatron", config.megatron)
     yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
     yield from _positions(option, model, config.data.max_len)
     yield from _fp8_layers(option, model, config.fp8, config.megatron)
@@ -59,7 +59,7 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from problems
     if model is None:
         return
-    yield from _divisible(_CRITIC, model, "critic.megatron", config.critic_megatron)
+    yield from divisible(_CRITIC, model, "critic.megatron", config.critic_megatron)
     yield from _positions(_CRITIC, model, config.data.max_len)
     if policy is not None and model.vocab_size < policy.vocab_size:
         yield Violation(
@@ -94,7 +94,7 @@ def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viola
         )
 
 
-def _divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> Iterator[Violation]:
+def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> Iterator[Violation]:
     """The model of ``option`` can be cut as the layout named ``prefix`` says."""
     tp, pp = f"{prefix}.tensor_parallel_size", f"{prefix}.pipeline_parallel_size"
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size

@@ -74,6 +74,19 @@ def policy_layout(config: RunConfig) -> Iterator[Violation]:
     yield from _layout_violations("actor", "megatron", config.layout)
 
 
+def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
+    """Every data-parallel rank has a sample of an update."""
+    if next(config.layout.problems(), None) is not None:
+        return  # another rule says so
+    ranks, samples = config.layout.data_parallel_size, min(config.train.batch_size, config.samples_per_rollout)
+    if ranks > samples > 0:
+        yield Violation(
+            ("actor.num_nodes", "train.batch_size"),
+            f"the policy has {ranks} data-parallel ranks, and an update {samples} samples (train.batch_size): give at "
+            "least as many, or cut the policy into more parts (megatron.*_parallel_size)",
+        )
+
+
 def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
     """The ranks that are to be profiled exist."""
     if config.profile.steps is not None and max(config.profile.ranks, default=0) >= config.world_size:
@@ -423,9 +436,9 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
-    policy_layout, profiled_ranks, critic_layout, nodes, recomputation, fp8_parameters, colocation, transport,
-    reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming, reserved_keys, adaptive_kl,
-    two_names,
+    policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, fp8_parameters, colocation,
+    transport, reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming, reserved_keys,
+    adaptive_kl, two_names,
 )  # fmt: skip
 
 

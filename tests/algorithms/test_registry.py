@@ -147,6 +147,8 @@ class Own(TokenAlgorithm):
         ("{'advantages': [1.0]}", r"must be a tensor of shape \(N,\) = \(\d+,\).*got a list"),
         ("{'advantages': inputs.batch.old_logprobs, 'exposed': {'x': inputs.part.success_B[:1]}}",
          r"exposed\['x'\] must have shape \(B,\) = \(\d+,\), one for each completion or \(N,\)"),
+        ("{'advantages': inputs.segments.spread(inputs.groups.lengths_B / 0.0)}",
+         r"advantages has inf or NaN, first in a group whose rewards are [-0-9.]+, "),
     ],
 )  # fmt: skip
 def test_what_advantages_return_is_checked_by_name(tmp_path, monkeypatch, result, says):
@@ -173,6 +175,43 @@ class PerShare(Grpo):
     def loss(self, new_logprobs, shaped):
         found = super().loss(new_logprobs, shaped)
         return dataclasses.replace(found, value=found.value / len(shaped))
+
+
+class Equal(Grpo):
+    """Divides by the spread of a group's rewards."""
+
+    def advantages(self, inputs):
+        groups, rewards_B = inputs.groups, inputs.batch.rewards
+        spread_Q = groups.maximum(rewards_B) - groups.minimum(rewards_B)
+        return {"advantages": inputs.segments.spread(rewards_B / spread_Q[groups.index_B])}
+
+
+class InPlace(Grpo):
+    """Normalizes the rewards where they are."""
+
+    def advantages(self, inputs):
+        inputs.batch.rewards.sub_(0.5)
+        return super().advantages(inputs)
+
+
+class NeedsReference(Grpo):
+    """Takes the reference's log-probs for granted."""
+
+    def advantages(self, inputs):
+        return {"advantages": inputs.batch.old_logprobs - inputs.batch.ref_logprobs}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "says"),
+    [
+        (Equal, ValueError, "advantages has inf or NaN, first in a group whose rewards are 0, 0, 0, 0$"),
+        (InPlace, ValueError, r"test_registry.py, line \d+\) changes inputs.batch.rewards in place"),
+        (NeedsReference, TypeError, "NoneType"),
+    ],
+)
+def test_what_would_go_wrong_in_a_run_goes_wrong_in_the_trial(kind, error, says):
+    with pytest.raises(error, match=says):
+        try_algorithm(kind(GrpoOptions()), 4, ["ref_logprobs"])
 
 
 def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():

@@ -116,6 +116,11 @@ def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint,
     assert "model.safetensors cannot be read as safetensors" in capsys.readouterr().err
 
 
+def test_a_model_that_cannot_be_cut_is_refused_before_any_process_starts(checkpoint, capsys):
+    assert convert.main(["--check", str(checkpoint), "--tp", "3"]) == 2
+    assert "--tp must divide the model's attention heads: got 3, the model of --check has 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [(["--vp", "2"], "--vp needs --pp > 1: got 2 and 1"), (["--sp"], "--sp needs --tp > 1"), ([], "config.json")],

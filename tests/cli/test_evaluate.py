@@ -100,6 +100,12 @@ def test_saved_completions_are_counted_as_by_hand(
     assert main(again) == 0, "what --out wrote can be graded again"
     assert (tmp_path / "again/results.json").read_text() == (out / "results.json").read_text()
 
+    first, second = lines_of(out / "aime24.jsonl")[1:]
+    other = write(tmp_path / "other.jsonl", [first | {"prompt": "another question"}, second])
+    assert main(["--completions", str(other), *options[2:5], str(tmp_path / "third"), *QUICK]) == 2
+    says = f"{other}, line 1: these are completions of 'another question', problem 0 is 'P'"
+    assert says in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(("more", "complaints"), [
     (["--k", "1", "8"], ["--k must be at most the completions of a prompt (--n): got [8] of 4"]),
@@ -112,6 +118,10 @@ def test_saved_completions_are_counted_as_by_hand(
      ["--temperature must be at least 0", "--top_p must be above 0", "got [9] of 4", "needs the keys ['solution']",
       "--model must be a folder"]),
     (["--engine", "vllm", "--device", "cuda:1"], ["--device must be cpu or cuda with --engine vllm: got cuda:1"]),
+    (["--device", "cuda"], ["--device cuda: torch finds no CUDA device on this machine"]),
+    (["--out", "{aime}"], ["--out must be a folder: {aime} is none"]),
+    (["--compare", "{aime.parent}/before.json"],
+     ["--compare: {aime.parent}/before.json is of 7 problems of aime24, this is of 6 of aime24: give an earlier"]),
     (["--data", "{aime}"], ["give either --benchmark", "--data needs --reward", "(--input_key, --label_key)"]),
     (["--compare", "{aime}"], ["--compare: {aime}: not JSON (Extra data"]),
     (["--compare", "{model}/config.json"],
@@ -133,6 +143,8 @@ def test_what_is_wrong_is_told_at_once_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: pytest.fail("goes on"))
+    before = {"benchmark": "aime24", "accuracy": 0.5, "standard_error": 0.1, "prompts": 5, "skipped_overlong": 2}
+    (aime.parent / "before.json").write_text(json.dumps(before | {"samples_per_prompt": 4}))
     given = [word.format(aime=aime, model=model) for word in more]
     base = ["--benchmark", f"aime24={aime}", "--model", str(model), "--out", str(tmp_path / "out"), "--n", "4"]
     assert main([*base, *given]) == 2

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.config import format_config, placement_table
-from openrlhf_ext.config.model_rules import _divisible, _heads_divisible
+from openrlhf_ext.config.model_rules import _heads_divisible, divisible
 from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from tests.config.conftest import MODEL, TOKENIZER
@@ -30,7 +30,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 def found(shape: ModelShape, **layout: int) -> list[str]:
-    return [v.message for v in _divisible("actor.model_name_or_path", shape, "megatron", Megatron(**layout))]
+    return [v.message for v in divisible("actor.model_name_or_path", shape, "megatron", Megatron(**layout))]
 
 
 @given(heads=sizes, groups=sizes, layers=sizes, tp=sizes, pp=sizes)

@@ -22,6 +22,12 @@ def made(options: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(nest(options))
 
 
+def test_every_data_parallel_rank_has_a_sample_of_an_update(problems):
+    words = ["--actor.num_nodes", "9", "--actor.num_gpus_per_node", "8", "--train.batch_size", "64"]
+    says = "the policy has 72 data-parallel ranks, and an update 64 samples"
+    assert any(message.startswith(says) for message in problems(*words))
+
+
 @given(nodes=sizes, per_node=sizes, tp=sizes, pp=sizes, cp=sizes)
 def test_the_ranks_are_whole_copies_of_the_policy(nodes, per_node, tp, pp, cp):
     layout = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}

@@ -54,7 +54,8 @@ def test_the_table_places_every_rank_and_engine(load):
     ranks = [row for row in rows if len(row) == 8 and "-" in row[0]]
     assert [row[0] for row in ranks] == ["0-1", "2-3", "4-5", "6-7"], "those of a node on one line"
     assert ranks[3] == ["6-7", "1", "2-3", "0-1", "0", "1", "1", "2-3"]
-    wide = placement_table(load("--actor.num_nodes", "20", "--actor.num_gpus_per_node", "8"))
+    wide = placement_table(load("--actor.num_nodes", "20", "--actor.num_gpus_per_node", "8",
+                                "--rollout.batch_size", "40", "--train.batch_size", "160"))  # fmt: skip
     assert "120-127    15   0-7   0   0   0  120-127     0-3\n  ... and so on, up to rank 159" in wide
     assert "16 prompts x 4 responses = 64 samples" in text
     assert "2 optimizer steps of 32 samples, dealt to 2 data-parallel ranks by length" in text

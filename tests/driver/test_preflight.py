@@ -283,7 +283,7 @@ def test_a_reward_file_is_imported_before_a_run_starts(task, tmp_path, monkeypat
 AGENT = Path(__file__).parents[2] / "examples/python/agent_retry.py"
 
 
-def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path):
+def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path, monkeypatch):
     agent = ["--reward.remote_url", "null", "--train.agent_func_path", str(AGENT)]
     (line,) = map(str, try_user_code(load(task, *agent)))
     tried = r"train.agent_func_path: '0' made as the answer to the first prompt, at each turn: turns [13], reward "
@@ -296,6 +296,10 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path):
     assert [trial.raised for trial in tried] == [False, True]
     lines = [*map(str, tried)]
     assert re.match(r"algo.module_path: reward_sign_tried, 3 made groups of \d+: advantages -1 to 1, loss ", lines[0])
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    reward.write_text("import os\ndef reward_func(queries, prompts, labels):\n    return os.environ['JUDGE_KEY']\n")
+    (tried,) = try_user_code(load(task, "--reward.remote_url", str(reward)))
+    assert "see JUDGE_KEY of the environment with --reward.environment JUDGE_KEY only" in tried.text
     assert "which failed: reward_func of" in lines[1] and "OSError: no server" in lines[1], "it may be up by then"
     reward.write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")
     method = tmp_path / "own_wrong.py"

@@ -232,11 +232,36 @@ def test_what_is_wrong_with_a_step_is_said_by_name(tmp_path: Path) -> None:
     for answer, says in (
         ("{'rewards': 1.0, 'environment_feedback': ''}", ".step returned dict without ['done']"),
         ("{'rewards': 'good', 'environment_feedback': '', 'done': True}", ".step returned rewards = 'good'"),
+        ("{'rewards': 1, 'environment_feedback': None, 'done': True}", "environment_feedback = None, which must be"),
+        ("{'rewards': 1, 'environment_feedback': '', 'done': 'False'}", "done = 'False', which must be True or False"),
         ("states['labels']", f"""File "{path}", line 7, in step\n    return states['labels']"""),
     ):
         path.write_text(STEP.format(answer=answer))
         _, _, (message,) = episode(path, "", "x", tolerated=1)
         assert says in message and "openrlhf/utils/agent.py" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("async def step", "def step", "Once.step must be defined by async def"),
+        ("    def __init__(self): ...\n", "", "Once must define __init__"),
+        ("(self): ...", "(self, label): ...", "Once is made anew for each episode, without arguments: "),
+        ("super().__init__(Once)", "pass", "AgentExecutor.__init__ must call super().__init__ with the environment's"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_with_its_file(tmp_path, was, now, says) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(STEP.replace(was, now))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {says}")):
+        load_agent(path)
+
+
+def test_a_reset_without_an_observation_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(STEP.replace("    async def step", "    async def reset(self, states): ...\n    async def step"))
+    with pytest.raises(RewardFailureLimit, match=r"Once.reset must return states with the text 'observation'"):
+        episode(path, "", "x", tolerated=1)
 
 
 def test_an_agent_that_cannot_be_called_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -170,7 +170,10 @@ def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int
         return problems, 0
     fitting = [p for p in problems if len(tokenizer(p.prompt, add_special_tokens=False)["input_ids"]) <= room]
     if not fitting:
-        raise ValueError(f"no prompt of {task.path} fits the {room} tokens that --max_new_tokens leaves the model")
+        raise ValueError(
+            f"no prompt of {task.path} fits the {max(room, 0)} tokens that --max_new_tokens leaves of the model's "
+            "length (max_position_embeddings)"
+        )
     if skipped := len(problems) - len(fitting):
         logger.warning("%s: %d of %d prompts are longer than %d tokens and left out", task.path, skipped, len(problems),
                        room)  # fmt: skip

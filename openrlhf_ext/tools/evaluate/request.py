@@ -72,6 +72,8 @@ class Request:
                 found += self._attempt(lambda: self.completions)
         else:
             found += self._sample_faults(self.samples)
+        if tasks and not wrong_files and not found:
+            found += self._compared_faults(tasks[0])
         if given.out and not found:
             settings = zip(tasks, self.settings, strict=True)
             found += filter(None, (store_fault(self.store_path(task.name), each) for task, each in settings))
@@ -108,11 +110,15 @@ class Request:
         for name in ("reward_timeout_s", "engine_timeout_s"):
             if not 0 < (value := getattr(given, name)) < float("inf"):
                 yield f"--{name} must be a positive number of seconds: got {value:g}"
+        if given.out and Path(given.out).exists() and not Path(given.out).is_dir():
+            yield f"--out must be a folder: {given.out} is none"
         if given.engine == "vllm" and given.device not in ("cpu", "cuda"):
             yield (
                 f"--device must be cpu or cuda with --engine vllm: got {given.device}; "
                 "CUDA_VISIBLE_DEVICES chooses the GPUs"
             )
+        elif given.device.startswith("cuda") and not _has_gpu():
+            yield f"--device {given.device}: torch finds no CUDA device on this machine; --device cpu is the default"
 
     def _model_faults(self) -> Iterator[str]:
         given = self.arguments
@@ -163,6 +169,17 @@ class Request:
     def _sample_faults(self, samples: int) -> Iterator[str]:
         if above := [k for k in self.ks(samples) if k > samples]:
             yield f"--k must be at most the completions of a prompt (--n): got {above} of {samples}"
+
+    def _compared_faults(self, task: Task) -> Iterator[str]:
+        """An earlier result is of the same problems, as far as it says."""
+        before, problems = self.before or {}, len(task.problems)
+        then = before.get("prompts", problems) + before.get("skipped_overlong", 0)
+        name = before.get("benchmark", task.name)
+        if (name, then) != (task.name, problems):
+            yield (
+                f"--compare: {self.arguments.compare} is of {then} problems of {name}, this is of {problems} of "
+                f"{task.name}: give an earlier result of the same problems (--limit)"
+            )
 
     @cached_property
     def before(self) -> dict[str, Any] | None:
@@ -244,7 +261,7 @@ class Request:
     @cached_property
     def completions(self) -> list[list[str]]:
         """The saved completions."""
-        found = load_completions(self.arguments.completions, len(self.tasks[0].problems))
+        found = load_completions(self.arguments.completions, self.tasks[0].problems)
         samples = len(found[0])
         faults = list(self._sample_faults(samples))
         if self.arguments.n_samples not in (None, samples):
@@ -274,6 +291,12 @@ class Request:
     def store_path(self, name: str) -> Path | None:
         """Where a task's graded problems are kept."""
         return self.out / f"{name}.jsonl" if self.out else None
+
+
+def _has_gpu() -> bool:
+    import torch  # late: nothing else of the checks needs it
+
+    return torch.cuda.is_available()
 
 
 def _require_one_vocabulary(model: str, reference: str) -> None:

@@ -29,7 +29,7 @@ from openrlhf_ext.inputs import (
     or_null,
 )
 from openrlhf_ext.redaction import redact
-from openrlhf_ext.tools.evaluate.problems import Task
+from openrlhf_ext.tools.evaluate.problems import Problem, Task
 
 _SETTINGS = "settings"
 _LINE_FORMAT = 2
@@ -208,17 +208,18 @@ def _require_same(path: Path, text: bytes, settings: Mapping[str, Any]) -> None:
         )
 
 
-def load_completions(path: str | Path, problems: int) -> list[list[str]]:
+def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
     """Read saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order.
 
     A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
 
     Args:
         path: the file.
-        problems: how many there are; lines of later ones are left out.
+        problems: what they are of; lines of later ones are left out.
 
     Raises:
-        InputError: the file has another format, lacks problems, or has different numbers of completions.
+        InputError: the file has another format, lacks problems, has different numbers of completions, or says that they
+            are of other prompts.
     """
     found: dict[int, list[str]] = {}
     remedy = 'give lines {"problem": 0, "completions": ["text", ...]}'
@@ -234,11 +235,15 @@ def load_completions(path: str | Path, problems: int) -> list[list[str]]:
         if place in found:
             raise InputError(f"{where}: problem {place} is there twice")
         found[place] = texts
-    if missing := [place for place in range(problems) if place not in found]:
+        question = problems[place].prompt if 0 <= place < len(problems) else None
+        prompt = row.get("prompt")
+        if isinstance(question, str) and isinstance(prompt, str) and question.strip() not in prompt:
+            raise InputError(f"{where}: these are completions of {prompt!r:.80}, problem {place} is {question!r:.80}")
+    if missing := [place for place in range(len(problems)) if place not in found]:
         raise InputError(
-            f"{path} lacks {len(missing)} of {problems} problems, the first is {missing[0]} (counted from 0)"
+            f"{path} lacks {len(missing)} of {len(problems)} problems, the first is {missing[0]} (counted from 0)"
         )
-    counts = sorted({len(found[place]) for place in range(problems)})
+    counts = sorted({len(found[place]) for place in range(len(problems))})
     if len(counts) > 1:
         raise InputError(f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give equally many")
-    return [found[place] for place in range(problems)]
+    return [found[place] for place in range(len(problems))]

@@ -109,7 +109,8 @@ def _names(folders: list[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        there = f"there is no such folder{similar_path(folder)}" if not folder.is_dir() else "it holds no metrics.jsonl"
+        there = "it holds no metrics.jsonl" if folder.is_dir() else f"there is no such folder{similar_path(folder)}"
+        there = "it is a file" if folder.is_file() else there
         raise InputError(f"{folder} is not the folder of a run: {there}; give the folder of logger.metrics_path")
     missing: list[str] = []
     records = read_metrics(metrics)

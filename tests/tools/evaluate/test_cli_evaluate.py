@@ -93,7 +93,7 @@ def test_unmet_requirements_exit_with_1_and_say_so(
     (["--input_key", "problem"], "--input_key"),
     (["--label_key", "answr"], "needs the keys ['answr'], has ['answer', 'question']; did you mean 'answer'?"),
     (["--reward", "none.py"], "there is no file"),
-    (["--reward", "reward.txt"], "--reward.remote_url"),
+    (["--reward", "reward.txt"], "--reward must be one Python file"),
     (["--compare", "none.json"], "none.json"),
     (["--system_prompt", "confict"], "is no protocol's name (conflict)"),
 ])  # fmt: skip
