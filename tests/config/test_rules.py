@@ -23,9 +23,9 @@ def made(options: dict[str, Any]) -> RunConfig:
 
 
 def test_every_data_parallel_rank_has_a_sample_of_an_update(problems):
-    words = ["--actor.num_nodes", "9", "--actor.num_gpus_per_node", "8", "--train.batch_size", "64"]
-    says = "the policy has 72 data-parallel ranks, and an update 64 samples"
-    assert any(message.startswith(says) for message in problems(*words))
+    (message,) = problems("--actor.num_nodes", "9", "--actor.num_gpus_per_node", "8")
+    assert message.startswith("the policy has 72 data-parallel ranks, and an update 32 samples (train.batch_size)")
+    assert problems("--actor.num_nodes", "4", "--actor.num_gpus_per_node", "8") == []
 
 
 @given(nodes=sizes, per_node=sizes, tp=sizes, pp=sizes, cp=sizes)
