@@ -28,11 +28,11 @@ from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.files import parameter_count, tokenizer_difference, tokenizer_fault
 from openrlhf_ext.config.records import Wanted, scan_records
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, in_one_piece
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.tools.evaluate.problems import load_benchmark, load_problems
+from openrlhf_ext.tools.evaluate.problems import Problem, load_benchmark, load_problems
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.evaluate.store import Store, load_completions
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
@@ -141,7 +141,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.append(RESULTS)
     sample = {"prompt": "1+1", "completion": "2", "score": 1.0}
     (folder / "before.json").write_text(
-        json.dumps({"accuracy": 0.5, "standard_error": 0.1, "prompts": 2, "samples_per_prompt": 4,
+        json.dumps({"accuracy": 0.5, "standard_error": 0.1, "prompts": 12, "samples_per_prompt": 4,
                     "sample_answers": [sample]}, indent=1)
     )  # fmt: skip
     CheckpointStore(folder, 3).mark_best(3, "eval/accuracy", 0.5)
@@ -212,7 +212,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "rollouts.jsonl": read_rollouts,
     "data.jsonl as problems": load_problems,
     "aime.jsonl": lambda path: load_benchmark("aime24", path),
-    "saved.jsonl": lambda path: load_completions(path, 12),
+    "saved.jsonl": lambda path: load_completions(path, [Problem(i, f"{i}+1=", "") for i in range(12)]),
     "store.jsonl": read_store,
     "before.json": lambda path: Request(SimpleNamespace(compare=str(path))).before,
     "best.json": lambda path: CheckpointStore(path.parent, 3).best(),
@@ -250,6 +250,23 @@ def test_any_file_is_read_or_refused_with_its_name(good: Path, kind: str) -> Non
 
 
 # ---- through the commands --------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_in_one_piece_and_nothing_takes_the_place_of_what_is_no_file(tmp_path):
+    target = tmp_path / "new" / "page"
+    for text in ("one", "two"):
+        with in_one_piece(target) as partial:
+            partial.write_text(text)
+            assert partial != target and (not target.exists() or target.read_text() == "one")
+        assert target.read_text() == text
+    with pytest.raises(ZeroDivisionError), in_one_piece(target) as partial:
+        partial.write_text(str(1 / 0))
+    assert target.read_text() == "two" and [*target.parent.iterdir()] == [target]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with in_one_piece(pipe) as partial:
+        assert partial == pipe
+    assert pipe.is_fifo()
 
 
 def train(good: Path) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
-from openrlhf_ext.inputs import reading
+from openrlhf_ext.inputs import in_one_piece, reading
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
 from openrlhf_ext.tools.evaluate.request import Request
@@ -246,10 +246,8 @@ def _write_results(request: Request, results: Sequence[EvaluationResult], text: 
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(path.name + ".partial")
-    partial_path.write_text(text)
-    os.replace(partial_path, path)
+    with in_one_piece(path) as partial:
+        partial.write_text(text)
 
 
 def _print(text: str, file: Any = None) -> None:

@@ -10,12 +10,12 @@ a run, or the page cannot be written.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.inputs import in_one_piece
 from openrlhf_ext.tools.report.page import write_page
 from openrlhf_ext.tools.report.read import read_runs
 
@@ -61,13 +61,8 @@ def _window(text: str) -> int:
 
 def _replace(output: Path, text: str) -> None:
     """Writes the page at once: a browser may have the old one open."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    try:
+    with in_one_piece(output) as partial:
         partial.write_text(text, encoding="utf-8")
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

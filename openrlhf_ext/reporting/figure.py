@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from openrlhf_ext.inputs import in_one_piece
 from openrlhf_ext.reporting.metrics import Record, read_metrics
 
 if TYPE_CHECKING:
@@ -96,10 +96,5 @@ def _finite_mean(values: list[float]) -> float:
 
 
 def _replace(canvas: FigureCanvasAgg, out_png: Path) -> None:
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    partial = out_png.with_name(f".{out_png.name}.{os.getpid()}.partial")
-    try:
+    with in_one_piece(out_png) as partial:
         canvas.print_png(partial)
-        os.replace(partial, out_png)
-    finally:
-        partial.unlink(missing_ok=True)

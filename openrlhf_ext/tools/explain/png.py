@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf_ext.inputs import in_one_piece
 from openrlhf_ext.tools.explain.explanation import Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import columns_of, gutter_of, head, lay_out, row_name, visible
 from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_of
@@ -186,13 +186,8 @@ class _Picture:
     def save(self, path: Path) -> None:
         """Write the PNG beside its place, then move it there."""
         self.axes.set(xlim=(0, self.width), ylim=(self.height, 0))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
+        with in_one_piece(path) as partial:
             self.figure.savefig(partial, format="png", dpi=_DPI)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _legend_width(quantity: Quantity, palette: Palette) -> float:
