@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -168,25 +167,6 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The known name that looks most like this one; of equally close ones that with the same letters."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     return next((other for other in close if sorted(other) == sorted(name)), next(iter(close), None))
-
-
-@contextmanager
-def in_one_piece(path: Path) -> Iterator[Path]:
-    """Where to write a file that is moved to ``path`` afterwards: nobody ever finds half of it.
-
-    What is no ordinary file, such as /dev/stdout, is written to directly: for root, a move would put a file in the
-    place of the device.
-    """
-    if path.exists() and not path.is_file():
-        yield path
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def similar_path(path: str | Path) -> str:

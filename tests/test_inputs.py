@@ -28,7 +28,7 @@ from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.files import parameter_count, tokenizer_difference, tokenizer_fault
 from openrlhf_ext.config.records import Wanted, scan_records
-from openrlhf_ext.inputs import InputError, in_one_piece
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.reporting import EventLog
@@ -250,23 +250,6 @@ def test_any_file_is_read_or_refused_with_its_name(good: Path, kind: str) -> Non
 
 
 # ---- through the commands --------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_written_in_one_piece_and_nothing_takes_the_place_of_what_is_no_file(tmp_path):
-    target = tmp_path / "new" / "page"
-    for text in ("one", "two"):
-        with in_one_piece(target) as partial:
-            partial.write_text(text)
-            assert partial != target and (not target.exists() or target.read_text() == "one")
-        assert target.read_text() == text
-    with pytest.raises(ZeroDivisionError), in_one_piece(target) as partial:
-        partial.write_text(str(1 / 0))
-    assert target.read_text() == "two" and [*target.parent.iterdir()] == [target]
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with in_one_piece(pipe) as partial:
-        assert partial == pipe
-    assert pipe.is_fifo()
 
 
 def train(good: Path) -> int:

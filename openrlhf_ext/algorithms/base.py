@@ -506,7 +506,7 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
         elif name == "exposed":
             for key, tensor in value.items():
                 yield from _shape_faults(f"exposed[{key!r}]", tensor, list(sizes.values()))
-        if name == main and isinstance(value, Tensor) and len(value) == sizes[str(of[name])][1]:
+        if name == main and isinstance(value, Tensor) and value.shape == (sizes[str(of[name])][1],):
             yield from _not_finite(name, value, of[name] == "token", inputs)
 
 

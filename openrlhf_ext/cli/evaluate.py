@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
-from openrlhf_ext.inputs import in_one_piece, reading
+from openrlhf_ext.inputs import reading
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
 from openrlhf_ext.tools.evaluate.request import Request

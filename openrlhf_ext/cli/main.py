@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -49,10 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = command.main(words[1:])
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; Python would complain once more when it flushes at exit
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        # `| head` has read enough; Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as the shell says of a command that SIGPIPE has ended
     return status
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads standard output any more: the pipe that broke may have been another one."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _usage() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
-from openrlhf_ext.inputs import in_one_piece
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.tools.report.page import write_page
 from openrlhf_ext.tools.report.read import read_runs
 

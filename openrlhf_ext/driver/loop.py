@@ -75,7 +75,7 @@ class TrainingLoop:
     initial_entropy: float | None = None
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
-    _no_signal_said: bool = field(default=False, init=False)
+    _no_gradient_said: bool = field(default=False, init=False)
     _finished: DriverState | None = field(default=None, init=False)  # after the last step that this process made
 
     def run(self) -> None:
@@ -169,11 +169,12 @@ class TrainingLoop:
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
         record = self.recorder.step(self.step, metrics, self._engine_stats())
-        if metrics.get("algorithm/degenerate_groups") == 1.0 and not self._no_signal_said:
-            self._no_signal_said = True
+        if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
+            self._no_gradient_said = True
             logger.warning(
-                "no group of step %d has a completion that is better than another (algorithm/degenerate_groups is 1): "
-                "it teaches nothing. If that goes on, look at rewards and completions (logger.samples_every)",
+                "step %d has no gradient: no completion of a group is better than another "
+                "(algorithm/degenerate_groups), or none counts. If that goes on, look at rewards and completions "
+                "(logger.samples_every)",
                 self.step,
             )
         self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])

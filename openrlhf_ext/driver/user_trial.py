@@ -61,10 +61,10 @@ def try_user_code(config: RunConfig) -> list[Tried]:
         try:
             tried += [Tried(option, said) for said in [trial(config)] if said is not None]
         except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
-            faults.append(Violation((option,), f"{option}: {error}{_of_environment(str(error))}"))
+            faults.append(Violation((option,), f"{option}: {error}{_of_environment(option, str(error))}"))
         except RewardError as error:
             text = f"tried on the made completion {COMPLETION!r}, which failed: {error}"
-            tried.append(Tried(option, text + _of_environment(str(error)), raised=True))
+            tried.append(Tried(option, text + _of_environment(option, str(error)), raised=True))
         finally:
             slow.cancel()
     if faults:
@@ -72,10 +72,10 @@ def try_user_code(config: RunConfig) -> list[Tried]:
     return tried
 
 
-def _of_environment(text: str) -> str:
+def _of_environment(option: str, text: str) -> str:
     """What to do where a reward function misses a variable that this process has: graders get few of them."""
     missed = re.search(r"KeyError: '(\w+)'", text)
-    if missed is None or missed[1] not in os.environ:
+    if option != "reward.remote_url" or missed is None or missed[1] not in os.environ:
         return ""
     return f"\nreward functions see {missed[1]} of the environment with --reward.environment {missed[1]} only"
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from openrlhf_ext.inputs import in_one_piece
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.reporting.metrics import Record, read_metrics
 
 if TYPE_CHECKING:

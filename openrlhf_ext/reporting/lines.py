@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.inputs import InputError, check, decode, is_number, json_lines
+from openrlhf_ext.outputs import in_one_piece
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -111,9 +112,8 @@ def _set_aside(path: Path, keep: Callable[[Record], bool]) -> None:
         aside = _free_name(path)
         aside.write_bytes(b"".join(superseded))
         logger.info("%s: %d records of an earlier run moved to %s", path, len(superseded), aside)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(b"".join(kept))
-    os.replace(partial, path)
+    with in_one_piece(path) as partial:
+        partial.write_bytes(b"".join(kept))
 
 
 def _free_name(path: Path) -> Path:

@@ -242,9 +242,6 @@ def _checked_environment(instance_class: Any, path: Path) -> Any:
     name = instance_class.__name__
     if missing := sorted(instance_class.__abstractmethods__):
         raise ValueError(f"{path}: {name} must define {' and '.join(missing)} (docs/agents.md)")
-    for method in ("step", "reset"):
-        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(instance_class, method))):
-            raise ValueError(f"{path}: {name}.{method} must be defined by async def")
     try:
         inspect.signature(instance_class).bind()
     except TypeError as error:
@@ -252,19 +249,28 @@ def _checked_environment(instance_class: Any, path: Path) -> Any:
 
     class Checked(instance_class):
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            answer = await super().reset(states, **kwargs)
-            if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str):
-                raise InvalidAnswer(f"{path}: {name}.reset must return states with the text 'observation'")
-            return answer
+            try:
+                answer = await _awaitable(super().reset(states, **kwargs))
+                if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str):
+                    raise InvalidAnswer("must return states with the text 'observation'")
+                return answer
+            except InvalidAnswer as error:
+                raise InvalidAnswer(f"{path}: {name}.reset {error}") from None
 
         async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             try:
-                return _checked_step(await super().step(state_dict, **kwargs))
+                return _checked_step(await _awaitable(super().step(state_dict, **kwargs)))
             except InvalidAnswer as error:
                 raise InvalidAnswer(f"{path}: {name}.step {error}") from None
 
     Checked.__name__ = Checked.__qualname__ = name
     return Checked
+
+
+def _awaitable(result: Any) -> Any:
+    if not inspect.isawaitable(result):
+        raise InvalidAnswer(f"is not async, it returned {type(result).__name__}: write async def")
+    return result
 
 
 def _checked_step(answer: Any) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class Own(TokenAlgorithm):
         ("{'advantage': inputs.batch.old_logprobs}", r"'advantages' is missing, got 'advantage'; 'advantage' is no "
          r"field of LossBatch \(did you mean 'advantages'\?\)"),
         ("inputs.batch.old_logprobs", r"must be a dict with the key 'advantages', got a Tensor"),
+        ("{'advantages': inputs.batch.rewards.sum()}", r"advantages must have shape \(N,\) = \(\d+,\).*got \(\)"),
         ("{'advantages': [1.0]}", r"must be a tensor of shape \(N,\) = \(\d+,\).*got a list"),
         ("{'advantages': inputs.batch.old_logprobs, 'exposed': {'x': inputs.part.success_B[:1]}}",
          r"exposed\['x'\] must have shape \(B,\) = \(\d+,\), one for each completion or \(N,\)"),

@@ -73,6 +73,16 @@ def test_both_ways_to_call_it_print_the_version():
         assert (done.returncode, done.stdout) == (0, f"openrlhf_ext {__version__}\n"), done.stderr
 
 
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
+    def broken(argv):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr("openrlhf_ext.cli.plan.main", broken)
+    with (Path("/dev/null").open("w") as nothing, pytest.raises(BrokenPipeError, match="of a worker")):
+        monkeypatch.setattr(sys, "stdout", nothing)
+        main(["plan"])
+
+
 def test_a_reader_that_has_read_enough_gets_no_traceback():
     read, write = os.pipe()
     os.close(read)

@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, *, with_critic: bool = False, **sections: dict[str, Any]) -> None:
         self.told: list[Any] = []
-        self.version, self.degenerate = 0, 0.5
+        self.version, self.grad_norm = 0, 0.5
         self.saved: dict[int, Any] = {}
         self.saved_last: list[Any] = []
         self.during: dict[str, Any] = {}  # what happens while this is told
@@ -80,8 +80,7 @@ class World:
     def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
         self.tell("score")
         self.told[-1] = f"score {[group.prompt.number for group in groups]} at {version}"
-        gauges = {"tokens/generated": 8.0, "algorithm/degenerate_groups": self.degenerate}
-        return Experience(["shard"], batch=None, old=None, metrics=gauges)
+        return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0})
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
         """A token's entropy is a tenth of its id."""
@@ -99,7 +98,9 @@ class World:
     def async_run_method(self, method: str) -> list:
         self.tell(method)
         self.version += method == "send_weights"
-        return [{"weight_sync/version": self.version} if method == "send_weights" else {"loss/policy": 0.1}]
+        if method == "send_weights":
+            return [{"weight_sync/version": self.version}]
+        return [{"loss/policy": 0.1, "grad_norm": self.grad_norm}]
 
     def ask(self, method: str) -> list:
         if method == "weight_version":
@@ -136,12 +137,12 @@ def test_a_run_from_the_first_to_the_last_step() -> None:
     ]  # fmt: skip
 
 
-def test_that_the_groups_of_a_step_teach_nothing_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_that_a_step_has_no_gradient_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
-    world.degenerate = 1.0
+    world.grad_norm = 0.0
     world.loop.run()
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert said.startswith("no group of step 1 has a completion that is better than another"), said
+    assert said.startswith("step 1 has no gradient: no completion of a group is better than another"), said
 
 
 def test_a_resumed_run_publishes_what_it_has_loaded_and_does_not_evaluate_it_again() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from openrlhf_ext.algorithms import registry
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.driver import job
 from openrlhf_ext.driver.guard import Guard
@@ -288,6 +289,7 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path, monk
     (line,) = map(str, try_user_code(load(task, *agent)))
     tried = r"train.agent_func_path: '0' made as the answer to the first prompt, at each turn: turns [13], reward "
     assert re.match(tried, line), line
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))  # what this registers is of this test
     reward, method = tmp_path / "reward.py", tmp_path / "own_tried.py"
     custom = ["--algo.advantage.estimator", "custom", "--algo.module_path", str(method)]
     method.write_text(OWN_METHOD.replace("reward_sign_e2e", "reward_sign_tried"))

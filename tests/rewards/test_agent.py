@@ -244,7 +244,6 @@ def test_what_is_wrong_with_a_step_is_said_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        ("async def step", "def step", "Once.step must be defined by async def"),
         ("    def __init__(self): ...\n", "", "Once must define __init__"),
         ("(self): ...", "(self, label): ...", "Once is made anew for each episode, without arguments: "),
         ("super().__init__(Once)", "pass", "AgentExecutor.__init__ must call super().__init__ with the environment's"),
@@ -255,6 +254,19 @@ def test_an_environment_that_cannot_be_used_is_refused_with_its_file(tmp_path, w
     path.write_text(STEP.replace(was, now))
     with pytest.raises(ValueError, match=re.escape(f"{path}: {says}")):
         load_agent(path)
+
+
+def test_a_step_may_be_a_function_that_returns_what_is_awaited_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    answer = "{'rewards': 1.0, 'environment_feedback': '', 'done': True}"
+    path.write_text(STEP.format(answer=answer).replace("async def step", "def step"))
+    _, _, (message,) = episode(path, "", "x", tolerated=1)
+    assert f"{path}: Once.step is not async, it returned dict: write async def" in message
+    helper = f"    async def answer(self):\n        return {answer}\nclass AgentExecutor"
+    step = STEP.format(answer="self.answer()").replace("async def step", "def step")
+    path.write_text(step.replace("class AgentExecutor", helper))
+    response, _, _ = episode(path, "", "x")
+    assert response.reward == 1.0
 
 
 def test_a_reset_without_an_observation_is_named(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ _RESULT = {
     "accuracy": NUMBER, "standard_error": or_null(NUMBER), "prompts": INTEGER, "samples_per_prompt": INTEGER,
 }  # fmt: skip
 _RESULT_MAYBE = {
+    "benchmark": TEXT, "skipped_overlong": INTEGER,
     "score_mean": NUMBER, "greedy_accuracy": or_null(NUMBER), "pass_at_k": map_of(NUMBER),
     "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.inputs import in_one_piece
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.tools.explain.explanation import Explanation, Quantity
 from openrlhf_ext.tools.explain.layout import columns_of, gutter_of, head, lay_out, row_name, visible
 from openrlhf_ext.tools.explain.palette import Color, Palette, Swatch, ink_of

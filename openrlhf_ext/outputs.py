@@ -1,0 +1,27 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def in_one_piece(path: Path) -> Iterator[Path]:
+    """Where to write a file that is moved to ``path`` afterwards: nobody ever finds half of it.
+
+    What is no ordinary file, such as /dev/stdout, is written to directly: for root, a move would put a file in the
+    place of the device.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
