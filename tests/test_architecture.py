@@ -40,7 +40,7 @@ RULES = {
     ),
     "rollout": ({"compat", "fp8", "imports", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": ({"compat", "redaction", "rollout", "user_code"}, {"megatron", "openrlhf", "vllm", "ray", "pydantic"}),
-    "reporting": ({"inputs", "redaction"}, HEAVY),
+    "reporting": ({"inputs", "outputs", "redaction"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (
         CORE | {"inputs", "locks", "options", "redaction", "user_code"}, {"openrlhf", "vllm", "megatron", "pydantic"},
@@ -54,6 +54,7 @@ RULES = {
             "locks",
             "megatron",
             "options",
+            "outputs",
             "patches",
             "ranks.shared_gpu",
             "redaction",
