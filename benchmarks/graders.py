@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.answers import normalized
 from openrlhf_ext.rewards.errors import RewardError
 from openrlhf_ext.rewards.pool import RewardPool
@@ -242,7 +243,7 @@ def main() -> int:
             report = {**header, "seconds": seconds, **parts}
             record.write(arguments.output, report)
 
-    with RewardPool(MATHS, arguments.workers, DEADLINE_S) as pool:
+    with RewardPool(Reward(remote_url=str(MATHS), num_workers=arguments.workers, timeout_s=DEADLINE_S)) as pool:
         pool.check()
         for name, file in FILES.items():
             path = arguments.data / file

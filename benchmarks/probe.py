@@ -36,7 +36,7 @@ from openrlhf_ext.fp8.recipe import Recipe  # noqa: E402
 from openrlhf_ext.megatron.distributed import initialize_distributed  # noqa: E402
 from openrlhf_ext.megatron.layout import ParallelLayout  # noqa: E402
 from openrlhf_ext.megatron.policy import MegatronPolicy  # noqa: E402
-from openrlhf_ext.megatron.settings import PolicySettings  # noqa: E402
+from openrlhf_ext.megatron.settings import ModelSettings  # noqa: E402
 from openrlhf_ext.megatron.step.batch import sequence_batch  # noqa: E402
 from openrlhf_ext.rollout.probe import relative_difference  # noqa: E402
 
@@ -65,7 +65,7 @@ def main() -> None:
 def rows(path: str) -> Iterator[dict[str, Any]]:
     """Every comparison on every text."""
     bf16, fp32 = (load(path, dtype) for dtype in (torch.bfloat16, torch.float32))
-    settings = PolicySettings(path, ParallelLayout(1, 1, 1, 1), param_dtype="bf16")
+    settings = ModelSettings(path, ParallelLayout(1, 1, 1, 1))
     policy = scorer_of(settings)
     fp8 = {name: scorer_of(replace(settings, fp8=Recipe(name, emulate=True))) for name in ("blockwise", "current")}
     for kind, text in texts(path, fp32).items():
@@ -88,7 +88,7 @@ def load(path: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
 
 
-def scorer_of(settings: PolicySettings) -> Scorer:
+def scorer_of(settings: ModelSettings) -> Scorer:
     """The policy on one rank."""
     policy = MegatronPolicy(settings)
     return lambda text: policy.logprobs(sequence_batch([text.numpy()], [[(1, len(text))]]), 1.0).logprobs_N

@@ -28,7 +28,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +42,7 @@ from openrlhf_ext import patches
 
 patches.apply()
 
+from openrlhf_ext.options.sections import Vllm  # noqa: E402
 from openrlhf_ext.rollout.engine import RolloutEngine  # noqa: E402
 from openrlhf_ext.rollout.sync.base import Link  # noqa: E402
 from openrlhf_ext.rollout.sync.checksum import Receipt, bit_sum, together, words  # noqa: E402
@@ -113,13 +113,14 @@ class PolicyRank:
         from openrlhf_ext.megatron.distributed import initialize_distributed
         from openrlhf_ext.megatron.layout import ParallelLayout
         from openrlhf_ext.megatron.policy import MegatronPolicy
-        from openrlhf_ext.megatron.settings import PolicySettings
+        from openrlhf_ext.megatron.settings import ModelSettings
+        from openrlhf_ext.options.sections import WeightSync
         from openrlhf_ext.ranks.publishing import SyncSettings
 
-        settings = PolicySettings(path, ParallelLayout(self.world_size, self.world_size))
+        settings = ModelSettings(path, ParallelLayout(self.world_size, self.world_size))
         initialize_distributed(settings.layout, TIMEOUT_S, 0)
-        self.policy = MegatronPolicy(replace(settings, param_dtype="bf16", optimizer=None))
-        self.sync = SyncSettings("gloo", 1, bucket_mib << 20, TIMEOUT_S, 1.0, ())
+        self.policy = MegatronPolicy(settings)
+        self.sync = SyncSettings("gloo", 1, WeightSync(bucket_mib=bucket_mib, timeout_s=TIMEOUT_S), 1.0, ())
         self.version = 0
 
     def connect(self, engines: list) -> dict[str, int]:
@@ -319,9 +320,8 @@ def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, 
 
     launch.RolloutEngine = Engine
     engines = launch.create_rollout_engines(
-        num_engines=count, tensor_parallel_size=1, model_path=str(folder / "policy"), seed=0, dtype="bfloat16",
-        max_model_len=256, enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5,
-        kv_cache_mib=64, use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S, max_requests=1,
+        str(folder / "policy"), Vllm(num_engines=count, dtype="bf16", max_requests=1), max_model_len=256, seed=0,
+        use_gpu=False, executor_factory=object, request_timeout_s=TIMEOUT_S,
     )  # fmt: skip
     ranks = Ranks(folder / "policy", args)
     launch.wait_until_ready(engines, 300)

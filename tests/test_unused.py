@@ -10,7 +10,7 @@ import vulture
 ROOT = Path(__file__).parent.parent
 SCANNED = ("openrlhf_ext", "patches", "benchmarks", "examples")
 REGISTERED = ["@register_algorithm", "@model_validator"]
-OPTIONS = ("openrlhf_ext/config/sections/", "openrlhf_ext/config/run_config.py")
+OPTIONS = ("openrlhf_ext/options/sections/", "openrlhf_ext/config/run_config.py")
 """Fields there are options: some are read by OpenRLHF's classes only, others are refused by name."""
 
 LIBRARIES_READ = {

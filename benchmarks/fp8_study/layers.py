@@ -51,7 +51,7 @@ def _policy(machine: Machine, policies: ModuleType, recipe: Recipe | None, token
         settings["num_layers"], settings["hidden"], settings["heads"], settings["kv_heads"], settings["head_dim"],
         settings["mlp"], settings["vocabulary"],
     )  # fmt: skip
-    optimizer = policies.OptimizerSettings(lr=1e-6, max_steps=100, lr_scheduler="constant")
+    optimizer = policies.Actor(adam=policies.Adam(lr=1e-6), lr_scheduler="constant")
     policy = policies.random_policy(
         model, "bf16" if machine.on_gpu else "fp32", max_tokens=tokens, optimizer=optimizer, fp8=recipe
     )

@@ -173,8 +173,9 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     layout, training, engines, seconds = (
         candidate.policy.training.layout, candidate.policy.training, candidate.engines, candidate.seconds,
     )  # fmt: skip
-    recompute = training.recompute
-    mode = " ".join((recompute.granularity, *(recompute.modules if recompute.granularity == "selective" else ())))
+    megatron = training.megatron
+    selective = megatron.recompute_modules if megatron.recompute == "selective" else ()
+    mode = " ".join((megatron.recompute, *selective))
     peaks = {moment.doing: f"{moment.total / _GIB:.1f}" for moment in candidate.moments}
     times = (
         ("does not fit", "", "", "", "") if seconds is None else tuple(
@@ -250,10 +251,10 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 
 def _degrees(candidate: Candidate) -> str:
-    layout, recompute = candidate.policy.training.layout, candidate.policy.training.recompute
+    layout, recompute = candidate.policy.training.layout, candidate.policy.training.megatron.recompute
     return (
         f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
-        f"recompute {recompute.granularity}, {layout.world_size} ranks, {candidate.engines.count} engines of "
+        f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
         f"{candidate.engines.tensor_parallel_size}, "
         f"vllm.gpu_memory_utilization {candidate.share:g}"
     )

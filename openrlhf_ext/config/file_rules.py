@@ -20,9 +20,9 @@ from openrlhf_ext.config.files import (
 )
 from openrlhf_ext.config.records import Scan, Wanted, scan_records
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections import Data
 from openrlhf_ext.inputs import InputError, similar_path
 from openrlhf_ext.options import Violation, leaf_fields, value_of
+from openrlhf_ext.options.sections import Data
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
 _FAULTS_SHOWN = 5

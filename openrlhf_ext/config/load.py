@@ -12,11 +12,11 @@ from typing import Any
 from openrlhf_ext.config.files import is_url, resolve_path
 from openrlhf_ext.config.rules import Findings, check_config, check_settings
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections.algo import UPSTREAM_ESTIMATORS
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.sources import Setting, flattened, read_command_line, read_yaml, unknown_option
 from openrlhf_ext.config.table import find_option, option_table
 from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
+from openrlhf_ext.options.sections.algo import UPSTREAM_ESTIMATORS
 
 Rules = Callable[[RunConfig], Findings]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from openrlhf_ext.config.file_rules import tokenizer_violations
 from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections import FP8, Megatron
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import Violation
+from openrlhf_ext.options.sections import FP8, Megatron
 
 _FP8_UNIT, _FP8_BLOCK = 16, 128
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"

@@ -15,9 +15,9 @@ from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
 from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED, Estimator
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Section, Violation, is_set, leaf_fields, no_effect, value_of
+from openrlhf_ext.options.sections.algo import CUSTOM, GUIDED, Estimator
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
 RESERVED_KEYS = {

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
-from openrlhf_ext.config.sections import (
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.options import Int, Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
+from openrlhf_ext.options.sections import (
     FP8,
     Actor,
     Algo,
@@ -29,9 +31,7 @@ from openrlhf_ext.config.sections import (
     Vllm,
     WeightSync,
 )
-from openrlhf_ext.config.sections.algo import CUSTOM, GUIDED
-from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import Int, Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
+from openrlhf_ext.options.sections.algo import CUSTOM, GUIDED
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
@@ -119,7 +119,11 @@ class RunConfig(Section):
     @property
     def layout(self) -> ParallelLayout:
         """How the policy is laid out over its ranks."""
-        return self.megatron.layout(self.world_size)
+        return self.layout_on(self.world_size)
+
+    def layout_on(self, ranks: int) -> ParallelLayout:
+        """A model laid out as the policy over so many ranks."""
+        return ParallelLayout.of(self.megatron, ranks)
 
     @property
     def has_critic(self) -> bool:
@@ -129,7 +133,7 @@ class RunConfig(Section):
     @property
     def critic_layout(self) -> ParallelLayout:
         """How the critic is laid out over its ranks."""
-        return self.critic_megatron.layout(self.critic_ranks)
+        return ParallelLayout.of(self.critic_megatron, self.critic_ranks)
 
     @property
     def critic_megatron(self) -> Megatron:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections.algo import ESTIMATORS
+from openrlhf_ext.options.sections.algo import ESTIMATORS
 
 SCHEMA = Path(__file__).resolve().parents[1] / "options.schema.json"
 _DEFS = "#/$defs/"

@@ -13,7 +13,6 @@ from typing import Any
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.openrlhf import DIFFERENCES
 from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
-from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.config.table import option_table
 from openrlhf_ext.fp8.recipe import BF16Layers
 from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
@@ -33,6 +32,7 @@ from openrlhf_ext.options import (
     value_of,
     value_text,
 )
+from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.redaction import redact
 
 _WIDTH = 110

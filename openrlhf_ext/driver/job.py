@@ -57,7 +57,6 @@ from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
     policy_path,
-    required,
     sync_settings,
     training_steps,
     worker_env,
@@ -66,6 +65,7 @@ from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuShari
 from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.options import required
 from openrlhf_ext.redaction import HIDDEN, redacted
 from openrlhf_ext.reporting import EventLog, SampleWriter
 

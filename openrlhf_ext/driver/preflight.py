@@ -11,10 +11,10 @@ from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
-from openrlhf_ext.config.sections.algo import CUSTOM
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Fault, no_effect, read, value_of
+from openrlhf_ext.options.sections.algo import CUSTOM
 
 
 def findings(config: RunConfig) -> Findings:

@@ -25,22 +25,21 @@ from openrlhf_ext.driver.settings import (
     frozen_models,
     policy_path,
     policy_settings,
-    required,
     sync_settings,
 )
 from openrlhf_ext.driver.supervision import Deadline
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.options import required
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor
 from openrlhf_ext.ranks.messages import SleepModes
 from openrlhf_ext.ranks.policy import PolicyActor
 from openrlhf_ext.rewards.executor import make_executor
-from openrlhf_ext.rewards.grading import RewardSettings
 from openrlhf_ext.rollout.probe import end_of_probe
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup, Reservation
-    from openrlhf_ext.rollout.launch import EngineFleet
+    from openrlhf_ext.rollout.launch import EngineFleet, EnginePlaces
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +64,8 @@ def tensor_block_size(config: RunConfig) -> int:
 
 def engine_places(
     config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str
-) -> dict[str, Any]:
-    """Where engines go, as arguments of ``create_rollout_engines``: the policy's bundles, or GPUs of their own.
+) -> EnginePlaces | None:
+    """Where engines go: on the policy's bundles, or GPUs of their own; None: where Ray puts them.
 
     Args:
         policy_places: of a colocated run; None = the engines share nothing.
@@ -74,6 +73,7 @@ def engine_places(
         what: they are, for messages.
     """
     from openrlhf_ext.driver.placement import place_ranks, reserve
+    from openrlhf_ext.rollout.launch import EnginePlaces
 
     size = config.vllm.tensor_parallel_size
     if policy_places is not None:
@@ -81,9 +81,8 @@ def engine_places(
     elif use_gpu:
         places, block = reserve(engines * size, config.vllm.start_timeout_s, what, shared=True), size
     else:
-        return {}
-    bundles = place_ranks(places.nodes, tensor_size=block)
-    return {"shared_placement_group": places.group, "shared_bundles": bundles}
+        return None
+    return EnginePlaces(places.group, place_ranks(places.nodes, tensor_size=block))
 
 
 def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) -> EngineFleet:
@@ -92,10 +91,7 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) 
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
     shared = policy_places if config.train.colocate_all else None
     places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
-    return _create_engines(
-        config, use_gpu, places, num_engines=config.vllm.num_engines, model_path=policy_path(config),
-        seed=config.train.seed,
-    )  # fmt: skip
+    return _create_engines(config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed)
 
 
 def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
@@ -104,42 +100,34 @@ def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
         return None
     places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines")
     path = required(config.guide.model_name_or_path, "guide.model_name_or_path")
-    return _create_engines(
-        config, use_gpu, places, num_engines=config.guide.num_engines, model_path=path,
-        seed=config.train.seed + config.vllm.num_engines,
-    )  # fmt: skip
+    seed = config.train.seed + config.vllm.num_engines
+    return _create_engines(config, use_gpu, places, path, config.guide.num_engines, seed)
 
 
-def _create_engines(config: RunConfig, use_gpu: bool, places: dict[str, Any], **model: Any) -> EngineFleet:
-    """Engines with the options of ``vllm.*`` and ``fp8.rollout_enable``.
-
-    Args:
-        places: see ``engine_places``.
-        model: ``num_engines``, ``model_path`` and ``seed``.
-    """
+def _create_engines(
+    config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int
+) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
+    resolved = {
+        "num_engines": count,
+        "dtype": config.rollout_dtype,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_requests": max_requests(config, use_gpu),
+    }
     return create_rollout_engines(
-        **model,
-        bf16_layers=bf16_layers(config, model["model_path"]),
-        tensor_parallel_size=config.vllm.tensor_parallel_size,
-        dtype={"bf16": "bfloat16", "fp32": "float32"}[config.rollout_dtype],
+        model_path,
+        config.vllm.model_copy(update=resolved),
         max_model_len=config.data.max_len,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
-        enforce_eager=config.vllm.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_mib=None if use_gpu else config.vllm.kv_cache_mib,
-        max_num_seqs=config.vllm.max_num_seqs,
-        max_num_batched_tokens=config.vllm.max_num_batched_tokens,
-        max_requests=max_requests(config, use_gpu),
-        executor_factory=executor_factory(config),
-        fast_tokenizer=not config.data.disable_fast_tokenizer,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
         request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
-        enable_sleep=config.vllm.enable_sleep and use_gpu,
-        batch_invariant=config.train.full_determinism_enable,
+        executor_factory=executor_factory(config),
         use_gpu=use_gpu,
-        **places,
+        seed=seed,
+        places=places,
+        fast_tokenizer=not config.data.disable_fast_tokenizer,
+        batch_invariant=config.train.full_determinism_enable,
+        bf16_layers=bf16_layers(config, model_path),
     )
 
 
@@ -154,9 +142,8 @@ def max_requests(config: RunConfig, use_gpu: bool) -> int:
     """Completions that an engine is asked for at a time: by default as many as it can batch."""
     from openrlhf_ext.rollout.launch import batch_limits
 
-    vllm = config.vllm
-    limits = batch_limits(use_gpu, vllm.max_num_seqs, vllm.max_num_batched_tokens, config.data.max_len)
-    return vllm.max_requests or max(limits["max_num_seqs"], config.rollout.n_samples_per_prompt)
+    limits = batch_limits(use_gpu, config.vllm, config.data.max_len)
+    return config.vllm.max_requests or max(limits["max_num_seqs"], config.rollout.n_samples_per_prompt)
 
 
 def executor_factory(config: RunConfig) -> Callable[[], Any]:
@@ -166,17 +153,7 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
         from openrlhf_ext.rewards.agent import make_agent_executor
 
         return make_agent_executor(agent, reward.timeout_s, reward.max_failures, reward.failure_value)
-    return make_executor(
-        RewardSettings(
-            remote_url=required(reward.remote_url, "reward.remote_url"),
-            num_workers=reward.num_workers,
-            memory_mib=reward.memory_mib,
-            environment=reward.environment,
-            timeout_s=reward.timeout_s,
-            max_failures=reward.max_failures,
-            failure_value=reward.failure_value,
-        )
-    )
+    return make_executor(reward)
 
 
 def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
@@ -324,7 +301,7 @@ class AuxiliaryModels:
             )
         for model in frozen_models(config):
             if (group := self.frozen.get(model.name)) is not None:
-                layout = config.megatron.layout(model.ranks)
+                layout = config.layout_on(model.ranks)
                 own = dataclasses.replace(policy, model_path=model.path, layout=layout, optimizer=None, host_copies={})
                 refs[model.name] = group.async_run_method("init_model", own)
         for name, ranks in refs.items():
@@ -339,7 +316,7 @@ class AuxiliaryModels:
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
         attention_length = read_model_shape(model.path).attention_length
         if (group := self.frozen.get(model.name)) is not None:
-            layout = config.megatron.layout(model.ranks)
+            layout = config.layout_on(model.ranks)
             return Scorer(group, "forward", layout.data_parallel_size, attention_length)
         return Scorer(policy, f"{model.name}_logprobs", config.layout.data_parallel_size, attention_length)
 
@@ -370,7 +347,7 @@ def _start_critic(config: RunConfig, policy_places: Reservation | None) -> RankG
 
 
 def _start_frozen(config: RunConfig, model: FrozenModel) -> RankGroup:
-    layout = config.megatron.layout(model.ranks)
+    layout = config.layout_on(model.ranks)
     return _start_auxiliary(FrozenActor, config, f"the {model.name}'s ranks", layout)
 
 

@@ -1,4 +1,4 @@
-"""What ranks are told of a run, which may not import the configuration; and what follows from it for several parts."""
+"""What ranks are told of a run, and what follows from its configuration for several parts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.sections.algo import CUSTOM
 from openrlhf_ext.fp8.toolkit import wheel_folder
-from openrlhf_ext.megatron.settings import CriticSettings, OptimizerSettings, Overlap, PolicySettings, Recompute
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.options import required
+from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
-
-_T = TypeVar("_T")
-
-
-def required(value: _T | None, option: str) -> _T:
-    """The value of an option without which a run is refused before it comes here."""
-    if value is None:
-        raise ValueError(f"{option} is not set")
-    return value
 
 
 def policy_path(config: RunConfig) -> str:
@@ -80,38 +72,22 @@ def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
     return algorithm
 
 
-def policy_settings(config: RunConfig, steps: int) -> PolicySettings:
+def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
     """What every policy rank gets."""
-    actor, megatron = config.actor, config.megatron
-    return PolicySettings(
-        model_path=policy_path(config),
-        layout=config.layout,
-        param_dtype=megatron.param_dtype,
-        temperature=config.rollout.temperature,
-        micro_batch_size=config.train.micro_batch_size,
-        forward_micro_batch_size=config.rollout.micro_batch_size,
-        **token_budgets(config),
-        head=megatron.head,
-        head_kernels=megatron.head_kernels,
-        head_workspace_bytes=megatron.head_workspace_mib << 20,
-        recompute=Recompute(
-            megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
-        ),
-        rope_fusion=megatron.rope_fusion,
-        fp8=config.fp8.training_recipe,
-        seed=config.train.seed,
-        collective_timeout_s=megatron.collective_timeout_s,
-        optimizer=OptimizerSettings(
-            lr=0.0 if config.train.drift_check else actor.adam.lr,
-            betas=actor.adam.betas, eps=actor.adam.eps, weight_decay=actor.adam.weight_decay,
-            max_norm=actor.max_norm, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
-            lr_warmup_steps=actor.lr_warmup_steps, min_lr_ratio=actor.min_lr_ratio,
-            max_steps=optimizer_updates(config, steps - frozen_steps(config)),
-            distributed=megatron.distributed_optimizer_enable,
-            overlap=overlap(config),
-        ),
-        host_copies={model.name: model.path for model in frozen_models(config) if not model.ranks},
-    )  # fmt: skip
+    actor = config.actor
+    if config.train.drift_check:
+        actor = actor.model_copy(update={"adam": actor.adam.model_copy(update={"lr": 0.0})})
+    return ModelSettings(
+        policy_path(config),
+        config.layout,
+        config.megatron,
+        config.rollout,
+        config.train,
+        config.fp8.training_recipe,
+        actor,
+        optimizer_updates(config, steps - frozen_steps(config)),
+        {model.name: model.path for model in frozen_models(config) if not model.ranks},
+    )
 
 
 @dataclass(frozen=True)
@@ -140,46 +116,24 @@ def frozen_models(config: RunConfig) -> list[FrozenModel]:
     return models
 
 
-def token_budgets(config: RunConfig) -> dict[str, int]:
-    """Tokens of a micro-batch on one rank, if micro-batches are filled up to a budget."""
-    if not config.train.dynamic_batch_enable:
-        return {}
-    train = config.train.max_tokens_per_gpu
-    return {
-        "max_tokens_per_gpu": train,
-        "forward_max_tokens_per_gpu": config.rollout.max_tokens_per_gpu or train,
-    }
-
-
 def critic_path(config: RunConfig) -> str:
     """The critic's checkpoint."""
     return config.critic.model_name_or_path or policy_path(config)
 
 
-def critic_settings(config: RunConfig, policy: PolicySettings, steps: int) -> CriticSettings:
+def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> ModelSettings:
     """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
-    critic, adam = config.critic, config.critic.adam
-    optimizer = OptimizerSettings(
-        lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, max_norm=critic.max_norm,
-        lr_scheduler=critic.lr_scheduler, lr_warmup_ratio=critic.lr_warmup_ratio, min_lr_ratio=critic.min_lr_ratio,
-        max_steps=optimizer_updates(config, steps), distributed=config.megatron.distributed_optimizer_enable,
-        overlap=overlap(config),
-    )  # fmt: skip
-    model = dataclasses.replace(
+    return dataclasses.replace(
         policy,
         model_path=critic_path(config),
         layout=config.critic_layout,
-        optimizer=optimizer,
-        host_copies={},
+        megatron=config.critic_megatron,
         fp8=None,
+        optimizer=config.critic,
+        updates=optimizer_updates(config, steps),
+        host_copies={},
+        value_head=config.ds.value_head_prefix,
     )
-    return CriticSettings(model, critic.value_clip, config.ds.value_head_prefix)
-
-
-def overlap(config: RunConfig) -> Overlap:
-    """What policy and critic do beside computing."""
-    megatron = config.megatron
-    return Overlap(megatron.overlap_grad_reduce, megatron.overlap_param_gather, megatron.ddp_bucket_size)
 
 
 def frozen_steps(config: RunConfig) -> int:
@@ -216,7 +170,5 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
         config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all,
         deterministic=config.train.full_determinism_enable,
     )  # fmt: skip
-    return SyncSettings(
-        transport, config.vllm.tensor_parallel_size, config.weight_sync.bucket_mib << 20, config.weight_sync.timeout_s,
-        config.probe_tolerance, tuple(probe),
-    )  # fmt: skip
+    workers, tolerance = config.vllm.tensor_parallel_size, config.probe_tolerance
+    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe))

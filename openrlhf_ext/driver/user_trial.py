@@ -13,7 +13,7 @@ from pathlib import Path
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.files import dataset_refs, is_hub_name
 from openrlhf_ext.config.records import Wanted, first_record
-from openrlhf_ext.config.sections.algo import CUSTOM
+from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
 from openrlhf_ext.user_code import time_limit, told
 
@@ -109,8 +109,8 @@ def _try_reward(config: RunConfig) -> str | None:
     reward = config.reward
     if reward.remote_url is None or not reward.remote_url.endswith(".py"):
         return None
-    limit_s, memory_mib = min(reward.timeout_s, _REWARD_S), reward.memory_mib
-    with RewardPool(reward.remote_url, 1, limit_s, memory_mib=memory_mib, environment=reward.environment) as pool:
+    trial = {"num_workers": 1, "timeout_s": min(reward.timeout_s, _REWARD_S)}
+    with RewardPool(reward.model_copy(update=trial)) as pool:
         pool.check()
         for prompt, label in _first_prompt(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()

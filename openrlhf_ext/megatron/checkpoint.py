@@ -268,7 +268,7 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     state = {
         "layout": asdict(model.settings.layout),
         "shape": asdict(model.shape),
-        "param_dtype": model.settings.param_dtype,
+        "param_dtype": model.settings.megatron.param_dtype,
         "optimizer_step": optimizer_step(model.optimizer),
         "scheduler_steps": model.scheduler.num_steps if model.scheduler is not None else 0,
         "extra": extra or {},
@@ -413,9 +413,10 @@ def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> N
     different = [f"{k} {v!r}, the model has {ours.get(k)!r}" for k, v in state["shape"].items() if ours.get(k) != v]
     if different:
         raise CheckpointError(f"{folder} is of another model: {'; '.join(different)}")
-    if state["param_dtype"] != model.settings.param_dtype:
+    dtype = model.settings.megatron.param_dtype
+    if state["param_dtype"] != dtype:
         raise CheckpointError(
-            f"{folder} holds {state['param_dtype']} parameters, megatron.param_dtype is {model.settings.param_dtype}: "
+            f"{folder} holds {state['param_dtype']} parameters, megatron.param_dtype is {dtype}: "
             "resume with the type of the run that wrote it"
         )
 

@@ -22,10 +22,10 @@ from openrlhf_ext.megatron.decoder import MegatronModel, one, planned_rows
 from openrlhf_ext.megatron.model.accounting import new_value_head
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
-from openrlhf_ext.megatron.settings import CriticSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.options.sections import Critic
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,9 @@ logger = logging.getLogger(__name__)
 class MegatronCritic(MegatronModel):
     """A value model on Megatron-core, this rank's share of it."""
 
-    def __init__(self, settings: CriticSettings) -> None:
-        self.critic = settings
-        super().__init__(settings.model)
-
     def read_shape(self) -> ModelShape:
         """The checkpoint's decoder with a value head."""
-        return read_value_shape(self.settings.model_path, self.critic.value_head)
+        return read_value_shape(self.settings.model_path, self.settings.value_head)
 
     def load_weights(self) -> None:
         """Fills the chunks; a value head that the checkpoint lacks starts as OpenRLHF's: normal, std 1 / (H + 1)."""
@@ -50,10 +46,18 @@ class MegatronCritic(MegatronModel):
             logger.info("%s has no value head: a new one is trained from scratch", self.settings.model_path)
         if self.on_last_stage:
             weight_1H = self.last_chunk.output_embedding()
-            same_on_all_ranks = torch.Generator().manual_seed(self.settings.seed)
+            same_on_all_ranks = torch.Generator().manual_seed(self.settings.train.seed)
             std = 1 / (self.shape.hidden_size + 1)
             with torch.no_grad():
                 weight_1H.copy_(torch.empty(weight_1H.shape).normal_(0.0, std, generator=same_on_all_ranks))
+
+    @property
+    def value_clip(self) -> float | None:
+        """Half-width of the interval around the old value in the value loss; None for no clipping."""
+        options = self.settings.optimizer
+        if not isinstance(options, Critic):
+            raise TypeError(f"a critic is trained with critic.*, got {options!r}")
+        return options.value_clip
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -94,7 +98,7 @@ class MegatronCritic(MegatronModel):
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.plan(batch, forward_only=False)
-        clip, targets = self.critic.value_clip, targets.select(planned_rows(plan)).to(self.device)
+        clip, targets = self.value_clip, targets.select(planned_rows(plan)).to(self.device)
 
         def pack_loss(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
             mine = targets.select(part.rows)

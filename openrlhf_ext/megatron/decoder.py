@@ -45,7 +45,7 @@ from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_h
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_batch, sequence_costs
 from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
 from openrlhf_ext.megatron.step.overlap import TrainedChunk, no_sync
@@ -73,19 +73,17 @@ class MegatronModel:
         counted: tokens of this replica's packs since ``take_count``.
     """
 
-    def __init__(self, settings: PolicySettings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.counted = TokenCount()
         self.shape = self.read_shape()
-        self.dtype = DTYPES[settings.param_dtype]
+        self.dtype = DTYPES[settings.megatron.param_dtype]
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         if settings.fp8 is not None and not settings.fp8.emulate:
             require(settings.fp8)
-        self.config = transformer_config(
-            self.shape, settings.layout, self.dtype, settings.recompute, settings.rope_fusion, settings.fp8
-        )
+        self.config = transformer_config(self.shape, settings.layout, self.dtype, settings.megatron, settings.fp8)
         self.chunks = self.build_chunks()
         self.load_weights()
         self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
@@ -94,8 +92,8 @@ class MegatronModel:
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if settings.optimizer is not None:
-            self.optimizer = build_optimizer(self.models, settings.optimizer, self.dtype)
-            self.scheduler = build_scheduler(self.optimizer, settings.optimizer)
+            self.optimizer = build_optimizer(self.models, settings.optimizer, settings.megatron, self.dtype)
+            self.scheduler = build_scheduler(self.optimizer, settings.optimizer, settings.updates)
             self.config.grad_scale_func = self.optimizer.scale_loss
             self.config.no_sync_func = no_sync(self.models)
             self.gather_parameters()
@@ -121,15 +119,15 @@ class MegatronModel:
 
     def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:
         module = Float16Module(self.config, chunk) if self.dtype != torch.float32 else chunk
-        optimizer = self.settings.optimizer
-        if optimizer is None:
+        megatron = self.settings.megatron
+        if self.settings.optimizer is None:
             return module.requires_grad_(False)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=optimizer.overlap.grad_reduce,
-            overlap_param_gather=optimizer.overlap.param_gather,
-            bucket_size=optimizer.overlap.bucket_size,
-            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather,
+            bucket_size=megatron.ddp_bucket_size,
+            use_distributed_optimizer=megatron.distributed_optimizer_enable,
             check_for_nan_in_grad=False,  # checked once per step, on the gradient norm
         )
         return TrainedChunk(self.config, ddp, module)
@@ -231,9 +229,9 @@ class MegatronModel:
     def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
         """What each sequence takes of a micro-batch, and how much of that a micro-batch holds."""
         settings = self.settings
-        tokens = settings.forward_max_tokens_per_gpu if forward_only else settings.max_tokens_per_gpu
+        tokens = settings.tokens_per_micro_batch(forward_only)
         if tokens is None:
-            return [1] * len(lengths), settings.forward_micro_batch_size if forward_only else settings.micro_batch_size
+            return [1] * len(lengths), (settings.rollout if forward_only else settings.train).micro_batch_size
         shape = self._pack_shape
         slots = PackShape(shape.context_parallel_size)  # sequences share what the end of a pack takes
         capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
@@ -338,8 +336,7 @@ class MegatronModel:
 
     def _nothing(self, hidden: Tensor) -> Tensor:
         """The loss of a micro-batch without response tokens."""
-        optimizer = self.settings.optimizer
-        if optimizer is None or not optimizer.overlap.grad_reduce:
+        if self.settings.optimizer is None or not self.settings.megatron.overlap_grad_reduce:
             return hidden[:0].sum()
         # a bucket is reduced when the last micro-batch has given a gradient to all of its parameters, to the head's too
         return hidden[:0].sum() + self.output_embedding()[:0].sum()
@@ -473,8 +470,8 @@ class MegatronModel:
         """One update with the gradients of ``run``; the schedule moves first, so that no update is lost to rate 0.
 
         Args:
-            more: another train step follows. With ``Overlap.param_gather`` its forward pass gathers the new parameters;
-                until then only ``run`` may read them. Without ``more`` they are complete when this returns.
+            more: another train step follows. With ``megatron.overlap_param_gather`` its forward pass gathers the new
+                parameters; until then only ``run`` may read them. Without ``more`` they are complete when this returns.
 
         Returns:
             ``grad_norm`` (before clipping) and ``lr``.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
+from openrlhf_ext.options.sections import Megatron
+
 RANK_ORDER = "tp-cp-ep-pp-dp"
 
 
@@ -33,6 +35,14 @@ class ParallelLayout:
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     virtual_pipeline_size: int = 1  # model chunks per pipeline stage (interleaved schedule)
+
+    @classmethod
+    def of(cls, options: Megatron, ranks: int) -> ParallelLayout:
+        """How a model with these options is laid out over so many ranks."""
+        return cls(
+            ranks, options.tensor_parallel_size, options.pipeline_parallel_size, options.context_parallel_size,
+            options.sequence_parallel_enable, options.virtual_pipeline_size,
+        )  # fmt: skip
 
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
         """The rules that these degrees break: the fields concerned, and what is wrong.

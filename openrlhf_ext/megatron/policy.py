@@ -35,7 +35,7 @@ class MegatronPolicy(MegatronModel):
     @torch.no_grad()
     def logprobs(self, batch: SequenceBatch, temperature: float | None = None) -> LogprobEntropy:
         """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of the replica."""
-        temperature = self.settings.temperature if temperature is None else temperature
+        temperature = self.settings.rollout.temperature if temperature is None else temperature
         return LogprobEntropy(*self.collect(batch, lambda part, states: self._head(part, states, temperature), 2))
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
@@ -46,11 +46,11 @@ class MegatronPolicy(MegatronModel):
 
     @property
     def _head_gathers(self) -> bool:
-        return self.config.sequence_parallel and self.settings.head != "naive"
+        return self.config.sequence_parallel and self.settings.megatron.head != "naive"
 
     def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
         """Log-prob and entropy of this rank's response tokens of a micro-batch, from ``response_states``."""
-        if self.settings.head == "naive":
+        if self.settings.megatron.head == "naive":
             return naive_logprob_entropy(states, **self._head_operands(part, temperature))
         return linear_logprob_entropy(states, **self._head_operands(part, temperature), **self._head_resources(part))
 
@@ -65,10 +65,10 @@ class MegatronPolicy(MegatronModel):
 
     def _head_resources(self, part: PackedBatch) -> dict[str, Any]:
         return {
-            "workspace_bytes": self.settings.head_workspace_bytes,
+            "workspace_bytes": self.settings.megatron.head_workspace_mib << 20,
             "sequence_rows": part.hidden_N if self._head_gathers else None,
             "rows_per_rank": part.piece_counts if self._head_gathers else None,
-            "implementation": self.settings.head_kernels,
+            "implementation": self.settings.megatron.head_kernels,
         }
 
     # ---- training -----------------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ class MegatronPolicy(MegatronModel):
         A context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
         whole loss, of which only its own log-probs lead back to its hidden states.
         """
-        temperature = self.settings.temperature
-        terms = algorithm.token_loss(shaped) if self.settings.head == "fused" else None
+        temperature = self.settings.rollout.temperature
+        terms = algorithm.token_loss(shaped) if self.settings.megatron.head == "fused" else None
         if terms is None:
             logprob_N = self._head(part, states, temperature).logprob_T
             loss = algorithm.loss(self.gather_tokens(logprob_N, part), shaped)

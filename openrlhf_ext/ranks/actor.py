@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.deadlines.watchdog import start_watchdog
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.rollout.process import own_identity
 from openrlhf_ext.stores import open_store
 
@@ -57,14 +57,14 @@ class RankActor:
         with without_collection():
             import_module("openrlhf_ext.megatron.policy")
 
-    def join(self, settings: PolicySettings) -> dict[str, Any]:
+    def join(self, settings: ModelSettings) -> dict[str, Any]:
         """Joins the process group of the model; returns what the process is."""
         from openrlhf_ext.megatron.distributed import initialize_distributed
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        initialize_distributed(settings.layout, settings.collective_timeout_s, settings.seed)
+        initialize_distributed(settings.layout, settings.megatron.collective_timeout_s, settings.train.seed)
         self.is_first_of_replica = settings.layout.answers_for_replica(dist.get_rank())
-        address = start_watchdog(settings.collective_timeout_s)
+        address = start_watchdog(settings.megatron.collective_timeout_s)
         return {"rank": dist.get_rank(), "phases": address, **own_identity()}
 
     def empty_cache(self) -> None:

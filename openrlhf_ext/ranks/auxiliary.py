@@ -8,7 +8,7 @@ import numpy as np
 
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.megatron.deadlines.watchdog import phase
-from openrlhf_ext.megatron.settings import CriticSettings, PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.actor import RankActor
 from openrlhf_ext.ranks.messages import CriticMiniBatch
@@ -18,11 +18,11 @@ from openrlhf_ext.ranks.trained import TrainedActor
 class CriticActor(TrainedActor):
     """One rank of the critic. Every RPC is a collective: the group calls it on all ranks."""
 
-    def init_model(self, settings: CriticSettings, max_epochs: int, sleeps: bool) -> dict[str, Any]:
+    def init_model(self, settings: ModelSettings, max_epochs: int, sleeps: bool) -> dict[str, Any]:
         """Builds the rank's model and optimizer; returns what the process is."""
         from openrlhf_ext.megatron.critic import MegatronCritic
 
-        info = self.join(settings.model)
+        info = self.join(settings)
         with phase("building the critic"):
             self.critic, self.max_epochs = MegatronCritic(settings), max_epochs
         self.hold(self.critic, sleeps)
@@ -56,7 +56,7 @@ class CriticActor(TrainedActor):
 class FrozenActor(RankActor):
     """One rank of a language model that scores completions and is never trained."""
 
-    def init_model(self, settings: PolicySettings) -> dict[str, Any]:
+    def init_model(self, settings: ModelSettings) -> dict[str, Any]:
         """Builds the rank's model; returns what the process is."""
         from openrlhf_ext.megatron.policy import MegatronPolicy
 

@@ -17,7 +17,7 @@ from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.deadlines.watchdog import phase
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
@@ -42,7 +42,7 @@ class PolicyActor(TrainedActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
     def init_model(
-        self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
+        self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
         """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
         about = self.join(settings)
@@ -51,7 +51,7 @@ class PolicyActor(TrainedActor):
 
     @phase("building the policy")
     def _build(
-        self, settings: PolicySettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
+        self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> None:
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
@@ -78,7 +78,7 @@ class PolicyActor(TrainedActor):
         device, settings = device_bytes(), self.policy.settings
         if device is None or sleeping.engine_share is None:
             return
-        distributed = settings.optimizer is not None and settings.optimizer.distributed
+        distributed = settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
         replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
         parameters = self._parameters
         states = state_bytes(sum(p.numel() for p in parameters), parameters[0].element_size(), replicas)

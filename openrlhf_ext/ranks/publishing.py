@@ -23,6 +23,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.deadlines.gate import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
+from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
@@ -44,18 +45,16 @@ class SyncSettings:
 
     Attributes:
         transport: see `find_transport`.
-        engine_tensor_parallel_size: workers per engine.
-        bucket_bytes: size of a packed bucket.
-        timeout_s: limit of connecting, of one update, and of one probe.
-        probe_tolerance: see `check_sync`, nats.
+        workers: of an engine.
+        options: size of buckets; limit of connecting, of one update, and of one probe.
+        tolerance: see `check_sync`, nats.
         probe: tokens that policy and engines score after every update.
     """
 
     transport: str
-    engine_tensor_parallel_size: int
-    bucket_bytes: int
-    timeout_s: float
-    probe_tolerance: float
+    workers: int
+    options: WeightSync
+    tolerance: float
     probe: tuple[int, ...]
 
 
@@ -77,14 +76,14 @@ class WeightPublisher:
 
         self._policy, self._settings = policy, settings
         self._exporter = HFExporter(policy.chunks, policy.shape)
-        self.plan = BucketPlan.build(policy.hf_specs(), settings.bucket_bytes)
+        self.plan = BucketPlan.build(policy.hf_specs(), settings.options.bucket_mib << 20)
         self._parts = {
             bucket.index: [Part(slot.name, slot.start, slot.stop) for slot in bucket.slots]
             for bucket in self.plan.buckets
         }
         exporting = _ranks_with(self._exporter.takes_part)
         transport = find_transport(settings.transport)
-        self._staging = transport.staging(self.plan, exporting, policy.settings.collective_timeout_s)
+        self._staging = transport.staging(self.plan, exporting, policy.settings.megatron.collective_timeout_s)
         self._gate = Gate()
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines)
@@ -159,7 +158,7 @@ class WeightPublisher:
             EnginesAtFault: an engine died or did not answer; its position counts among those asked.
         """
         policy, settings = self._policy, self._settings
-        tokens, tolerance = settings.probe, settings.probe_tolerance
+        tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s
         row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
         ours = policy.logprobs(row, temperature=1.0).logprobs_N
         before_asking()
@@ -169,8 +168,8 @@ class WeightPublisher:
             what = f"scoring the probe with weights of version {version}"
             if wake:
                 waking = f"waking up before {what}"
-                EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, settings.timeout_s).finish()
-            calls = EngineCalls.start(asked, "probe_logprobs", [(tokens,)] * len(asked), what, settings.timeout_s)
+                EngineCalls.start(asked, "wake_up", [()] * len(asked), waking, timeout_s).finish()
+            calls = EngineCalls.start(asked, "probe_logprobs", [(tokens,)] * len(asked), what, timeout_s)
             limit = limit_of_probe(tolerance, self._baseline)
             found = check_sync(ours, calls.finish(), tolerance, version, limit)
             if self._baseline is None:
@@ -185,8 +184,8 @@ class WeightPublisher:
         """Used on rank 0."""
         settings = self._settings
         return WeightSender(
-            settings.transport, self.plan, self._staging, engines, settings.engine_tensor_parallel_size,
-            settings.timeout_s,
+            settings.transport, self.plan, self._staging, engines, settings.workers,
+            settings.options.timeout_s,
         )  # fmt: skip
 
     def _send(

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.redaction import redacted
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardError, RewardInvalid
-from openrlhf_ext.rewards.grading import FAILED_KEY, Grader, RewardResult, RewardSettings
+from openrlhf_ext.rewards.grading import FAILED_KEY, Grader, RewardResult
 from openrlhf_ext.rewards.http_reward import HttpReward
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Response
@@ -163,36 +164,33 @@ def _without_end(completion: Any) -> list[int]:
     return list(completion.token_ids)[: -1 if by_token else None]
 
 
-def make_executor(settings: RewardSettings) -> Callable[[], GradedSingleTurnExecutor]:
+def make_executor(options: Reward) -> Callable[[], GradedSingleTurnExecutor]:
     """A picklable factory that builds the executor inside the rollout engine's process.
 
     Raises:
         ValueError: see :func:`open_grader`.
     """
-    open_grader(settings)  # a wrong address fails here, not inside a Ray actor
-    return partial(_build_executor, settings)
+    open_grader(options)  # a wrong address fails here, not inside a Ray actor
+    return partial(_build_executor, options)
 
 
-def open_grader(settings: RewardSettings) -> Grader:
-    """The grader ``settings.remote_url`` asks for, not started.
+def open_grader(options: Reward) -> Grader:
+    """The grader ``reward.remote_url`` asks for, not started.
 
     Raises:
         ValueError: the addresses are neither one Python file nor http(s) only.
     """
-    addresses = settings.addresses
-    if all(address.startswith(("http://", "https://")) for address in addresses):
-        return HttpReward(addresses, timeout_s=settings.timeout_s)
+    addresses = options.addresses
+    if addresses and all(address.startswith(("http://", "https://")) for address in addresses):
+        return HttpReward(addresses, timeout_s=options.timeout_s)
     if len(addresses) == 1 and addresses[0].endswith(".py"):
-        return RewardPool(
-            addresses[0], settings.num_workers, settings.timeout_s, start_timeout_s=settings.start_timeout_s,
-            memory_mib=settings.memory_mib, environment=settings.environment,
-        )  # fmt: skip
+        return RewardPool(options)
     raise ValueError(
         "--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got "
         f"{redacted(addresses)}"
     )
 
 
-def _build_executor(settings: RewardSettings) -> GradedSingleTurnExecutor:
-    policy = FailurePolicy(settings.max_failures, settings.failure_value)
-    return GradedSingleTurnExecutor(open_grader(settings), policy)
+def _build_executor(options: Reward) -> GradedSingleTurnExecutor:
+    policy = FailurePolicy(options.max_failures, options.failure_value)
+    return GradedSingleTurnExecutor(open_grader(options), policy)

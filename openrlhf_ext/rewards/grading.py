@@ -64,42 +64,6 @@ class Grader(Protocol):
         """Release processes and connections."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardSettings:
-    """The ``--reward.*`` options that concern grading.
-
-    Attributes:
-        remote_url: a Python file with ``reward_func``, or one or more http(s) addresses of reward servers.
-        num_workers: grading processes of each rollout engine.
-        timeout_s: deadline of one call of the reward function, or of one request to a server.
-        memory_mib: memory that a grading process may take for itself.
-        environment: names of variables that grading processes get besides the usual ones.
-        start_timeout_s: deadline for importing the file.
-        max_failures: failures each rollout engine tolerates over the run.
-        failure_value: reward of a sample that could not be graded.
-    """
-
-    remote_url: str
-    num_workers: int = 2
-    timeout_s: float = 30.0
-    memory_mib: int = 4096
-    environment: tuple[str, ...] = ()
-    start_timeout_s: float = 120.0
-    max_failures: int = 10
-    failure_value: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.addresses:
-            raise ValueError("--reward.remote_url: give a Python file with reward_func, or http(s) addresses")
-        if not math.isfinite(self.failure_value):
-            raise ValueError(f"--reward.failure_value must be finite, got {self.failure_value}")
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """What stands between the commas of ``remote_url``."""
-        return tuple(url.strip() for url in self.remote_url.split(",") if url.strip())
-
-
 class InvalidAnswer(ValueError):
     """A reward function's answer breaks the convention; the text names the key, the rule and the value."""
 

@@ -7,12 +7,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.options import required
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.errors import (
     RewardError,
     RewardImportError,
@@ -50,38 +51,18 @@ class RewardPool:
     any event loop; a context manager.
 
     Args:
-        reward_path: the user's Python file.
-        num_workers: number of processes.
-        timeout_s: deadline of one call, from the moment a worker starts on it.
+        options: ``reward.remote_url`` is the user's Python file; processes, deadline of a call, memory, environment.
         start_timeout_s: deadline for importing the file.
         queue_timeout_s: a sample that waited longer than this for a worker fails instead of being graded.
-        memory_mib: memory that a worker may take for itself; a call that asks for more raises MemoryError.
-        environment: names of variables that workers get besides ``process.USUAL_VARIABLES``.
     """
 
-    def __init__(
-        self,
-        reward_path: str | Path,
-        num_workers: int = 2,
-        timeout_s: float = 30.0,
-        *,
-        start_timeout_s: float = 120.0,
-        queue_timeout_s: float = 600.0,
-        memory_mib: int = 4096,
-        environment: Sequence[str] = (),
-    ) -> None:
-        limits = {
-            "num_workers": num_workers, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s,
-            "queue_timeout_s": queue_timeout_s, "memory_mib": memory_mib,
-        }  # fmt: skip
-        if wrong := {name: value for name, value in limits.items() if value <= 0}:
-            raise ValueError(f"--reward.*: these must be positive: {wrong}")
-        self._reward_path = str(Path(reward_path).resolve())
-        self._timeout_s = timeout_s
+    def __init__(self, options: Reward, *, start_timeout_s: float = 120.0, queue_timeout_s: float = 600.0) -> None:
+        self._reward_path = str(Path(required(options.remote_url, "reward.remote_url")).resolve())
+        self._timeout_s = options.timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._workers = [
-            WorkerProcess(self._reward_path, start_timeout_s, memory_mib, tuple(environment))
-            for _ in range(num_workers)
+            WorkerProcess(self._reward_path, start_timeout_s, options.memory_mib, options.environment)
+            for _ in range(options.num_workers)
         ]
         self._started: list[Future[None]] = []
         self._threads: list[threading.Thread] = []

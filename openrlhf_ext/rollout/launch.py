@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -14,6 +15,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf_ext.fp8.toolkit import cuda_home
+from openrlhf_ext.options import required
+from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.errors import EngineStartError
 
@@ -53,58 +56,44 @@ class EngineFleet(list):
         return list, (list(self),)
 
 
+@dataclass(frozen=True)
+class EnginePlaces:
+    """Bundles of which engines take a fifth of each: the policy's (colocated), or bundles of GPUs of their own.
+
+    Attributes:
+        bundles: in the order in which workers take them, those of an engine next to each other.
+    """
+
+    group: PlacementGroup
+    bundles: Sequence[int]
+
+
 def create_rollout_engines(
-    *,
-    num_engines: int,
-    tensor_parallel_size: int,
     model_path: str,
-    seed: int,
-    dtype: str,
+    options: Vllm,
+    *,
     max_model_len: int,
-    enable_prefix_caching: bool,
-    enforce_eager: bool,
-    gpu_memory_utilization: float,
-    kv_cache_mib: int | None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    max_requests: int,
-    executor_factory: Callable[[], Any],
-    fast_tokenizer: bool = True,
     request_timeout_s: float,
-    enable_sleep: bool = False,
+    executor_factory: Callable[[], Any],
+    use_gpu: bool,
+    seed: int,
+    places: EnginePlaces | None = None,
+    fast_tokenizer: bool = True,
     batch_invariant: bool = False,
     bf16_layers: Sequence[int] | None = None,
-    use_gpu: bool,
-    shared_placement_group: PlacementGroup | None = None,
-    shared_bundles: Sequence[int] = (),
 ) -> EngineFleet:
     """Start engines and return their handles at once; `wait_until_ready` waits for them.
 
     Args:
-        num_engines: engines, each a vLLM instance with a whole copy of the model.
-        tensor_parallel_size: workers per engine.
         model_path: Hugging Face checkpoint (directory or hub name).
-        seed: engine i samples with seed + i, where a request has no seed of its own.
-        dtype: "float32", "bfloat16" or "float16".
+        options: of these engines, with `dtype`, `max_requests` and `gpu_memory_utilization` set.
         max_model_len: prompt plus response, in tokens.
-        enable_prefix_caching: reuse keys and values of common prompt prefixes.
-        enforce_eager: no CUDA graphs.
-        gpu_memory_utilization: share of each GPU for vLLM; without effect on CPU.
-        kv_cache_mib: KV cache per worker in MiB; needed on CPU, on a GPU None leaves it to `gpu_memory_utilization`.
-        max_num_seqs: requests that an engine works on at a time; None: 1024 on a GPU, 256 on CPU.
-        max_num_batched_tokens: tokens that an engine computes in one step; None: 8192 on a GPU, on CPU 4096 or
-            `max_model_len`, whichever is larger.
-        max_requests: completions that an engine is asked for at a time; more would wait in Ray's queue, and every
-            question and weight update behind them.
         executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
-        enable_sleep: GPUs only: let the engines give up their memory while training.
+        use_gpu: whether they run on GPUs.
+        seed: engine i samples with seed + i, where a request has no seed of its own.
+        places: None: engines on CPU that go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
         bf16_layers: FP8 in the linear layers of all decoder layers but these, counted from 0; None: no FP8.
-        use_gpu: whether they run on GPUs.
-        shared_placement_group: bundles of which engines take a fifth of each: the policy's (colocated), or bundles of
-            GPUs of their own; None: engines on CPU that go where Ray puts them.
-        shared_bundles: the bundles of `shared_placement_group` in the order in which workers take them, those of an
-            engine next to each other.
 
     Raises:
         ValueError: an option does not fit the machine.
@@ -112,52 +101,52 @@ def create_rollout_engines(
     """
     engine_args = {
         "model": model_path,
-        "dtype": dtype,
+        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[options.dtype],
         "max_model_len": max_model_len,
-        "enable_prefix_caching": enable_prefix_caching,
-        "enforce_eager": enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": options.enforce_eager or not use_gpu,  # CUDA graphs need CUDA
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "max_logprobs": 1,
-        "tensor_parallel_size": tensor_parallel_size,
+        "tensor_parallel_size": options.tensor_parallel_size,
         "disable_log_stats": True,
         "executor_factory": executor_factory,
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
         "bf16_layers": bf16_layers,
     }
-    if dtype != "float32":
+    if options.dtype != "fp32":
         # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL
         # training-inference consistency" (vllm 0.29.0 config/model.py:1949)
         engine_args["hf_overrides"] = {"head_dtype": "float32"}
-    engine_args |= batch_limits(use_gpu, max_num_seqs, max_num_batched_tokens, max_model_len)
-    if kv_cache_mib is not None:
-        engine_args["kv_cache_memory_bytes"] = kv_cache_mib << 20
+    engine_args |= batch_limits(use_gpu, options, max_model_len)
     if not use_gpu:
-        engine_args |= cpu_engine_args(tensor_parallel_size, kv_cache_mib, enable_sleep)
-        placements = _cpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
-    elif bf16_layers is not None and dtype == "float32":
+        engine_args |= cpu_engine_args(options)
+        placements = _cpu_placements(options, places)
+    elif bf16_layers is not None and options.dtype == "fp32":
         raise ValueError(
             "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
             "vllm.dtype bf16, or switch fp8.rollout_enable off"
         )
-    elif shared_placement_group is None:
+    elif places is None:
         raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
-        engine_args |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": enable_sleep}
-        placements = _gpu_placements(num_engines, tensor_parallel_size, shared_placement_group, shared_bundles)
+        share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
+        engine_args |= {"gpu_memory_utilization": share, "enable_sleep_mode": options.enable_sleep}
+        placements = _gpu_placements(options, places)
+    max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
     environment = engine_env(
         use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant, fp8=bf16_layers is not None
     )
 
     def start(index: int) -> Any:
-        options, extra = placements[index]
+        placing, extra = placements[index]
         # Ray gives an asynchronous actor 1,000 calls at a time (ray 2.55.0 actor.py:1810), fewer than an engine batches
         calls = {"max_concurrency": max_requests + _OTHER_CALLS}
-        options = {"runtime_env": {"env_vars": environment}, **calls, **options}
-        return actor_class.options(**options).remote(seed=seed + index, **engine_args, **extra)
+        placing = {"runtime_env": {"env_vars": environment}, **calls, **placing}
+        return actor_class.options(**placing).remote(seed=seed + index, **engine_args, **extra)
 
-    return EngineFleet(start, num_engines)
+    return EngineFleet(start, options.num_engines)
 
 
 def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False, fp8: bool = False) -> dict[str, str]:
@@ -248,8 +237,9 @@ def _cluster_total(resource: str) -> float:
     return ray.cluster_resources().get(resource, 0.0)
 
 
-def batch_limits(use_gpu: bool, sequences: int | None, tokens: int | None, max_model_len: int) -> dict[str, int]:
+def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, int]:
     """The size of a step; what is not asked for gives way to what is, because every sequence of a step has a token."""
+    sequences, tokens = options.max_num_seqs, options.max_num_batched_tokens
     usual_sequences, usual_tokens = _GPU_BATCH if use_gpu else _CPU_BATCH
     if not use_gpu:
         usual_tokens = max(usual_tokens, max_model_len)
@@ -262,15 +252,12 @@ def batch_limits(use_gpu: bool, sequences: int | None, tokens: int | None, max_m
     return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens or max(usual_tokens, sequences)}
 
 
-def cpu_engine_args(tensor_parallel_size: int, kv_cache_mib: int | None, enable_sleep: bool) -> dict[str, Any]:
-    """Arguments of every engine on CPU; ``in_process`` says whether it can run on a thread. Refuses what cannot be."""
-    if kv_cache_mib is None:
-        raise ValueError("kv_cache_mib must be given on CPU: vLLM would take 92 % of the machine's memory")
-    if enable_sleep:
-        raise ValueError("enable_sleep has no effect on CPU: vLLM cannot give up host memory; switch it off")
+def cpu_engine_args(options: Vllm) -> dict[str, Any]:
+    """Arguments of every engine on CPU; ``in_process`` says whether it can run on a thread."""
     return {
-        "in_process": tensor_parallel_size == 1,
-        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+        "kv_cache_memory_bytes": options.kv_cache_mib << 20,  # vLLM's default is 92 % of the machine's memory
+        "in_process": options.tensor_parallel_size == 1,
+        "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         # A prompt cut in two rolls back the offset of its request's generator, which CPU generators do not have
         # (vllm 0.29.0 v1/worker/gpu_model_runner.py:3785): the engine would die at the first long seeded batch.
         "enable_chunked_prefill": False,
@@ -281,12 +268,13 @@ _Placement = tuple[dict[str, Any], dict[str, Any]]
 """Ray options of an actor, and constructor arguments that depend on its place."""
 
 
-def _cpu_placements(
-    num_engines: int, tensor_parallel_size: int, shared: PlacementGroup | None, bundles: Sequence[int]
-) -> list[_Placement]:
-    if shared is not None:
-        first = bundles[::tensor_parallel_size]
-        slots = [PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=bundle) for bundle in first]
+def _cpu_placements(options: Vllm, places: EnginePlaces | None) -> list[_Placement]:
+    num_engines = options.num_engines
+    if places is not None:
+        first = places.bundles[:: options.tensor_parallel_size]
+        slots = [
+            PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=bundle) for bundle in first
+        ]
         return [
             ({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0})
             for slot in slots[:num_engines]
@@ -299,22 +287,21 @@ def _cpu_placements(
     return [({"num_cpus": 1, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
 
 
-def _gpu_placements(
-    num_engines: int, tensor_parallel_size: int, group: PlacementGroup, order: Sequence[int]
-) -> list[_Placement]:
+def _gpu_placements(options: Vllm, places: EnginePlaces) -> list[_Placement]:
     """OpenRLHF's placement: one bundle per worker, an engine's bundles next to each other."""
-    actor_gpus = _SHARE if tensor_parallel_size == 1 else 0
+    workers = options.tensor_parallel_size
+    actor_gpus = _SHARE if workers == 1 else 0
     placements = []
-    for index in range(num_engines):
-        mine = list(order[index * tensor_parallel_size : (index + 1) * tensor_parallel_size])
-        bundles = mine if tensor_parallel_size > 1 else None
+    for index in range(options.num_engines):
+        mine = list(places.bundles[index * workers : (index + 1) * workers])
+        bundles = mine if workers > 1 else None
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=group,
+            placement_group=places.group,
             placement_group_capture_child_tasks=True,
             placement_group_bundle_index=mine[0],
         )
-        options = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
-        backend = "uni" if tensor_parallel_size == 1 else "ray"
+        placing = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
+        backend = "uni" if workers == 1 else "ray"
         extra = {"bundle_indices": bundles, "num_gpus": _SHARE, "distributed_executor_backend": backend}
-        placements.append((options, extra))
+        placements.append((placing, extra))
     return placements

@@ -15,6 +15,7 @@ import vllm
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
+from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.errors import EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.in_process import InProcessEngine
 from openrlhf_ext.rollout.launch import batch_limits, cpu_engine_args
@@ -130,6 +131,7 @@ class OfflineEngine:
 
 
 async def _start(settings: OfflineSettings) -> Any:
+    options = Vllm(tensor_parallel_size=settings.tensor_parallel_size, kv_cache_mib=settings.kv_cache_mib)
     engine_args = {
         "model": settings.model_path,
         "dtype": settings.dtype,
@@ -138,13 +140,12 @@ async def _start(settings: OfflineSettings) -> Any:
         "enable_prefix_caching": True,  # a problem's samples share its prompt
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        **batch_limits(settings.use_gpu, None, None, settings.max_model_len),
+        **batch_limits(settings.use_gpu, options, settings.max_model_len),
     }
     if settings.use_gpu:
         engine_args["gpu_memory_utilization"] = settings.gpu_memory_utilization
     else:
-        engine_args |= {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_mib << 20}
-        engine_args |= cpu_engine_args(settings.tensor_parallel_size, settings.kv_cache_mib, enable_sleep=False)
+        engine_args |= {"enforce_eager": True, **cpu_engine_args(options)}
     if engine_args.pop("in_process", False):
         return await InProcessEngine.start(vllm.AsyncEngineArgs(**engine_args))
     llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**engine_args))

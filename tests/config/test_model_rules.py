@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.config import format_config, placement_table
 from openrlhf_ext.config.model_rules import _heads_divisible, divisible
-from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.options.sections import Megatron
 from tests.config.conftest import MODEL, TOKENIZER
 
 sizes = st.integers(1, 12)

@@ -12,11 +12,11 @@ import torch
 from openrlhf_ext.algorithms import registry
 from openrlhf_ext.config import ConfigError, format_config, load, load_config, table
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sections import Train
 from openrlhf_ext.config.show import format_markdown
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.settings import build_algorithm
 from openrlhf_ext.options import added
+from openrlhf_ext.options.sections import Train
 from tests.algorithms.helpers import random_groups, to_batch
 
 METHOD = """

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf_ext.config import ConfigError
-from openrlhf_ext.config.sections.algo import ESTIMATORS, UPSTREAM_ESTIMATORS
+from openrlhf_ext.options.sections.algo import ESTIMATORS, UPSTREAM_ESTIMATORS
 
 
 def options_of(load, *words: str) -> dict:

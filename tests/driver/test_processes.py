@@ -11,7 +11,6 @@ from openrlhf_ext.config import load_config
 from openrlhf_ext.driver import processes
 from openrlhf_ext.driver.processes import AuxiliaryModels
 from openrlhf_ext.driver.settings import check_frozen_steps, critic_settings, policy_path, policy_settings
-from openrlhf_ext.megatron.settings import Overlap
 from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_model, make_tiny_policy
@@ -32,13 +31,13 @@ def test_the_critic_shares_the_policys_settings_but_model_layout_and_optimizer(t
     config = load_config(task.options("out", **GAE, **own))
     policy = policy_settings(config, steps=10)
     critic = critic_settings(config, policy, steps=10)
-    assert (critic.value_clip, critic.value_head) == (None, "head")
-    assert critic.model.model_path == policy.model_path
-    assert (critic.model.layout.tensor_parallel_size, critic.model.layout.data_parallel_size) == (1, 2)
+    assert (critic.optimizer.value_clip, critic.value_head) == (None, "head")
+    assert critic.model_path == policy.model_path
+    assert (critic.layout.tensor_parallel_size, critic.layout.data_parallel_size) == (1, 2)
     assert (policy.layout.tensor_parallel_size, policy.layout.data_parallel_size) == (2, 1)
-    assert (critic.model.micro_batch_size, critic.model.param_dtype) == (policy.micro_batch_size, "fp32")
-    optimizer = critic.model.optimizer
-    assert (optimizer.lr, optimizer.max_norm, optimizer.lr_scheduler) == (1e-3, 0.5, "constant")
+    assert (critic.train, critic.megatron.param_dtype) == (policy.train, "fp32")
+    optimizer = critic.optimizer
+    assert (optimizer.adam.lr, optimizer.max_norm, optimizer.lr_scheduler) == (1e-3, 0.5, "constant")
 
 
 def test_engines_leave_out_the_layers_that_training_leaves_out_of_each_model(task, tmp_path):
@@ -55,8 +54,8 @@ def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
         task.options("out", **GAE, critic__freezing_steps=2, train__batch_size=16, train__max_epochs=2)
     )
     policy = policy_settings(config, steps=10)
-    assert policy.optimizer.max_steps == 7 * 2 * 2  # 32 samples are two updates, twice over
-    assert critic_settings(config, policy, steps=10).model.optimizer.max_steps == 10 * 2 * 2
+    assert policy.updates == 7 * 2 * 2  # 32 samples are two updates, twice over
+    assert critic_settings(config, policy, steps=10).updates == 10 * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -130,20 +129,18 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
 
 
 def test_the_workspace_of_the_head_is_an_option(task):
-    assert policy_settings(load_config(task.options("out")), 3).head_workspace_bytes == 256 << 20
+    assert policy_settings(load_config(task.options("out")), 3).megatron.head_workspace_mib == 256
     config = load_config(task.options("out", megatron__head_workspace_mib=3))
-    assert policy_settings(config, 3).head_workspace_bytes == 3 << 20
+    assert policy_settings(config, 3).megatron.head_workspace_mib == 3
 
 
 def test_policy_and_critic_communicate_beside_computing_where_that_is_asked_for(task):
-    config = load_config(task.options("out", **GAE))
-    policy = policy_settings(config, 3)
-    assert policy.optimizer.overlap == critic_settings(config, policy, 3).model.optimizer.overlap == Overlap()
     asked = {"overlap_grad_reduce": "true", "overlap_param_gather": "true", "ddp_bucket_size": 5}
     config = load_config(task.options("out", **GAE, **{f"megatron__{name}": value for name, value in asked.items()}))
     policy = policy_settings(config, 3)
-    assert policy.optimizer.overlap == critic_settings(config, policy, 3).model.optimizer.overlap
-    assert policy.optimizer.overlap == Overlap(grad_reduce=True, param_gather=True, bucket_size=5)
+    for settings in (policy, critic_settings(config, policy, 3)):
+        megatron = settings.megatron
+        assert megatron.overlap_grad_reduce and megatron.overlap_param_gather and megatron.ddp_bucket_size == 5
 
 
 def test_the_policy_is_trained_before_the_run_ends(task):

@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from openrlhf_ext.algorithms import algorithm_names, get_algorithm
-from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.tools.study.decoding import Sampled
 from openrlhf_ext.tools.study.settings import Evaluation, resolve

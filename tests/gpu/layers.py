@@ -82,18 +82,17 @@ def optimizer(machine: Machine) -> dict:
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         model = _model(machine, policies, 64)
-        settings = policies.OptimizerSettings(
-            lr=1e-3, weight_decay=0.1, max_norm=0.0, max_steps=100, lr_scheduler="constant"
-        )
+        adam = policies.Adam(lr=1e-3, weight_decay=0.1)
+        settings = policies.Actor(adam=adam, max_norm=0.0, lr_scheduler="constant")
         picked = policies.random_policy(model, "bf16", optimizer=settings)  # bf16: with fp32 master weights
         _require_layers(machine.on_gpu, picked)
-        measured["picked"] = _adam_steps(policies, picked, settings)
+        measured["picked"] = _adam_steps(policies, picked, adam)
         if machine.on_gpu:
             if measured["picked"]["class"] != "FusedAdam":
                 raise AssertionError(f"the policy picks {measured['picked']['class']}, not TransformerEngine's Adam")
             with policies.torch_optimizer():
                 other = policies.random_policy(model, "bf16", optimizer=settings)
-            measured["torch"] = _adam_steps(policies, other, settings)
+            measured["torch"] = _adam_steps(policies, other, adam)
     for name, result in measured.items():
         if not result["weight_max_abs_difference"] <= 1e-6:  # fp32 rounds weights below 1 by up to 6e-8 a step
             raise AssertionError(f"Adam ({name}) is not its formula: {result}")

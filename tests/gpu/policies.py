@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import megatron.core.optimizer as megatron_optimizer
@@ -26,23 +27,24 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.memory.offload import ModelStates
 from openrlhf_ext.megatron.model import build
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import OptimizerSettings, PolicySettings, Recompute
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
-from tests.megatron.parity import WeightedLogprob
+from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout
+from tests.megatron.parity import WeightedLogprob, micro_batches
 
 __all__ = [
-    "ModelStates", "OptimizerSettings", "ParallelLayout", "WeightedLogprob", "initialize_distributed", "parallel_state",
+    "Actor", "Adam", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed", "parallel_state",
 ]  # fmt: skip
 
 RECOMPUTE = {
-    "none": Recompute(),
-    "core_attn": Recompute("selective", ("core_attn",)),
-    "mlp": Recompute("selective", ("mlp",)),
-    "core_attn and mlp": Recompute("selective", ("core_attn", "mlp")),
-    "full, block of one layer": Recompute("full", method="block", num_layers=1),
-    "full, uniform": Recompute("full"),
+    "none": {},
+    "core_attn": {"recompute": "selective"},
+    "mlp": {"recompute": "selective", "recompute_modules": ("mlp",)},
+    "core_attn and mlp": {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
+    "full, block of one layer": {"recompute": "full", "recompute_method": "block"},
+    "full, uniform": {"recompute": "full"},
 }
-OPTIMIZER = OptimizerSettings(lr=1e-3, max_steps=100, lr_scheduler="constant")
+OPTIMIZER = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,11 @@ def random_policy(
     dtype: str,
     *,
     plain: bool = False,
-    recompute: Recompute = RECOMPUTE["none"],
+    recompute: Mapping[str, Any] = RECOMPUTE["none"],
     rope_fusion: bool = False,
     micro_batch_size: int = 1,
     max_tokens: int | None = None,
-    optimizer: OptimizerSettings = OPTIMIZER,
+    optimizer: Actor = OPTIMIZER,
     fp8: Recipe | None = None,
 ) -> RandomPolicy:
     """A policy that can be trained.
@@ -118,11 +120,11 @@ def random_policy(
         fp8: of the decoder's linear layers.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
-        settings = PolicySettings(
-            str(model.write(Path(folder))), ParallelLayout(1), param_dtype=dtype, micro_batch_size=micro_batch_size,
-            forward_micro_batch_size=micro_batch_size, max_tokens_per_gpu=max_tokens,
-            forward_max_tokens_per_gpu=max_tokens, recompute=recompute, rope_fusion=rope_fusion, optimizer=optimizer,
-            fp8=fp8,
+        settings = ModelSettings(
+            str(model.write(Path(folder))), ParallelLayout(1),
+            Megatron(param_dtype=dtype, rope_fusion=rope_fusion, **recompute),
+            Rollout(micro_batch_size=micro_batch_size), micro_batches(micro_batch_size, max_tokens), fp8=fp8,
+            optimizer=optimizer, updates=100,
         )  # fmt: skip
         return RandomPolicy(settings)
 

@@ -74,7 +74,7 @@ def _model(machine: Machine, policies: ModuleType) -> Any:
 
 def _optimizer(policies: ModuleType) -> Any:
     """A rate at which some steps towards nothing do not make a random model diverge."""
-    return policies.OptimizerSettings(lr=1e-6, max_steps=100, lr_scheduler="constant")
+    return policies.Actor(adam=policies.Adam(lr=1e-6), lr_scheduler="constant")
 
 
 def _with_tokens(settings: Any, tokens: int) -> Any:

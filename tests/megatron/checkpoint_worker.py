@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
-from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.deadlines import watchdog
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import Overlap, PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
+from openrlhf_ext.options.sections import Actor, Adam, Critic, CriticAdam, Megatron, Rollout, Train
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.slow_disk import let_others_wait, monitors
 from tests.patience import PATIENCE_S
@@ -33,15 +33,17 @@ def build(case: dict) -> MegatronPolicy | MegatronCritic:
     layout = ParallelLayout(
         size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
     )
-    settings = PolicySettings(
-        case["model"], layout, param_dtype=case.get("dtype", "fp32"), micro_batch_size=2, forward_micro_batch_size=3,
-        optimizer=OptimizerSettings(
-            lr=1e-2, eps=1e-3, max_steps=8, lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.3,
-            distributed=case.get("distributed", True), overlap=Overlap(**case.get("overlap", {})),
-        ),
+    megatron = Megatron(
+        param_dtype=case.get("dtype", "fp32"), distributed_optimizer_enable=case.get("distributed", True),
+        **case.get("overlap", {}),
+    )  # fmt: skip
+    trained, adam = (Critic, CriticAdam) if case.get("critic") else (Actor, Adam)
+    settings = ModelSettings(
+        case["model"], layout, megatron, Rollout(micro_batch_size=3), Train(micro_batch_size=2),
+        optimizer=trained(adam=adam(lr=1e-2, eps=1e-3), lr_warmup_ratio=0.3), updates=8,
     )  # fmt: skip
     initialize_distributed(layout, PATIENCE_S, 1234)
-    return MegatronCritic(CriticSettings(settings)) if case.get("critic") else MegatronPolicy(settings)
+    return MegatronCritic(settings) if case.get("critic") else MegatronPolicy(settings)
 
 
 def train(model: MegatronPolicy | MegatronCritic, batch: SequenceBatch, weights_N: torch.Tensor, steps: int) -> list:

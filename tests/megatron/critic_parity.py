@@ -11,32 +11,34 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
-from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, OptimizerSettings
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
+from openrlhf_ext.options.sections import Critic, CriticAdam, Megatron, Rollout
+from tests.megatron.parity import micro_batches
 from tests.patience import PATIENCE_S
 
 LR, EPS, STEPS, CLIP = 1e-2, 1e-3, 2, 0.3  # a large eps: Adam would amplify the rounding of tiny gradients
 
 
-def critic_settings(case: dict, world_size: int) -> CriticSettings:
+def critic_settings(case: dict, world_size: int) -> ModelSettings:
     degrees = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "vp": "virtual_pipeline"}
     layout = ParallelLayout(
         world_size,
         **{f"{name}_size": case.get(short, 1) for short, name in degrees.items()},
         sequence_parallel=case.get("sp", False),
     )
-    optimizer = OptimizerSettings(
-        LR, eps=EPS, max_steps=4, lr_scheduler="constant", distributed=case.get("distributed_optimizer", False)
+    megatron = Megatron(
+        param_dtype=case.get("dtype", "fp32"), distributed_optimizer_enable=case.get("distributed_optimizer", False)
     )
-    model = PolicySettings(
-        case["model"], layout, param_dtype=case.get("dtype", "fp32"), micro_batch_size=2, forward_micro_batch_size=3,
-        max_tokens_per_gpu=case.get("max_tokens"), optimizer=optimizer,
+    optimizer = Critic(adam=CriticAdam(lr=LR, eps=EPS), lr_scheduler="constant", value_clip=case.get("clip", CLIP))
+    return ModelSettings(
+        case["model"], layout, megatron, Rollout(micro_batch_size=3), micro_batches(2, case.get("max_tokens")),
+        optimizer=optimizer, updates=4,
     )  # fmt: skip
-    return CriticSettings(model, value_clip=case.get("clip", CLIP))
 
 
 def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) -> list[dict]:
@@ -44,7 +46,7 @@ def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) ->
     results = []
     for case in cases:
         settings = critic_settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
-        initialize_distributed(settings.model.layout, PATIENCE_S, 1234)
+        initialize_distributed(settings.layout, PATIENCE_S, 1234)
         results.append(run_case(MegatronCritic(settings), batch, targets, case))
         parallel_state.destroy_model_parallel()
     return results

@@ -12,9 +12,9 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import balance_rows
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
+from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.reference import TEMPERATURE
 from tests.patience import PATIENCE_S
@@ -24,8 +24,9 @@ def run_cases(cases: list[dict], batch, weights_N) -> list[dict]:
     results = []
     for case in cases:
         layout = ParallelLayout(case["world_size"], case.get("tp", 1), case.get("pp", 1))
-        optimizer = OptimizerSettings(1e-2, max_steps=8, lr_scheduler="constant", distributed=case["distributed"])
-        settings = PolicySettings(case["model"], layout, param_dtype=case["dtype"], optimizer=optimizer)
+        megatron = Megatron(param_dtype=case["dtype"], distributed_optimizer_enable=case["distributed"])
+        optimizer = Actor(adam=Adam(lr=1e-2), lr_scheduler="constant")
+        settings = ModelSettings(case["model"], layout, megatron, optimizer=optimizer, updates=8)
         initialize_distributed(layout, PATIENCE_S, 1234)
         plain = MegatronPolicy(settings)
         result = {"plain": train(plain, batch, weights_N, 4)}

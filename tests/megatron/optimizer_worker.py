@@ -13,8 +13,9 @@ from megatron.core import parallel_state
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, OptimizerSettings, gradient_norms
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms
+from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch
@@ -69,10 +70,11 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
     """For each case the norms by group, the global norm of the step, and on rank 0 the gradients if they are whole."""
     results = []
     for case in cases:
-        optimizer = OptimizerSettings(lr=1e-3, lr_scheduler="constant", distributed=case["distributed"])
+        megatron = Megatron(param_dtype="fp32", distributed_optimizer_enable=case["distributed"])
+        optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
         layout = ParallelLayout(ranks, **case["layout"])
         initialize_distributed(layout, PATIENCE_S, 1234)
-        policy = MegatronPolicy(PolicySettings(case["model"], layout, param_dtype="fp32", optimizer=optimizer))
+        policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
         batch, shaped = rows(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
         policy.accumulate_gradients(batch, shaped, shaped)
         result = {"groups": gradient_norms(policy.models)}

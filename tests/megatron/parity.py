@@ -12,11 +12,10 @@ from megatron.core import parallel_state
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.build import Recompute
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import Overlap, PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
+from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout, Train
 from tests.patience import PATIENCE_S
 
 
@@ -45,27 +44,37 @@ class WeightedLogprob:
         return Loss(-(logprobs_N * shaped.weights_N).sum(), {"tokens": (shaped.weights_N != 0).sum()})
 
 
-def settings(case: dict, world_size: int, **optimizer) -> PolicySettings:
+def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     """What a case says, on top of one process without parallelism.
 
-    Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute (fields of ``Recompute``), head,
-    distributed_optimizer, overlap (fields of ``Overlap``); micro_batch_size or max_tokens (of training),
+    Keys: model; tp, pp, vp, cp, sp; dtype, temperature, recompute (fields of ``Megatron``), head,
+    distributed_optimizer, overlap (fields of ``Megatron``); micro_batch_size or max_tokens (of training),
     forward_max_tokens; lopsided (one data-parallel rank gets all sequences, see ``deal``); piece_unit (of packs).
     """
     layout = ParallelLayout(
         world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
     )
-    return PolicySettings(
-        case["model"], layout, param_dtype=case.get("dtype", "fp32"), temperature=case.get("temperature", 1.0),
-        micro_batch_size=case.get("micro_batch_size", 2), forward_micro_batch_size=3,
-        max_tokens_per_gpu=case.get("max_tokens"), forward_max_tokens_per_gpu=case.get("forward_max_tokens"),
-        head=case.get("head", "fused"), recompute=Recompute(**case.get("recompute", {})),
-        optimizer=OptimizerSettings(
-            lr=1e-2, eps=1e-3, max_steps=4, lr_scheduler="constant",
-            distributed=case.get("distributed_optimizer", False), overlap=Overlap(**case.get("overlap", {})),
-            **optimizer,
+    tokens = case.get("max_tokens")
+    return ModelSettings(
+        case["model"], layout,
+        Megatron(
+            param_dtype=case.get("dtype", "fp32"), head=case.get("head", "fused"),
+            distributed_optimizer_enable=case.get("distributed_optimizer", False),
+            **case.get("recompute", {}), **case.get("overlap", {}),
         ),
+        Rollout(
+            temperature=case.get("temperature", 1.0), micro_batch_size=3,
+            max_tokens_per_gpu=case.get("forward_max_tokens"),
+        ),
+        micro_batches(case.get("micro_batch_size", 2), tokens),
+        optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
+        updates=4,
     )  # fmt: skip
+
+
+def micro_batches(samples: int, tokens: int | None) -> Train:
+    """Of so many samples, or of so many tokens."""
+    return Train(micro_batch_size=samples, dynamic_batch_enable=tokens is not None, max_tokens_per_gpu=tokens or 1)
 
 
 def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) -> list[dict]:

@@ -14,10 +14,11 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import build
-from openrlhf_ext.megatron.model.build import Recompute, packed_sequences, transformer_config
+from openrlhf_ext.megatron.model.build import packed_sequences, transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.spec import PackedSequences
 from openrlhf_ext.megatron.step.packing import PackShape, pack
+from openrlhf_ext.options.sections import Megatron
 from tests.megatron.test_packing import ragged
 from tests.models import make_tiny_model
 
@@ -44,8 +45,8 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
     """Its attention over packed sequences has no fp32 kernel: spec, rotary embedding and boundaries go together."""
     caplog.set_level(logging.INFO, logger=build.__name__)
     with fake_rank(ParallelLayout(1), 0):
-        assert not transformer_config(shape, ParallelLayout(1), dtype, Recompute()).apply_rope_fusion
-        config = transformer_config(shape, ParallelLayout(1), dtype, Recompute(), rope_fusion=True)
+        assert not transformer_config(shape, ParallelLayout(1), dtype, Megatron()).apply_rope_fusion
+        config = transformer_config(shape, ParallelLayout(1), dtype, Megatron(rope_fusion=True))
         assert config.apply_rope_fusion == chosen
         assert (build._spec(config, None) == "TE layers") == chosen
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
@@ -59,7 +60,7 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
 def test_without_transformer_engine_the_log_says_so(shape, with_transformer_engine, monkeypatch, caplog):
     monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
     with fake_rank(ParallelLayout(1), 0):
-        config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Recompute())
+        config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron())
         assert not config.apply_rope_fusion and build._spec(config, None) != "TE layers"
     assert "TransformerEngine is not installed" in caplog.text
 
@@ -68,7 +69,7 @@ def test_layers_that_can_add_weight_gradients_themselves_are_told_to(shape, monk
     """As TransformerEngine's can; Megatron's own output layer refuses to be built with the option that says so."""
     monkeypatch.setattr(RowParallelLinear, "fuse_wgrad_accumulation", False, raising=False)
     with fake_rank(ParallelLayout(1), 0):
-        config = transformer_config(shape, ParallelLayout(1), torch.float32, Recompute())
+        config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
         modules = list(build.build_model(shape, config).modules())
     able = [module for module in modules if isinstance(module, RowParallelLinear)]
     assert len(able) == 4 and all(module.fuse_wgrad_accumulation for module in able)
@@ -79,21 +80,27 @@ def test_layers_that_can_add_weight_gradients_themselves_are_told_to(shape, monk
 @pytest.mark.parametrize(
     ("recompute", "expected"),
     [
-        (Recompute(), {"granularity": None, "method": None, "num_layers": None}),
-        (Recompute("selective", modules=("mlp",)), {"granularity": "selective", "modules": ["mlp"], "method": None}),
-        (Recompute("full"), {"granularity": "full", "method": "uniform", "num_layers": 1}),
-        (Recompute("full", method="block", num_layers=2), {"granularity": "full", "method": "block", "num_layers": 2}),
+        ({}, {"granularity": None, "method": None, "num_layers": None}),
+        (
+            {"recompute": "selective", "recompute_modules": ("mlp",)},
+            {"granularity": "selective", "modules": ["mlp"], "method": None},
+        ),
+        ({"recompute": "full"}, {"granularity": "full", "method": "uniform", "num_layers": 1}),
+        (
+            {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            {"granularity": "full", "method": "block", "num_layers": 2},
+        ),
     ],
 )
 def test_recomputation_in_megatrons_words(shape, recompute, expected):
-    config = transformer_config(shape, ParallelLayout(1), torch.float32, recompute)
+    config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron(**recompute))
     assert {name: getattr(config, f"recompute_{name}") for name in expected} == expected
 
 
 def test_attention_gets_the_boundaries_on_the_device_and_the_rotary_embedding_before_it_on_the_host(shape) -> None:
     seen = []
     with fake_rank(ParallelLayout(1), 0):
-        config = transformer_config(shape, ParallelLayout(1), torch.float32, Recompute())
+        config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
         decoder = build.build_model(shape, config).decoder
     build.boundaries_on_device(decoder)
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())

@@ -41,7 +41,7 @@ def two_ranks(models, batch, tmp_path_factory):
     root: Path = tmp_path_factory.mktemp("checkpoints")
     untied, tied = {"model": models["untied"]}, {"model": models["tied"]}
     bf16 = untied | {"dtype": "bf16"}
-    overlap = untied | {"overlap": {"grad_reduce": True, "param_gather": True, "bucket_size": 2000}}
+    overlap = untied | {"overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}}
     jobs = [
         ("save", untied | {"tp": 2, "sp": True}, root / "tp2"),
         ("load", untied | {"tp": 2, "sp": True}, root / "tp2"),

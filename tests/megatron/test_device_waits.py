@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from openrlhf_ext.megatron import critic, decoder, policy
-from openrlhf_ext.megatron.critic import CriticSettings, MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.packing import pack
+from openrlhf_ext.options.sections import Critic, Megatron
 from tests.megatron.exactness import algorithms, make_batch, rollout
 from tests.models import make_tiny_model
 
@@ -92,7 +93,7 @@ def shaped_batches():
 @pytest.mark.parametrize("layout", [ParallelLayout(1), ParallelLayout(2, context_parallel_size=2)], ids=["1", "cp2"])
 def test_the_policys_micro_batches_with_every_algorithm(path, layout, fetched):
     with fake_rank(layout, 0):
-        model = MetaPolicy(PolicySettings(path, layout, param_dtype="fp32"))
+        model = MetaPolicy(ModelSettings(path, layout, Megatron(param_dtype="fp32")))
         for name, algorithm, shaped in shaped_batches():
             assert model.accumulate_gradients(make_batch(61), shaped, algorithm)["losses"] == 3, name
         assert fetched == []
@@ -105,7 +106,7 @@ def test_the_heads_gathering_under_sequence_parallelism(path, head):
     """The layers themselves are left out: some of Megatron's buffers are on the CPU here."""
     layout, rows = ParallelLayout(2, 2, sequence_parallel=True), [0, 5, 7]
     with fake_rank(layout, 0):
-        model = MetaPolicy(PolicySettings(path, layout, param_dtype="fp32", head=head))
+        model = MetaPolicy(ModelSettings(path, layout, Megatron(param_dtype="fp32", head=head)))
         part = pack(make_batch(61).select(rows), model._pack_shape).to(META)
         states_LH = torch.empty(len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True)
         _, algorithm, shaped = next(shaped_batches())
@@ -119,7 +120,7 @@ def test_the_critics_micro_batches(path, fetched):
     count = batch.responses.tokens
     targets = ValueTargets(torch.zeros(count), torch.ones(count), batch.responses, torch.tensor(count))
     with fake_rank(layout, 0):
-        model = MetaCritic(CriticSettings(PolicySettings(path, layout, param_dtype="fp32")))
+        model = MetaCritic(ModelSettings(path, layout, Megatron(param_dtype="fp32"), optimizer=Critic()))
         assert model.accumulate_gradients(batch, targets)["losses"] == 3 and fetched == []
         model.values(batch)
         assert len(fetched) == 1

@@ -17,7 +17,7 @@ CASES = [
     {"dtype": "bf16", "tp": 2},
     {"dtype": "bf16", "pp": 2, "distributed_optimizer": True},
     {"dtype": "bf16", "distributed_optimizer": True,
-     "overlap": {"grad_reduce": True, "param_gather": True, "bucket_size": 2000}},
+     "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}},
 ]  # fmt: skip
 
 

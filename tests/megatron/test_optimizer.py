@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from openrlhf_ext.megatron.settings import OptimizerSettings
 from openrlhf_ext.megatron.step.optimizer import GROUPS, build_scheduler, group_of
+from openrlhf_ext.options.sections import Actor, Adam
 from tests.launch import launch
 from tests.models import make_tiny_model
 
@@ -64,7 +64,7 @@ def test_a_parameter_of_no_group_is_an_error():
 def rates(**settings) -> list[float]:
     """The learning rate of each of eight updates."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-    scheduler = build_scheduler(optimizer, OptimizerSettings(lr=1.0, max_steps=8, **settings))
+    scheduler = build_scheduler(optimizer, Actor(adam=Adam(lr=1.0), **settings), updates=8)
     out = []
     for _ in range(8):
         scheduler.step(1)

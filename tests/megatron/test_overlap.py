@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.megatron.settings import OptimizerSettings, Overlap
 from tests.launch import launch
 from tests.megatron.test_policy import make_batch
 from tests.models import make_tiny_model
 
-BOTH, GRADIENTS = {"grad_reduce": True, "param_gather": True}, {"grad_reduce": True}
-SMALL = {"bucket_size": 2000}  # parameters: a few layers' worth of this model
+BOTH, GRADIENTS = {"overlap_grad_reduce": True, "overlap_param_gather": True}, {"overlap_grad_reduce": True}
+SMALL = {"ddp_bucket_size": 2000}  # parameters: a few layers' worth of this model
 
 # lopsided: one replica has empty micro-batches only, in which the head is not called
 CASES = {
@@ -20,7 +19,7 @@ CASES = {
         {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
         {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "lopsided": True},
         {"tied": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "dtype": "bf16"},
-        {"tied": True, "overlap": {**GRADIENTS, **SMALL}, "lopsided": True, "recompute": {"granularity": "full"}},
+        {"tied": True, "overlap": {**GRADIENTS, **SMALL}, "lopsided": True, "recompute": {"recompute": "full"}},
         {"cp": 2, "max_tokens": 12, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass"},
         {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "naive", "micro_batch_size": 1},
     ],
@@ -49,7 +48,7 @@ def test_updates_are_the_same_to_the_last_bit(models, world_size):
         weights_N=weights_N,
     )  # fmt: skip
     for number, case in enumerate(CASES[world_size]):
-        many = "bucket_size" in case["overlap"]
+        many = "ddp_bucket_size" in case["overlap"]
         assert max(rank[number]["overlapped"]["buckets"] for rank in ranks) > many, "small buckets are several"
         for rank in ranks:
             plain, overlapped = rank[number]["plain"], rank[number]["overlapped"]
@@ -61,12 +60,3 @@ def test_updates_are_the_same_to_the_last_bit(models, world_size):
             assert all(torch.equal(overlapped["weights"][name], value) for name, value in plain["weights"].items())
         losses = [step["loss/policy"] for step in ranks[0][number]["plain"]["steps"]]
         assert len(set(losses)) == len(losses), "every step changed the weights"
-
-
-@pytest.mark.parametrize(
-    "case", [{"grad_reduce": False, "distributed": True}, {"grad_reduce": True, "distributed": False}]
-)
-def test_parameters_are_gathered_late_only_with_what_that_needs(case):
-    overlap = Overlap(grad_reduce=case["grad_reduce"], param_gather=True)
-    with pytest.raises(ValueError, match="param_gather needs overlap.grad_reduce and distributed"):
-        OptimizerSettings(lr=1.0, distributed=case["distributed"], overlap=overlap)

@@ -33,18 +33,18 @@ def cases(checkpoints, world_size, layouts):
     ]
 
 
-FULL, SELECTIVE = {"granularity": "full"}, {"granularity": "selective"}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 
 # every row: a model and a layout; what is left of the ranks is data-parallel
 LAYOUTS = {
     1: [
         ("qwen2", {}), ("llama-tied", {"micro_batch_size": 7}), ("qwen3", {"recompute": FULL, "max_tokens": 24}),
-        ("qwen2-tied", {"recompute": {**FULL, "num_layers": 2}}),
-        ("qwen3", {"recompute": {**FULL, "method": "block", "num_layers": 3}}),
+        ("qwen2-tied", {"recompute": {**FULL, "recompute_num_layers": 2}}),
+        ("qwen3", {"recompute": {**FULL, "recompute_method": "block", "recompute_num_layers": 3}}),
     ],
     2: [
         ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "sp": True, "max_tokens": 30}),
-        ("llama-tied", {"tp": 2, "sp": True, "recompute": {**SELECTIVE, "modules": ("core_attn", "mlp")}}),
+        ("llama-tied", {"tp": 2, "sp": True, "recompute": {**SELECTIVE, "recompute_modules": ("core_attn", "mlp")}}),
         ("qwen2", {"pp": 2}), ("qwen2-tied", {"pp": 2, "vp": 2, "max_tokens": 25, "forward_max_tokens": 40}),
         ("qwen3", {"pp": 2, "vp": 2, "micro_batch_size": 3, "recompute": FULL}),
         ("qwen3", {"cp": 2}), ("qwen2-tied", {"cp": 2, "max_tokens": 12, "recompute": SELECTIVE}),

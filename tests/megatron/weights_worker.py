@@ -18,7 +18,8 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import load
 from openrlhf_ext.megatron.model.export import HFExporter
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.options.sections import Megatron
 from tests.megatron.slow_disk import let_others_wait, monitors, until
 from tests.patience import PATIENCE_S
 
@@ -26,7 +27,7 @@ _SMALL_BUCKET_BYTES = 6000  # 11 rows of 64 entries in a piece
 
 
 def policy_of(model: str, layout: dict, ranks: int, dtype: str = "fp32") -> MegatronPolicy:
-    policy_settings = PolicySettings(model, ParallelLayout(ranks, **layout), param_dtype=dtype)
+    policy_settings = ModelSettings(model, ParallelLayout(ranks, **layout), Megatron(param_dtype=dtype))
     initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
     return MegatronPolicy(policy_settings)
 

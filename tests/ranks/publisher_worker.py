@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import sequence_batch
+from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout import probe
@@ -32,7 +34,11 @@ from openrlhf_ext.rollout.sync.stream import Fill, send_stream
 from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S
 
-SYNC = SyncSettings("gloo", 1, 60_000, 30.0, 1e-4, tuple(range(16)))
+SYNC = SyncSettings("gloo", 1, WeightSync(timeout_s=30.0), 1e-4, tuple(range(16)))
+
+
+def _small_buckets(build: Callable[..., BucketPlan], specs: list, _bucket_bytes: int) -> BucketPlan:
+    return build(specs, 60_000)
 
 
 class LoopbackSender:
@@ -165,7 +171,8 @@ def _not_waking_up(_engines: list, method: str, _arguments: list, what: str, _ti
 
 def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     engines: list[dict] = [{}, {}]
-    publisher = WeightPublisher(policy, SYNC, engines)
+    with patch.object(BucketPlan, "build", partial(_small_buckets, BucketPlan.build)):
+        publisher = WeightPublisher(policy, SYNC, engines)
     problems = []
     if LoopbackSender.sends_shared_memory != (shared and publisher._exporter.takes_part):
         problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import pickle
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit, RewardImportError
 from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, make_executor, open_grader
-from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
+from openrlhf_ext.rewards.grading import Reward, RewardResult
 from openrlhf_ext.rewards.http_reward import HttpReward
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
@@ -116,7 +115,7 @@ def reward_path(tmp_path: Path) -> Path:
 
 
 def graded_run(reward_path: Path, completions: list[str], **settings: float) -> list[Any]:
-    factory = make_executor(RewardSettings(remote_url=str(reward_path), num_workers=1, **settings))
+    factory = make_executor(Reward(remote_url=str(reward_path), num_workers=1, **settings))
     executor = pickle.loads(pickle.dumps(factory))()
     try:
         return respond(executor, FakeEngine(list(completions)), len(completions))
@@ -139,7 +138,7 @@ def test_the_end_of_a_completion_is_the_one_that_its_tokenizer_has(end: str, mon
     monkeypatch.setenv("REWARD_TAGGED_MODE", "official")
     written = "<reasoning>48+24=72</reasoning><answer>72</answer>"
     tokenizer = byte_tokenizer(end)
-    settings = RewardSettings(remote_url=str(TAGGED), num_workers=1, environment=("REWARD_TAGGED_MODE",))
+    settings = Reward(remote_url=str(TAGGED), num_workers=1, environment=("REWARD_TAGGED_MODE",))
     executor = make_executor(settings)()
     try:
         engine = FakeEngine([written + end, written], tokenizer=tokenizer)
@@ -228,18 +227,18 @@ def test_changing_log_keys_are_a_failure_that_names_them() -> None:
 
 def test_a_wrong_address_fails_before_any_engine_starts() -> None:
     with pytest.raises(ValueError, match="--reward.remote_url"):
-        make_executor(RewardSettings(remote_url="reward.txt"))
+        make_executor(Reward(remote_url="reward.txt"))
 
 
 # ---- what grades
 
 
 def test_a_python_file_gives_a_pool(tmp_path: Path) -> None:
-    assert isinstance(open_grader(RewardSettings(remote_url=str(tmp_path / "reward.py"))), RewardPool)
+    assert isinstance(open_grader(Reward(remote_url=str(tmp_path / "reward.py"))), RewardPool)
 
 
 def test_addresses_give_the_http_grader() -> None:
-    settings = RewardSettings(remote_url="http://a/x, https://b/y")
+    settings = Reward(remote_url="http://a/x, https://b/y")
     assert settings.addresses == ("http://a/x", "https://b/y")
     assert isinstance(open_grader(settings), HttpReward)
 
@@ -247,11 +246,9 @@ def test_addresses_give_the_http_grader() -> None:
 @pytest.mark.parametrize("url", ["reward.txt", "a.py,b.py", "http://a,b.py", "ftp://a"])
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="--reward.remote_url must be one Python file"):
-        open_grader(RewardSettings(remote_url=url))
+        open_grader(Reward(remote_url=url))
 
 
 def test_settings_name_the_option_that_is_wrong() -> None:
     with pytest.raises(ValueError, match="--reward.remote_url"):
-        RewardSettings(remote_url=" , ")
-    with pytest.raises(ValueError, match="--reward.failure_value"):
-        RewardSettings(remote_url="r.py", failure_value=math.nan)
+        open_grader(Reward(remote_url=" , "))

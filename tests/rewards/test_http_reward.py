@@ -9,7 +9,7 @@ from aiohttp import web
 
 from openrlhf_ext.rewards.errors import RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import RewardSettings
+from openrlhf_ext.rewards.grading import Reward
 from openrlhf_ext.rewards.http_reward import HttpReward
 from tests.patience import PATIENCE_S
 
@@ -90,7 +90,7 @@ def test_no_message_of_a_server_has_its_password(caplog) -> None:
     assert "(request 1 of 2)" in caplog.text
     assert not [part for part in ("w0rd", "x@y", "x%40y") if part in caplog.text + shown]
     with pytest.raises(ValueError) as refused:
-        open_grader(RewardSettings(remote_url=f"http://me:{secret}@h/f,reward.py"))
+        open_grader(Reward(remote_url=f"http://me:{secret}@h/f,reward.py"))
     assert "http://(hidden)@h/f" in str(refused.value) and "w0rd" not in str(refused.value)
 
 

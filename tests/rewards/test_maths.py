@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext import rewards
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.pool import RewardPool
 from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(Path(rewards.__file__).with_name("maths.py"), num_workers=1, timeout_s=PATIENCE_S) as pool:
+    file = str(Path(rewards.__file__).with_name("maths.py"))
+    with RewardPool(Reward(remote_url=file, num_workers=1, timeout_s=PATIENCE_S)) as pool:
         yield pool
 
 

@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.errors import (
     RewardError,
     RewardImportError,
@@ -76,6 +78,10 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+def options(path: Path, **own: Any) -> Reward:
+    return Reward(remote_url=str(path), **own)
+
+
 @pytest.fixture(scope="module")
 def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
@@ -87,13 +93,13 @@ def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(reward_path: Path) -> Iterator[RewardPool]:
-    with RewardPool(reward_path, num_workers=2, timeout_s=PATIENCE_S) as pool:
+    with RewardPool(options(reward_path, num_workers=2, timeout_s=PATIENCE_S)) as pool:
         yield pool
 
 
 @pytest.fixture
 def short_pool(reward_path: Path) -> Iterator[RewardPool]:
-    with RewardPool(reward_path, num_workers=1, timeout_s=3.0) as pool:
+    with RewardPool(options(reward_path, num_workers=1, timeout_s=3.0)) as pool:
         pool.check()
         yield pool
 
@@ -125,7 +131,7 @@ def test_grades_a_sample(pool: RewardPool) -> None:
 
 
 def test_a_worker_takes_no_more_memory_than_it_may(reward_path: Path) -> None:
-    with RewardPool(reward_path, num_workers=1, timeout_s=PATIENCE_S, memory_mib=512) as pool:
+    with RewardPool(options(reward_path, num_workers=1, timeout_s=PATIENCE_S, memory_mib=512)) as pool:
         pid = pid_of(pool)
         with pytest.raises(RewardRaised, match="(?s)MemoryError.*may take 512 MiB: raise --reward.memory_mib"):
             grade(pool, "take a lot")
@@ -136,7 +142,7 @@ def test_workers_get_the_variables_that_are_named(reward_path: Path, monkeypatch
     for name in ("WANDB_API_KEY", "MY_JUDGE", "TEAM_URL", "REWARD_KIND"):
         monkeypatch.setenv(name, "secret")
     environment = ("MY_JUDGE", "TEAM_*")
-    with RewardPool(reward_path, num_workers=1, timeout_s=PATIENCE_S, environment=environment) as pool:
+    with RewardPool(options(reward_path, num_workers=1, timeout_s=PATIENCE_S, environment=tuple(environment))) as pool:
         found = {
             name: grade(pool, f"environment {name}").extra_logs["found"]
             for name in ("WANDB_API_KEY", "MY_JUDGE", "TEAM_URL", "REWARD_KIND")
@@ -248,7 +254,7 @@ def test_a_sample_that_waits_too_long_fails_with_the_remedy(reward_path: Path) -
         samples = [pool.grade(f"{i}hang", str(i), "") for i in range(3)]
         return await asyncio.gather(*samples, return_exceptions=True)
 
-    with RewardPool(reward_path, num_workers=1, timeout_s=2.0, queue_timeout_s=1.0) as pool:
+    with RewardPool(options(reward_path, num_workers=1, timeout_s=2.0), queue_timeout_s=1.0) as pool:
         pool.check()
         outcomes = asyncio.run(overload(pool))
     assert all(isinstance(outcome, RewardTimeout) for outcome in outcomes)
@@ -274,7 +280,7 @@ def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, so
     path.write_text(source)
     with pytest.raises(RewardImportError, match=complaint):
         checked(path)
-    with RewardPool(path, num_workers=1) as pool, pytest.raises(RewardImportError, match=complaint):
+    with RewardPool(options(path, num_workers=1)) as pool, pytest.raises(RewardImportError, match=complaint):
         asyncio.run(pool.grade("a", "a", ""))
 
 
@@ -296,7 +302,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_first_sample(tmp
 
 
 def checked(path: Path, start_timeout_s: float = 120.0) -> None:
-    with RewardPool(path, num_workers=1, start_timeout_s=start_timeout_s) as pool:
+    with RewardPool(options(path, num_workers=1), start_timeout_s=start_timeout_s) as pool:
         pool.check()
 
 
@@ -312,13 +318,8 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         checked(tmp_path / "none.py")
 
 
-def test_limits_must_be_positive(reward_path: Path) -> None:
-    with pytest.raises(ValueError, match="'num_workers': 0"):
-        RewardPool(reward_path, num_workers=0)
-
-
 def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) -> None:
-    pool = RewardPool(reward_path, num_workers=2, timeout_s=PATIENCE_S)
+    pool = RewardPool(options(reward_path, num_workers=2, timeout_s=PATIENCE_S))
     pool.check()
     pid = pid_of(pool)
     futures = [pool.submit("hang", "", "") for _ in range(5)]
@@ -337,7 +338,8 @@ def test_close_ends_every_process_and_every_waiting_sample(reward_path: Path) ->
 def test_workers_die_with_a_killed_parent(reward_path: Path, command: str) -> None:
     program = (
         "import psutil, time; from openrlhf_ext.rewards.pool import RewardPool\n"
-        f"pool = RewardPool({str(reward_path)!r}, num_workers=2); pool.check(); pool.submit({command!r}, '', '')\n"
+        "from openrlhf_ext.options.sections import Reward\n"
+        f"pool = RewardPool(Reward(remote_url={str(reward_path)!r})); pool.check(); pool.submit({command!r}, '', '')\n"
         "time.sleep(0.3); print(*(c.pid for c in psutil.Process().children()), flush=True); time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -349,7 +351,7 @@ def test_workers_die_with_a_killed_parent(reward_path: Path, command: str) -> No
 
 def test_a_worker_imports_neither_torch_nor_numpy(reward_path: Path) -> None:
     heavy = "{'torch', 'numpy', 'openrlhf', 'ray'} & set(__import__('sys').modules)"
-    with RewardPool(reward_path, num_workers=1) as fresh:
+    with RewardPool(options(reward_path, num_workers=1)) as fresh:
         assert grade(fresh, f"return {{'rewards': len({heavy})}}").reward == 0
 
 
@@ -381,5 +383,5 @@ def test_a_function_gets_completions_if_it_takes_them(tmp_path: Path) -> None:
     ):
         path = tmp_path / "takes.py"
         path.write_text(f"def reward_func({arguments}):\n    return {answer % rewarded}\n")
-        with RewardPool(path, num_workers=1, timeout_s=PATIENCE_S) as pool:
+        with RewardPool(options(path, num_workers=1, timeout_s=PATIENCE_S)) as pool:
             assert asyncio.run(pool.grade("2+2=4</s>", "2+2=", "", "4")).reward == 1.0, arguments

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rewards.tagged import gold_answer, tagged_reward
 from tests.patience import PATIENCE_S
@@ -138,7 +139,7 @@ def load_file() -> dict:
 
 
 def test_reward_file_in_the_pool() -> None:
-    with RewardPool(FILE, num_workers=1, timeout_s=PATIENCE_S) as pool:
+    with RewardPool(Reward(remote_url=str(FILE), num_workers=1, timeout_s=PATIENCE_S)) as pool:
         result = asyncio.run(pool.grade("What?" + GOOD + "<|im_end|>", "What?", "#### 72"))
     assert (result.reward, result.score, result.extra_logs) == (20, 1, {"accuracy": 1, "format": 10, "tags": 1})
 

@@ -16,6 +16,7 @@ import ray
 import torch
 from torch import Tensor
 
+from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.errors import EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
@@ -71,13 +72,14 @@ class Rig:
 
 
 def start(model_path: Path, **options: Any) -> Any:
+    own = {name: options.pop(name) for name in list(options) if name in Vllm.model_fields}
+    usual = {"dtype": "fp32", "enable_prefix_caching": True, "kv_cache_mib": 32, "max_requests": MAX_REQUESTS}
+    engine = Vllm(**{**usual, **own})
     defaults = {
-        "num_engines": 1, "tensor_parallel_size": 1, "seed": 3, "dtype": "float32", "max_model_len": 256,
-        "enable_prefix_caching": True, "enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_mib": 32,
-        "request_timeout_s": PATIENCE_S, "use_gpu": False, "max_requests": MAX_REQUESTS,
+        "seed": 3, "max_model_len": 256, "request_timeout_s": PATIENCE_S, "use_gpu": False,
         "executor_factory": partial(tiny.CountingExecutor, 0.0),
     }  # fmt: skip
-    return launch.create_rollout_engines(model_path=str(model_path), **{**defaults, **options})[0]
+    return launch.create_rollout_engines(str(model_path), engine, **{**defaults, **options})[0]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,6 @@ def test_an_engine_that_cannot_start_gives_its_own_error(engines: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"kv_cache_mib": None}, ValueError, "kv_cache_mib must be given on CPU"),
-        ({"enable_sleep": True}, ValueError, "enable_sleep has no effect on CPU"),
         ({"max_num_batched_tokens": 255}, ValueError, "vllm.max_num_batched_tokens must be at least data.max_len.*255"),
         ({"num_engines": 99}, EngineStartError, "99 rollout engines need 99 CPUs, the Ray cluster has 8"),
     ],
@@ -128,7 +128,8 @@ def test_options_that_do_not_fit_the_machine_are_refused(
 
 def test_what_is_not_asked_for_of_a_step_gives_way_to_what_is() -> None:
     def limits(use_gpu: bool, sequences: int | None = None, tokens: int | None = None) -> tuple[int, ...]:
-        return tuple(launch.batch_limits(use_gpu, sequences, tokens, max_model_len=5000).values())
+        options = Vllm(max_num_seqs=sequences, max_num_batched_tokens=tokens)
+        return tuple(launch.batch_limits(use_gpu, options, max_model_len=5000).values())
 
     assert limits(True) == (1024, 8192) and limits(False) == (256, 5000)
     assert limits(True, sequences=9000) == (9000, 9000) and limits(True, tokens=512) == (512, 512)

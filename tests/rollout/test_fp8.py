@@ -27,6 +27,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.utils import sho
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 
 from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import fp8, launch
 from openrlhf_ext.rollout.errors import EngineStartError, NotFP8
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
@@ -90,9 +91,12 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setattr(launch, "RolloutEngine", fp8_model.TellingEngine)
         started = {
             name: launch.create_rollout_engines(
-                num_engines=1, tensor_parallel_size=workers, model_path=str(folder), seed=3, dtype=dtype,
-                max_model_len=256, enable_prefix_caching=True, enforce_eager=True, gpu_memory_utilization=0.5,
-                kv_cache_mib=32, request_timeout_s=PATIENCE_S, use_gpu=False, max_requests=16,
+                str(folder),
+                Vllm(
+                    tensor_parallel_size=workers, dtype={"bfloat16": "bf16", "float32": "fp32"}[dtype],
+                    enable_prefix_caching=True, kv_cache_mib=32, max_requests=16,
+                ),
+                max_model_len=256, seed=3, request_timeout_s=PATIENCE_S, use_gpu=False,
                 executor_factory=partial(tiny.CountingExecutor, 0.0), bf16_layers=bf16_layers,
             )[0]
             for name, (workers, bf16_layers, dtype) in {**asked, "none": (1, [0, 1, 2], "float32")}.items()
@@ -256,7 +260,6 @@ def test_engines_on_gpus_need_bf16() -> None:
     assert launch.engine_env(use_gpu=True, model_path="", fp8=True)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
     with pytest.raises(ValueError, match="fp8.rollout_enable on GPUs needs vllm.dtype bf16.*got fp32"):
         launch.create_rollout_engines(
-            num_engines=1, tensor_parallel_size=1, model_path="", seed=0, dtype="float32", max_model_len=64,
-            enable_prefix_caching=True, enforce_eager=True, gpu_memory_utilization=0.5, kv_cache_mib=None,
-            request_timeout_s=1, use_gpu=True, max_requests=1, executor_factory=dict, bf16_layers=[],
+            "", Vllm(dtype="fp32"), seed=0, max_model_len=64, request_timeout_s=1, use_gpu=True, executor_factory=dict,
+            bf16_layers=[],
         )  # fmt: skip

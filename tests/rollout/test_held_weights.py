@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
+from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.probe import WeightSyncMismatch
 from openrlhf_ext.rollout.sync import find_transport
@@ -74,10 +75,9 @@ def rig(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RolloutEngine", SpoiledEngine)
         engines = launch.create_rollout_engines(
-            num_engines=1, tensor_parallel_size=2, model_path=str(folder), seed=3, dtype="bfloat16", max_model_len=256,
-            enable_prefix_caching=False, enforce_eager=True, gpu_memory_utilization=0.5, kv_cache_mib=32,
-            request_timeout_s=PATIENCE_S, use_gpu=False, executor_factory=partial(tiny.CountingExecutor, 0.0),
-            max_requests=16,
+            str(folder), Vllm(tensor_parallel_size=2, dtype="bf16", kv_cache_mib=32, max_requests=16), seed=3,
+            max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False,
+            executor_factory=partial(tiny.CountingExecutor, 0.0),
         )  # fmt: skip
     launch.wait_until_ready(engines, PATIENCE_S)
     yield Rig(engines[0])

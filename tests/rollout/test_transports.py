@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from openrlhf_ext.config.sections.rollout import Vllm
+from openrlhf_ext.options.sections.rollout import Vllm
 from openrlhf_ext.rollout import sync
 from openrlhf_ext.rollout.sync import choose_transport, find_transport
 from openrlhf_ext.rollout.sync.base import Transport

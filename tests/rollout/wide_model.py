@@ -21,9 +21,9 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
-from openrlhf_ext.megatron.step.optimizer import OptimizerSettings
+from openrlhf_ext.options.sections import Actor, Adam, Vllm, WeightSync
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout import launch, probe
 from openrlhf_ext.rollout.errors import EngineDied
@@ -66,23 +66,24 @@ class Wide:
     @classmethod
     def start(cls, path: str) -> Wide:
         start_local_ray()
-        arguments = {**launch.cpu_engine_args(1, 32, False), "in_process": False}
+        arguments = {**launch.cpu_engine_args(Vllm(kv_cache_mib=32)), "in_process": False}
         own_process = patch.object(launch, "cpu_engine_args", lambda *_: arguments)
         with own_process, patch.object(launch, "RolloutEngine", tiny.SabotagedEngine):
             engine = launch.create_rollout_engines(
-                num_engines=1, tensor_parallel_size=1, model_path=path, seed=3, dtype="bfloat16", max_model_len=256,
-                enable_prefix_caching=True, enforce_eager=True, gpu_memory_utilization=0.5, kv_cache_mib=32,
-                request_timeout_s=PATIENCE_S, use_gpu=False, max_requests=16,
+                path, Vllm(dtype="bf16", enable_prefix_caching=True, kv_cache_mib=32, max_requests=16),
+                max_model_len=256, seed=3, request_timeout_s=PATIENCE_S, use_gpu=False,
                 executor_factory=partial(tiny.CountingExecutor, 0.0),
             )[0]  # fmt: skip
         layout = ParallelLayout(1, 1, 1, 1)
         initialize_distributed(layout, PATIENCE_S, 0)
-        optimizer = OptimizerSettings(lr=5e-4, max_steps=1000, lr_scheduler="constant")
-        policy = MegatronPolicy(PolicySettings(path, layout, param_dtype="bf16", optimizer=optimizer))
+        optimizer = Actor(adam=Adam(lr=5e-4), lr_scheduler="constant")
+        policy = MegatronPolicy(ModelSettings(path, layout, optimizer=optimizer, updates=1000))
         launch.wait_until_ready([engine], PATIENCE_S)
         tokens, logprobs = ray.get(engine.continuation.remote(PROMPT, 110, 0), timeout=PATIENCE_S)
         text = tuple(PROMPT + tokens[: end_of_probe(logprobs)])
-        publisher = WeightPublisher(policy, SyncSettings("gloo", 1, 4 << 20, PATIENCE_S, TOLERANCE, text), [engine])
+        publisher = WeightPublisher(
+            policy, SyncSettings("gloo", 1, WeightSync(bucket_mib=4, timeout_s=PATIENCE_S), TOLERANCE, text), [engine]
+        )
         publisher.connect()
         return cls(policy, publisher, engine)
 

@@ -8,6 +8,7 @@ import logging
 from copy import copy
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ from openrlhf_ext.megatron.fp8.transformer_engine import megatron_arguments
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import PLAIN, PackedSequences, block_spec
-from openrlhf_ext.megatron.settings import Recompute
 from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.options.sections import Megatron
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +65,12 @@ def transformer_config(
     shape: ModelShape,
     layout: ParallelLayout,
     dtype: torch.dtype,
-    recompute: Recompute,
-    rope_fusion: bool = False,
+    megatron: Megatron,
     fp8: Recipe | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration for a Hugging Face model in a layout.
 
     Args:
-        rope_fusion: see --megatron.rope_fusion; without TransformerEngine there is none.
         fp8: how the decoder's linear layers multiply; Megatron is told of it only if TransformerEngine does it.
     """
     on_gpu = torch.cuda.is_available()
@@ -111,10 +110,18 @@ def transformer_config(
         persist_layer_norm=on_gpu,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=rope_fusion and uses_transformer_engine(dtype, fp8),
-        **recompute.arguments(),
+        apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, fp8),
+        **recompute_arguments(megatron),
         **(megatron_arguments(fp8) if fp8 is not None and not fp8.emulate else {}),
     )
+
+
+def recompute_arguments(megatron: Megatron) -> dict[str, Any]:
+    """Megatron's names for the activations that are recomputed."""
+    chosen: dict[str, Any] = {"recompute_modules": list(megatron.recompute_modules)}
+    if megatron.recompute == "full":
+        chosen = {"recompute_method": megatron.recompute_method, "recompute_num_layers": megatron.recompute_num_layers}
+    return {"recompute_granularity": None if megatron.recompute == "none" else megatron.recompute, **chosen}
 
 
 class BrokenLibraryError(RuntimeError):

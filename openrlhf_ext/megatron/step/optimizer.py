@@ -16,8 +16,16 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from openrlhf_ext.megatron.settings import LR_DECAY_STYLES, OptimizerSettings
+from openrlhf_ext.options.sections import Actor, Critic, Megatron
 
+# OpenRLHF's (transformers') schedule names -> Megatron's decay style
+DECAY_STYLES = {
+    "cosine_with_min_lr": "cosine",
+    "cosine": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 GROUPS = ("embedding", "attention", "mlp", "norms", "head")
 
 
@@ -26,22 +34,23 @@ class NonFiniteUpdateError(FloatingPointError):
 
 
 def build_optimizer(
-    models: list[torch.nn.Module], settings: OptimizerSettings, dtype: torch.dtype
+    models: list[torch.nn.Module], options: Actor | Critic, megatron: Megatron, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16."""
+    adam = options.adam
     config = OptimizerConfig(
         optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_eps=settings.eps,
-        clip_grad=settings.max_norm,
+        lr=adam.lr,
+        min_lr=final_lr(options),
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.betas[0],
+        adam_beta2=adam.betas[1],
+        adam_eps=adam.eps,
+        clip_grad=options.max_norm,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=settings.distributed,
-        overlap_param_gather=settings.overlap.param_gather,
+        use_distributed_optimizer=megatron.distributed_optimizer_enable,
+        overlap_param_gather=megatron.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, models, use_gloo_process_groups=False)
     # what its step asks for before it clips and moves anything (megatron-core 0.16.1 optimizer/optimizer.py:1314)
@@ -61,20 +70,37 @@ def _finite_norm(norm: Callable[[], float]) -> float:
     return value
 
 
-def build_scheduler(optimizer: MegatronOptimizer, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
-    style = LR_DECAY_STYLES[settings.lr_scheduler]
+def final_lr(options: Actor | Critic) -> float:
+    """Rate at the end of the schedule; only cosine_with_min_lr does not end at zero."""
+    return options.adam.lr * options.min_lr_ratio if options.lr_scheduler == "cosine_with_min_lr" else 0.0
+
+
+def warmup_steps(options: Actor | Critic, updates: int) -> int:
+    """Optimizer steps of the linear warm-up; ``lr_scheduler constant`` has none."""
+    if options.lr_scheduler == "constant":
+        return 0
+    counted = options.lr_warmup_steps if isinstance(options, Actor) else None
+    return math.ceil(options.lr_warmup_ratio * updates) if counted is None else counted
+
+
+def build_scheduler(optimizer: MegatronOptimizer, options: Actor | Critic, updates: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0.
+
+    Args:
+        updates: optimizer steps of the whole run.
+    """
+    warmup, decay = warmup_steps(options, updates), options.adam.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(settings.max_steps, settings.warmup_steps + 1),
-        lr_decay_style=style,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=max(settings.max_steps, 1),
+        max_lr=options.adam.lr,
+        min_lr=final_lr(options),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(updates, warmup + 1),
+        lr_decay_style=DECAY_STYLES[options.lr_scheduler],
+        start_wd=decay,
+        end_wd=decay,
+        wd_incr_steps=max(updates, 1),
         wd_incr_style="constant",
     )
 

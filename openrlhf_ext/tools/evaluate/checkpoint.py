@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading
+from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import RewardResult, RewardSettings
+from openrlhf_ext.rewards.grading import RewardResult
 from openrlhf_ext.tools.evaluate.grading import MATHS, SOLVED, Grading
 from openrlhf_ext.tools.evaluate.measures import Measures
 from openrlhf_ext.tools.evaluate.problems import Problem, Task
@@ -39,7 +40,7 @@ class GradingSettings:
     """How to grade.
 
     Attributes:
-        num_workers, reward_timeout_s: see ``RewardSettings``.
+        num_workers, reward_timeout_s: see ``reward.*``.
         max_failures: gradings of a problem file that may fail; ``None``: any number. They count as wrong.
     """
 
@@ -189,7 +190,7 @@ async def _grade_groups(
     if done >= len(problems):
         return
     grader = open_grader(
-        RewardSettings(remote_url=task.reward, num_workers=settings.num_workers, timeout_s=settings.reward_timeout_s)
+        Reward(remote_url=task.reward, num_workers=settings.num_workers, timeout_s=settings.reward_timeout_s)
     )
     policy = FailurePolicy(settings.max_failures)
     grading = Grading(grader, policy, settings.num_workers, by_equality=task.reward == MATHS)

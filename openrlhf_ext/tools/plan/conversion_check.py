@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class CheckSettings:
 
     path: str
     layout: ParallelLayout
-    dtype: str
+    dtype: Literal["bf16", "fp32"]
     sequences: int = 4
     tokens: int = 64
     tolerance: float = LOGPROB_TOLERANCES["fp32"]
@@ -106,7 +106,8 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     apply()
     from openrlhf_ext.megatron.distributed import initialize_distributed
     from openrlhf_ext.megatron.policy import MegatronPolicy
-    from openrlhf_ext.megatron.settings import PolicySettings
+    from openrlhf_ext.megatron.settings import ModelSettings
+    from openrlhf_ext.options.sections import Megatron
 
     size = settings.layout.world_size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -114,7 +115,7 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     started = time.perf_counter()
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
-    policy = MegatronPolicy(PolicySettings(settings.path, settings.layout, param_dtype=settings.dtype))
+    policy = MegatronPolicy(ModelSettings(settings.path, settings.layout, Megatron(param_dtype=settings.dtype)))
     loaded = time.perf_counter()
     different, missing, counts = compare_export(
         policy.export_rows(), HFCheckpoint(settings.path), rank, output=policy.shape.family.output

@@ -30,7 +30,7 @@ from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, 
 from openrlhf_ext.megatron.model.load import model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, shard_runs
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.options.sections import Megatron
 
 _MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
 _GIB = 1 << 30
@@ -228,7 +228,7 @@ def _volume(shape: tuple[int, ...]) -> int:
 
 def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:
     """The model chunks of the current (fake) rank on the meta device."""
-    config = transformer_config(shape, layout, dtype, Recompute())
+    config = transformer_config(shape, layout, dtype, Megatron())
     config.use_cpu_initialization = True  # on a GPU machine Megatron would name the device itself
     stages = [None] if layout.virtual_pipeline_size == 1 else range(layout.virtual_pipeline_size)
     with torch.device("meta"):

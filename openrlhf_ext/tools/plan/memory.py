@@ -24,7 +24,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import chunk_layers, shard_shape, stage_rules
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.options.sections import Megatron
 
 GIB = 1 << 30
 _GRADIENT_BYTES = 4  # accumulated in fp32
@@ -243,7 +243,7 @@ class Pass:
         kernels: which set of formulas holds.
         param_bytes: of an entry of parameters and activations.
         fp8: linear layers keep their inputs in FP8, one byte an entry (``flash`` only).
-        recompute: what is computed again in the backward pass.
+        megatron: what is computed again in the backward pass.
     """
 
     tokens: int
@@ -251,7 +251,7 @@ class Pass:
     kernels: Kernels = "flash"
     param_bytes: int = 2
     fp8: bool = False
-    recompute: Recompute = Recompute()
+    megatron: Megatron = Megatron()
 
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
@@ -311,8 +311,8 @@ def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pas
     """
     layer = layer_activations(shape, layout, work)
     layers = shape.num_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_size)
-    kept, recomputed = _kept_and_recomputed(layer, layers, work.recompute)
-    if work.recompute.granularity == "full":  # the checkpointed function takes the rotary table of the whole pack
+    kept, recomputed = _kept_and_recomputed(layer, layers, work.megatron)
+    if work.megatron.recompute == "full":  # the checkpointed function takes the rotary table of the whole pack
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
     rows = work.tokens // layout.tensor_parallel_size if layout.sequence_parallel else work.tokens
     last = stage == layout.pipeline_parallel_size - 1
@@ -326,20 +326,23 @@ def _masks(work: Pass, ranks: int) -> int:
     return work.tokens * ranks // work.sequence * chunk * chunk * (2 * ranks + 1) * work.param_bytes
 
 
-def _kept_and_recomputed(layer: LayerActivations, layers: int, recompute: Recompute) -> tuple[int, int]:
+def _kept_and_recomputed(layer: LayerActivations, layers: int, megatron: Megatron) -> tuple[int, int]:
     """Bytes that a chunk's layers keep of a micro-batch, and the most that their backward pass makes again at once."""
     again = layer.input if layer.shares_input else 0  # the recomputed pass saves the kept input itself
-    if recompute.granularity == "full" and recompute.method == "uniform":
-        return layers // recompute.num_layers * layer.input, recompute.num_layers * layer.total - again
-    if recompute.granularity == "full":
-        some = min(recompute.num_layers, layers)
+    if megatron.recompute == "full" and megatron.recompute_method == "uniform":
+        return (
+            layers // megatron.recompute_num_layers * layer.input,
+            megatron.recompute_num_layers * layer.total - again,
+        )
+    if megatron.recompute == "full":
+        some = min(megatron.recompute_num_layers, layers)
         kept = some * layer.input + (layers - some) * layer.total
         return kept, max(0, layer.total - again - (layers - some) * layer.total)
-    if recompute.granularity == "none":
+    if megatron.recompute == "none":
         return layers * layer.total, 0
-    core = layer.core_operands if "core_attn" in recompute.modules else layer.core
-    mlp = layer.input if "mlp" in recompute.modules else layer.mlp
-    return layers * (layer.attention + core + mlp), layer.mlp - again if "mlp" in recompute.modules else 0
+    core = layer.core_operands if "core_attn" in megatron.recompute_modules else layer.core
+    mlp = layer.input if "mlp" in megatron.recompute_modules else layer.mlp
+    return layers * (layer.attention + core + mlp), layer.mlp - again if "mlp" in megatron.recompute_modules else 0
 
 
 def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.sections import Megatron
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 from openrlhf_ext.tools.plan.memory import Pass, StateOptions, States, activations, rank_states
 from openrlhf_ext.tools.plan.seconds import Training, Workload
@@ -83,12 +82,9 @@ def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
 
 def _training(config: RunConfig, megatron: Megatron, layout: ParallelLayout, near_ranks: int, *, fp8: bool) -> Training:
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
-    recompute = Recompute(
-        megatron.recompute, megatron.recompute_modules, megatron.recompute_method, megatron.recompute_num_layers
-    )
     return Training(
         layout,
-        recompute,
+        megatron,
         train.max_tokens_per_gpu if dynamic else None,
         train.micro_batch_size,
         (rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None,
@@ -164,7 +160,7 @@ def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[P
 
 
 def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -> tuple[Parts, Parts]:
-    kept, states = activation_bytes(config, work, model, stage, model.training.recompute), model.states[stage]
+    kept, states = activation_bytes(config, work, model, stage, model.training.megatron), model.states[stage]
     working = {"activations": kept, "fragments (estimate)": int(_FRAGMENTS * kept)}
     if stage == len(model.states) - 1 and model.shape.value_head is None:
         name = "logits" if config.megatron.head == "naive" else "head: workspace, hidden states and their gradient"
@@ -172,12 +168,12 @@ def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -
     return states.parts, working
 
 
-def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, stage: int, recompute: Recompute) -> int:
+def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, stage: int, megatron: Megatron) -> int:
     """Of a stage's ranks, at the peak of its schedule."""
     training = model.training
     count = training.micro_batches(min(work.batch, work.samples), work.length)
     size = param_bytes(config.megatron)
-    one = Pass(_tokens(config, training), config.data.max_len, "flash", size, training.fp8, recompute)
+    one = Pass(_tokens(config, training), config.data.max_len, "flash", size, training.fp8, megatron)
     return activations(model.shape, training.layout, stage, one, count).peak
 
 

@@ -21,7 +21,7 @@ from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
 from openrlhf_ext.tools.plan.moments import (
     Moment,
@@ -405,7 +405,8 @@ class Planner:
     def activations_by_mode(self, candidate: Candidate) -> dict[str, int]:
         """Bytes of activations of the first stage for each recompute mode, everything else being equal."""
         config = with_options(self.config, candidate.options)
-        modes = {"none": Recompute(), "selective: mlp": Recompute("selective", ("mlp",)), "full": Recompute("full")}
+        mlp = Megatron(recompute="selective", recompute_modules=("mlp",))
+        modes = {"none": Megatron(), "selective: mlp": mlp, "full": Megatron(recompute="full")}
         return {name: activation_bytes(config, self.work, candidate.policy, 0, mode) for name, mode in modes.items()}
 
     def disk(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan.memory import GIB, States
 
 _BF16, _FP32 = 2, 4
@@ -134,7 +134,7 @@ class Training:
     """
 
     layout: ParallelLayout
-    recompute: Recompute
+    megatron: Megatron
     budget: int | None
     sequences: int
     forward_budget: int | None
@@ -289,16 +289,16 @@ class Clock:
         return computing + self._communication(training, sequences, passes + (again > 0))
 
     def _recomputed(self, training: Training, linear: float, flops: ForwardFlops) -> float:
-        recompute = training.recompute
+        megatron = training.megatron
         attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
-        if recompute.granularity == "full":
+        if megatron.recompute == "full":
             return linear + attention
-        if recompute.granularity == "none":
+        if megatron.recompute == "none":
             return 0.0
         mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size
         share = mlp / (mlp + 2 * self.shape.hidden_size * self.shape.head_dim * (
             self.shape.num_heads + self.shape.num_kv_heads))  # fmt: skip
-        modules = recompute.modules
+        modules = megatron.recompute_modules
         return (linear * share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
 
     def _communication(self, training: Training, sequences: float, passes: float) -> float:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, mean_entropies
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.megatron.settings import OptimizerSettings
+from openrlhf_ext.megatron.step.optimizer import warmup_steps
 from openrlhf_ext.rewards.grading import parse_answer
 from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
@@ -259,10 +259,7 @@ class StudyRun:
     def _warmup(self) -> int:
         actor, train, rollout = self.config.actor, self.config.train, self.config.rollout
         chunks = group_chunks(self.config.samples_per_rollout, rollout.n_samples_per_prompt, train.batch_size)
-        return OptimizerSettings(
-            lr=actor.adam.lr, lr_scheduler=actor.lr_scheduler, lr_warmup_ratio=actor.lr_warmup_ratio,
-            lr_warmup_steps=actor.lr_warmup_steps, max_steps=self.steps * len(list(chunks)) * train.max_epochs,
-        ).warmup_steps  # fmt: skip
+        return warmup_steps(actor, self.steps * len(list(chunks)) * train.max_epochs)
 
     def _build_algorithm(self) -> Algorithm:
         name, options, _ = self.config.algorithm_options()

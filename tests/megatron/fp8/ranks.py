@@ -22,8 +22,9 @@ from openrlhf_ext.megatron.model.build import transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.spec import rms_norm
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings, Recompute
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import balance_rows
+from openrlhf_ext.options.sections import Megatron, Rollout
 from tests.megatron.parity import WeightedLogprob, settings
 from tests.patience import PATIENCE_S
 
@@ -32,7 +33,7 @@ def build(case: dict) -> MegatronPolicy:
     # no clipping: the norm is added up stage by stage, in another order in every layout
     plain = settings(case, int(os.environ["WORLD_SIZE"]), max_norm=0.0)
     # an even number of micro-batches in every pass, so that virtual stages have the same ones
-    made: PolicySettings = dataclasses.replace(plain, fp8=case["fp8"], forward_micro_batch_size=2)
+    made: ModelSettings = dataclasses.replace(plain, fp8=case["fp8"], rollout=Rollout(micro_batch_size=2))
     initialize_distributed(made.layout, PATIENCE_S, 1234)
     return MegatronPolicy(made)
 
@@ -139,7 +140,7 @@ def cut_layers(model: str, recipes: list) -> list[dict]:
             layout = ParallelLayout(size, size, sequence_parallel=sequence_parallel)
             initialize_distributed(layout, PATIENCE_S, 1234)
             rank = dist.get_rank()
-            config = transformer_config(read_model_shape(model), layout, torch.float32, Recompute())
+            config = transformer_config(read_model_shape(model), layout, torch.float32, Megatron())
             found.append(_column(config, recipe, sequence_parallel, rank, size) | _row(config, recipe, rank, size))
             parallel_state.destroy_model_parallel()
     return found

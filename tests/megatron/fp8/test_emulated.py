@@ -15,7 +15,7 @@ from tests.models import make_tiny_model
 BLOCKWISE = Recipe(emulate=True)
 CURRENT = Recipe("current", "hybrid", emulate=True)
 DELAYED = Recipe("delayed", "hybrid", amax_history_len=4, emulate=True)
-FULL = {"granularity": "full"}
+FULL = {"recompute": "full"}
 SAME_BITS = {
     "pp": {"pp": 2},
     "vp": {"pp": 2, "vp": 2},
@@ -28,7 +28,7 @@ CASES = {
     **{f"delayed {name}": {"fp8": DELAYED, **case} for name, case in SAME_BITS.items()},
     "blockwise": {"fp8": BLOCKWISE},
     "delayed": {"fp8": DELAYED},
-    "delayed part": {"fp8": DELAYED, "recompute": {"granularity": "selective", "modules": ("mlp",)}},
+    "delayed part": {"fp8": DELAYED, "recompute": {"recompute": "selective", "recompute_modules": ("mlp",)}},
     "none": {"fp8": None},
     "no layer": {"fp8": Recipe(emulate=True, bf16_layers=BF16Layers(3, 1))},
     "two layers": {"fp8": Recipe(emulate=True, bf16_layers=BF16Layers(1, 1))},

@@ -15,7 +15,8 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import PolicySettings, Recompute
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.options.sections import Megatron
 from tests.models import make_tiny_model
 
 GPU = {
@@ -31,7 +32,7 @@ def shape(tmp_path_factory):
 
 
 def config(shape, recipe):
-    return transformer_config(shape, ParallelLayout(1), torch.bfloat16, Recompute(), fp8=recipe)
+    return transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron(), fp8=recipe)
 
 
 def test_megatron_takes_the_recipe(shape):
@@ -73,7 +74,7 @@ def test_the_environment_decides_about_scales():
 def test_without_a_gpu_and_without_the_library_a_rank_refuses_before_it_builds(monkeypatch, tmp_path):
     monkeypatch.setattr(transformer_engine.socket, "gethostname", lambda: "node7")
     make_tiny_model(tmp_path)
-    asked = PolicySettings(str(tmp_path), ParallelLayout(1), param_dtype="bf16", fp8=Recipe())
+    asked = ModelSettings(str(tmp_path), ParallelLayout(1), fp8=Recipe())
     with pytest.raises(FP8Unavailable) as refused:
         MegatronPolicy(asked)
     for words in ("node7", "there is no GPU", "TransformerEngine is not installed", "setup_env.sh gpu", "fp8.emulate"):

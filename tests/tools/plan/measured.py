@@ -12,7 +12,8 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import OptimizerSettings, Overlap, PolicySettings, Recompute
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch
 
@@ -53,19 +54,15 @@ def run_cases(cases: list[dict], lengths: list[int]) -> list[dict]:
     results = []
     for case in cases:
         layout = ParallelLayout(**case["layout"])
-        optimizer = OptimizerSettings(
-            lr=1e-3,
-            lr_scheduler="constant",
-            distributed=case["distributed"],
-            overlap=Overlap(**case.get("overlap", {})),
+        megatron = Megatron(
+            param_dtype=case["dtype"],
+            distributed_optimizer_enable=case["distributed"],
+            **case.get("recompute", {}),
+            **case.get("overlap", {}),
         )
+        optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
         initialize_distributed(layout, PATIENCE_S, 1234)
-        policy = MegatronPolicy(
-            PolicySettings(
-                case["model"], layout, param_dtype=case["dtype"], optimizer=optimizer,
-                recompute=Recompute(**case.get("recompute", {})),
-            )
-        )  # fmt: skip
+        policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
         sequences = [torch.randint(2, 60, (length,)) for length in lengths]
         batch = masked_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
         saved = saved_by(policy, batch)

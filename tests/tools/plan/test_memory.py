@@ -10,7 +10,7 @@ import torch
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
-from openrlhf_ext.megatron.settings import Recompute
+from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
 from openrlhf_ext.tools.plan.memory import Pass, StateOptions, activations, rank_states
 from tests.launch import launch
@@ -23,12 +23,12 @@ TP, PP, CP, VP = (
 )  # fmt: skip
 RECOMPUTED = {
     "none": {},
-    "core_attn": {"granularity": "selective"},
-    "mlp": {"granularity": "selective", "modules": ("mlp",)},
-    "both": {"granularity": "selective", "modules": ("core_attn", "mlp")},
-    "full": {"granularity": "full"},
-    "two by two": {"granularity": "full", "num_layers": 2},
-    "block": {"granularity": "full", "method": "block"},
+    "core_attn": {"recompute": "selective"},
+    "mlp": {"recompute": "selective", "recompute_modules": ("mlp",)},
+    "both": {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
+    "full": {"recompute": "full"},
+    "two by two": {"recompute": "full", "recompute_num_layers": 2},
+    "block": {"recompute": "full", "recompute_method": "block"},
 }
 
 
@@ -73,12 +73,12 @@ def compare(one: dict, layout: ParallelLayout, stage: int, ranks: list[dict]) ->
     shape: ModelShape = read_model_shape(one["model"])
     size = 2 if one["dtype"] == "bf16" else 4
     states = rank_states(
-        shape, layout, stage, StateOptions(size, one["distributed"], one.get("overlap", {}).get("bucket_size"))
+        shape, layout, stage, StateOptions(size, one["distributed"], one.get("overlap", {}).get("ddp_bucket_size"))
     )
     for name, planned in (("parameters", states.weights), ("gradients", states.gradients)):
         assert {rank[name] for rank in ranks} == {planned}, one
     assert max(rank["optimizer"] - rank["counters"] for rank in ranks) == states.optimizer, one
-    work = Pass(LENGTH // layout.context_parallel_size, LENGTH, "local", size, recompute=Recompute(**one["recompute"]))
+    work = Pass(LENGTH // layout.context_parallel_size, LENGTH, "local", size, megatron=Megatron(**one["recompute"]))
     planned = activations(shape, layout, stage, work, SEQUENCES).peak
     assert planned == pytest.approx(max(rank["saved"] for rank in ranks), rel=0.05), one
 
@@ -105,6 +105,6 @@ def test_two_ranks_in_every_kind_of_layout(tmp_path):
         for family, recompute in (("qwen2", "none"), ("qwen3", "core_attn"), ("qwen3", "mlp"), ("qwen2", "full"))
     ]
     cases += [case(tmp_path / "qwen3", {"world_size": 2, **layout}, distributed=False) for layout in ({PP: 2}, {})]
-    overlap = {"grad_reduce": True, "bucket_size": 20000}
+    overlap = {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}
     cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap) for layout in ({PP: 2}, {})]
     check(cases, 2)

@@ -27,6 +27,7 @@ from openrlhf_ext.redaction import redact
 
 # "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
 PathKind = Literal["input", "output"]
+T = TypeVar("T")
 Arity = Literal["flag", "one", "pair", "many", "open"]
 
 
@@ -224,6 +225,13 @@ def not_default(section: Section, prefix: str, leaf: str, reason: str, remedy: s
     value = getattr(section, leaf)
     if value != type(section).model_fields[leaf].default:
         yield no_effect(f"{prefix}.{leaf}", value, reason, remedy)
+
+
+def required(value: T | None, name: str) -> T:
+    """The value of an option without which a run is refused before it comes here."""
+    if value is None:
+        raise ValueError(f"{name} is not set")
+    return value
 
 
 # ---- describing -----------------------------------------------------------------------------------------------------

@@ -171,6 +171,11 @@ class Reward(Section):
         "LANG, ...) and REWARD_*; other variables, such as keys and tokens, are kept from them",
     )
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What stands between the commas of ``remote_url``."""
+        return tuple(url.strip() for url in (self.remote_url or "").split(",") if url.strip())
+
     def violations(self) -> Iterator[Violation]:
         buffer = self.overlong_buffer_len
         if buffer is not None and buffer != int(buffer):

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -301,13 +300,6 @@ class Megatron(Section):
     )
     start_timeout_s: Float = added(600, "longest wait for the ranks of one model to load it and to meet, seconds", gt=0)
     collective_timeout_s: Float = added(600, "longest wait in one collective call before the run fails, seconds", gt=0)
-
-    def layout(self, ranks: int) -> ParallelLayout:
-        """How a model is laid out on so many ranks."""
-        return ParallelLayout(
-            ranks, self.tensor_parallel_size, self.pipeline_parallel_size, self.context_parallel_size,
-            self.sequence_parallel_enable, self.virtual_pipeline_size,
-        )  # fmt: skip
 
     def violations(self) -> Iterator[Violation]:
         if self.recompute == "selective" and not self.recompute_modules:
