@@ -15,7 +15,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.packing import pack
-from openrlhf_ext.options.sections import Critic, Megatron
+from openrlhf_ext.options.sections import Megatron
 from tests.megatron.exactness import algorithms, make_batch, rollout
 from tests.models import make_tiny_model
 
@@ -56,7 +56,7 @@ class MetaPolicy(OnMeta, MegatronPolicy):
 
 
 class MetaCritic(OnMeta, MegatronCritic):
-    pass
+    value_clip = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_the_critics_micro_batches(path, fetched):
     count = batch.responses.tokens
     targets = ValueTargets(torch.zeros(count), torch.ones(count), batch.responses, torch.tensor(count))
     with fake_rank(layout, 0):
-        model = MetaCritic(ModelSettings(path, layout, Megatron(param_dtype="fp32"), optimizer=Critic()))
+        model = MetaCritic(ModelSettings(path, layout, Megatron(param_dtype="fp32")))
         assert model.accumulate_gradients(batch, targets)["losses"] == 3 and fetched == []
         model.values(batch)
         assert len(fetched) == 1
