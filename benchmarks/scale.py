@@ -48,7 +48,7 @@ from benchmarks import record
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.experience import in_group_order, rollout_batch, sequences_of, training_shards
-from openrlhf_ext.driver.records import batch_metrics, reward_metrics, staleness_metrics
+from openrlhf_ext.driver.gauges import batch_metrics, reward_metrics, staleness_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import deal, scores_in_order
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, balance_rows, micro_batches, sequence_costs

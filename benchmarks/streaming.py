@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record import environment, load, write
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.rollouts import PromptStream, Rollouts
-from openrlhf_ext.driver.supervision import Deadline
+from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
 
 NO_TOKENS = np.zeros(0, np.int32)

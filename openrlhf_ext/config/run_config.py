@@ -1,16 +1,15 @@
-"""The whole configuration of a run: one frozen model whose paths are the option names, and what follows from it."""
+"""The whole configuration of a run: one frozen model whose paths are the option names, with its defaults resolved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import Int, Section, added, info_of, is_set, leaf_fields, nest, no_meaning, not_yet, value_of
+from openrlhf_ext.options import Int, Section, added, is_set, no_meaning, not_yet
 from openrlhf_ext.options.sections import (
     FP8,
     Actor,
@@ -376,46 +375,3 @@ class RunConfig(Section):
         if "h_ini" in given or options.filter == "off" or options.preset == "official":
             return 0
         return options.initial_entropy_prompts
-
-    def upstream_args(self) -> SimpleNamespace:
-        """The nested namespace that OpenRLHF 0.11.2's classes read: every option of its parser, after its fix-ups.
-
-        Its classes read the model-parallel factor as ``ds.ring_attn_size * ds.tensor_parallel_size``: the first carries
-        the context-parallel size, the second tensor * pipeline. The importance correction is always "on", because that
-        is what makes the samples generator record the engine's log-probs; whether a correction is applied is the
-        estimator's business (:meth:`algorithm_options`), as are the overlong penalty and the clipping of rewards.
-        ``algo.advantage.estimator`` keeps our name, which none of its branches knows.
-        """
-        flat = {name: value_of(self, name) for name, field in leaf_fields(type(self)) if not info_of(field).added}
-        for side in ("actor", "critic"):  # one destination of two flags
-            flat[f"{side}.muon.nesterov"] = flat[f"{side}.muon.nesterov"] and not flat.pop(f"{side}.muon.no_nesterov")
-        return _to_namespace(nest(flat | self._fixed_up()))
-
-    def _fixed_up(self) -> dict[str, Any]:
-        layout, clip = self.megatron, self.actor.eps_clip
-        return {
-            "ds.tensor_parallel_size": layout.tensor_parallel_size * layout.pipeline_parallel_size,
-            "ds.ring_attn_size": layout.context_parallel_size,
-            "actor.eps_clip_low_high": self.actor.eps_clip_low_high or (clip, clip),
-            "actor.gradient_checkpointing_enable": layout.recompute == "full",
-            "algo.advantage.is_correction_level": "token",
-            "algo.advantage.is_correction_threshold": self.correction_threshold,
-            "critic.model_name_or_path": None,
-            "reward.remote_url": self._reward_urls(),
-            "reward.overlong_buffer_len": None,
-            "reward.clip_range": (float("-inf"), float("inf")),
-            "train.dynamic_batch_enable": False,  # the ranks pack their own shards
-            "rollout.vllm_generate_batch_size": self.rollout.vllm_generate_batch_size or self.rollout.batch_size,
-            "vllm.sync_backend": "nccl" if self.vllm.sync_backend == "auto" else self.vllm.sync_backend,
-        }
-
-    def _reward_urls(self) -> list[str] | None:
-        if self.train.agent_func_path is not None:
-            return ["agent"]
-        return self.reward.remote_url.split(",") if self.reward.remote_url is not None else None
-
-
-def _to_namespace(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return SimpleNamespace(**{name: _to_namespace(branch) for name, branch in tree.items()})
-    return tree

@@ -27,7 +27,7 @@ from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
 from openrlhf_ext.driver.rollouts import Group, Prompt
-from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.response import Response

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.rollout.probe import relative_difference
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch
 from openrlhf_ext.algorithms.groups import group_chunks
-from openrlhf_ext.driver.records import (
+from openrlhf_ext.driver.gauges import (
     batch_metrics,
     correction_band,
     guide_agreement,

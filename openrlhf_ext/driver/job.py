@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
+from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run
 from openrlhf_ext.driver.card import write_card
@@ -25,7 +26,10 @@ from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, writ
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.drift import DriftCheck
 from openrlhf_ext.driver.ending import results, resume_line
+from openrlhf_ext.driver.engines import EngineSupervisor
 from openrlhf_ext.driver.experience import ExperienceMaker
+from openrlhf_ext.driver.gauges import StepGauges
+from openrlhf_ext.driver.gpu_sharing import GpuSharing
 from openrlhf_ext.driver.guard import INTERRUPTED, Guard
 from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
@@ -43,7 +47,7 @@ from openrlhf_ext.driver.processes import (
     start_policy,
 )
 from openrlhf_ext.driver.profile import StepProfiler
-from openrlhf_ext.driver.records import StepGauges, StepRecorder
+from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.resume import (
     Resumed,
     check_prompts,
@@ -61,8 +65,8 @@ from openrlhf_ext.driver.settings import (
     training_steps,
     worker_env,
 )
-from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.user_trial import try_user_code
+from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import required
@@ -237,7 +241,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
             auxiliary = AuxiliaryModels.start(config, places)
             with without_collection():
                 from openrlhf_ext.driver.data import load_data  # takes long: the others start meanwhile
-            strategy = compat.DriverStrategy(config.upstream_args())
+            strategy = compat.DriverStrategy(upstream_args(config))
             tokenizer = compat.get_tokenizer(
                 policy_path(config), None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
             )

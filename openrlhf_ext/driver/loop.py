@@ -23,13 +23,16 @@ from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, DriverState, groups_from_plain, plain_groups
 from openrlhf_ext.driver.drift import DriftCheck
+from openrlhf_ext.driver.engines import EngineSupervisor
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
+from openrlhf_ext.driver.gauges import StepGauges
+from openrlhf_ext.driver.gpu_sharing import GpuSharing
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.profile import StepProfiler
-from openrlhf_ext.driver.records import StepGauges, StepRecorder
+from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
 from openrlhf_ext.driver.settings import frozen_steps
-from openrlhf_ext.driver.supervision import Deadline, EngineSupervisor, GpuSharing
+from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.messages import TrainingShard
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from openrlhf_ext.driver.settings import (
     policy_settings,
     sync_settings,
 )
-from openrlhf_ext.driver.supervision import Deadline
+from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options import required

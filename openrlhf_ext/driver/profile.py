@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.reporting import EventLog
 
 if TYPE_CHECKING:

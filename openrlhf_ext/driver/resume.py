@@ -23,7 +23,7 @@ from openrlhf_ext.driver.checkpoints import (
     plain_options,
     saves_checkpoints,
 )
-from openrlhf_ext.driver.supervision import call_ranks
+from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
 from openrlhf_ext.redaction import redact

@@ -19,7 +19,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.supervision import Deadline, EngineCall, EngineSupervisor, HangWatch, is_engine_fault
+from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
+from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rollout.errors import InvalidWeights
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, derived_seed
 

@@ -13,6 +13,7 @@ from openrlhf_ext.algorithms import registry
 from openrlhf_ext.config import ConfigError, format_config, load, load_config, table
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.show import format_markdown
+from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.settings import build_algorithm
 from openrlhf_ext.options import added
@@ -90,7 +91,7 @@ def test_an_option_of_a_section(run_dir: Path, monkeypatch, capsys):
         assert refused([*words[:2], "--train.patence", "3"])[0].endswith("did you mean train.patience?")
         config = load_config([*words, "--train.patience", "7"])
         assert config.train.patience == 7 and "patience: 7  # set: command line (default: 5)" in format_config(config)
-        assert not hasattr(config.upstream_args().train, "patience"), "OpenRLHF does not know it"
+        assert not hasattr(upstream_args(config).train, "patience"), "OpenRLHF does not know it"
         with pytest.raises(Exception, match="frozen"):
             config.train.patience = 8
     finally:

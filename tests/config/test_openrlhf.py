@@ -10,6 +10,7 @@ import pytest
 
 from openrlhf_ext.config import option_table
 from openrlhf_ext.config.openrlhf import DIFFERENCES
+from openrlhf_ext.config.upstream import upstream_args
 
 pytest.importorskip("openrlhf", reason="compares with the installed OpenRLHF")
 
@@ -77,11 +78,11 @@ def names_of(namespace: SimpleNamespace, prefix: str = "") -> set[str]:
 
 def test_the_namespace_holds_what_openrlhf_parses(load):
     parsed = vars(upstream_parser().parse_args([]))
-    assert names_of(load().upstream_args()) == set(parsed)
+    assert names_of(upstream_args(load())) == set(parsed)
 
 
 def test_the_namespace_carries_the_values(load):
-    args = load("--train.seed", "7", "--actor.adam.betas", "0.8", "0.9", "--data.max_len", "128").upstream_args()
+    args = upstream_args(load("--train.seed", "7", "--actor.adam.betas", "0.8", "0.9", "--data.max_len", "128"))
     assert (args.train.seed, args.actor.adam.betas, args.data.max_len) == (7, (0.8, 0.9), 128)
     assert args.actor.muon.nesterov is True
     assert args.ds.param_dtype == "bf16"  # DeepspeedStrategy refuses anything else with ds.tensor_parallel_size > 1
@@ -89,10 +90,10 @@ def test_the_namespace_carries_the_values(load):
 
 
 def test_the_namespace_is_fixed_up_as_openrlhf_does(load, run_dir):
-    args = load("--megatron.tensor_parallel_size", "2").upstream_args()
+    args = upstream_args(load("--megatron.tensor_parallel_size", "2"))
     assert (args.ds.tensor_parallel_size, args.ds.ring_attn_size) == (2, 1)
-    args = load("--actor.num_gpus_per_node", "4", "--megatron.tensor_parallel_size", "2",
-                "--megatron.pipeline_parallel_size", "2").upstream_args()  # fmt: skip
+    args = upstream_args(load("--actor.num_gpus_per_node", "4", "--megatron.tensor_parallel_size", "2",
+                "--megatron.pipeline_parallel_size", "2"))  # fmt: skip
     assert args.ds.tensor_parallel_size == 4
     assert args.actor.eps_clip_low_high == (0.2, 0.2)
     assert args.reward.remote_url == [str(run_dir / "reward.py")]
@@ -102,11 +103,11 @@ def test_the_namespace_is_fixed_up_as_openrlhf_does(load, run_dir):
     assert args.algo.advantage.is_correction_threshold == [0.5, 5.0]
     assert args.reward.overlong_buffer_len is None
     (run_dir / "agent.py").write_text("class AgentExecutor: ...\n")
-    agent = load("--reward.remote_url", "null", "--train.agent_func_path", "agent.py").upstream_args()
+    agent = upstream_args(load("--reward.remote_url", "null", "--train.agent_func_path", "agent.py"))
     assert agent.reward.remote_url == ["agent"]
 
 
 def test_loading_twice_gives_independent_namespaces(load):
     config = load()
-    config.upstream_args().eval.steps = float("inf")  # OpenRLHF's trainer does this
-    assert config.upstream_args().eval.steps == -1
+    upstream_args(config).eval.steps = float("inf")  # OpenRLHF's trainer does this
+    assert upstream_args(config).eval.steps == -1

@@ -19,7 +19,7 @@ from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.experience import Experience
 from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts
-from openrlhf_ext.driver.supervision import Deadline
+from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.reporting import EventLog, is_documented
 from tests.driver.simulated import Loader, Requests, options, response

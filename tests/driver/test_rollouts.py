@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Prompt, PromptStream, Rollouts
-from openrlhf_ext.driver.supervision import Deadline, DeadlineExceeded
+from openrlhf_ext.driver.waits import Deadline, DeadlineExceeded
 from openrlhf_ext.rollout.response import GroupRequest
 from tests.driver.simulated import Loader, Requests, options
 

@@ -16,6 +16,7 @@ import ray
 
 from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
+from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
@@ -122,7 +123,7 @@ def main(folder: Path) -> None:
         for name in RUNS:
             config = config_of(task, name)
             resumed = restore(config, parts.trained)
-            strategy = compat.DriverStrategy(config.upstream_args())
+            strategy = compat.DriverStrategy(upstream_args(config))
             loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
             if name in TROUBLES:
                 TROUBLES[name](loop)

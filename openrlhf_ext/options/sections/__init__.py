@@ -13,6 +13,6 @@ from openrlhf_ext.options.sections.rollout import Reward, Rollout, Vllm, WeightS
 from openrlhf_ext.options.sections.run import Ckpt, Data, Eval, Logger, Profile, Train
 
 __all__ = [
-    "Actor", "Adam", "Advantage", "Algo", "Ckpt", "Critic", "CriticAdam", "Data", "DeepSpeed", "Eval", "FP8", "Guide", "Kl",
-    "Logger", "Megatron", "Profile", "Ref", "Reward", "Rollout", "Train", "Vllm", "WeightSync",
+    "Actor", "Adam", "Advantage", "Algo", "Ckpt", "Critic", "CriticAdam", "Data", "DeepSpeed", "Eval", "FP8",
+    "Guide", "Kl", "Logger", "Megatron", "Profile", "Ref", "Reward", "Rollout", "Train", "Vllm", "WeightSync",
 ]  # fmt: skip

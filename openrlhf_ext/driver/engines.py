@@ -1,12 +1,9 @@
-"""Waits that end, and engines that died or hang are replaced.
+"""Engines that died or hang are replaced.
 
-Every wait of the driver for Ray has a deadline and says what it waited for: :class:`Deadline` for the phases of a run,
-:func:`call_ranks` for what is asked of ranks in between.
-
-An engine that died or hangs is replaced, gets the present weights, and its prompts are sampled again. What counts as
-the engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
-it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's reward
-function or of a policy rank are not: they end the run.
+A new engine gets the present weights, and the prompts are sampled again. What counts as the engine's fault: its actor
+died, the vLLM engine inside died, a request outlived its deadline, a weight sync names it, it does not answer for
+``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's reward function or of a policy
+rank are not: they end the run.
 
 Everything here happens in the driver's one thread: no two weight syncs or replacements meet.
 """
@@ -14,10 +11,9 @@ Everything here happens in the driver's one thread: no two weight syncs or repla
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +22,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.guard import Guard
+from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.process import machine_id
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
-from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -39,160 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
 _END_S = 10.0
 _ASK_AGAIN_S = 1.0
-
-# ---- deadlines ------------------------------------------------------------------------------------------------------
-
-
-class DeadlineExceeded(TimeoutError):
-    """A phase of the job took longer than its deadline."""
-
-
-class Deadline:
-    """The deadline of the phase that the driver is in; phases do not nest."""
-
-    def __init__(self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0) -> None:
-        """
-        Args:
-            guard: told until when the driver will have moved on, for the case that it cannot notice.
-            between_s: what comes between two phases may take that long.
-            question_s: a question to an engine, which has a deadline of its own, may begin as a phase ends.
-
-        Attributes:
-            of_ranks: says how far the ranks are that ``get`` waits for; '' = nobody knows.
-        """
-        self._doing, self._option, self._seconds = "starting", "", 0.0
-        self._ends: float | None = None
-        self.of_ranks: Callable[[], str] = str
-        self._guard, self._between_s, self._question_s = guard or Guard(), between_s, question_s
-
-    @contextmanager
-    def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
-        """Waits in the body may take ``seconds`` together. ``doing`` may be refined meanwhile by setting ``doing``.
-
-        Args:
-            option: that sets the seconds, for the message.
-        """
-        self._doing, self._option, self._seconds = doing, option, seconds
-        self._begin()
-        try:
-            yield
-        finally:
-            self._ends = None
-            self._expect(self._between_s, f"after {doing}")
-
-    @contextmanager
-    def suspended(self, seconds: float, doing: str) -> Iterator[None]:
-        """The phase's deadline does not count, and then starts anew: what happens inside has deadlines of its own.
-
-        Args:
-            seconds: they add up to.
-        """
-        self._expect(seconds, doing)
-        try:
-            yield
-        finally:
-            if self._ends is not None:
-                self._begin()
-
-    @property
-    def doing(self) -> str:
-        """What the waits of the phase are for."""
-        return self._doing
-
-    @doing.setter
-    def doing(self, doing: str) -> None:
-        self._doing = doing
-        self._expect(self.remaining, doing)
-
-    def progress(self, detail: str) -> None:
-        """How far the phase is, for the line of status."""
-        self._guard.progress(detail)
-
-    def _begin(self) -> None:
-        self._ends = time.monotonic() + self._seconds
-        self._expect(self._seconds, self.doing)
-
-    def _expect(self, seconds: float, doing: str) -> None:
-        self._guard.expect(seconds + self._question_s, doing)
-
-    @property
-    def remaining(self) -> float:
-        """Seconds that are left of the phase.
-
-        Raises:
-            DeadlineExceeded: none.
-            RuntimeError: outside of a phase.
-            KeyboardInterrupt: the run is to end.
-        """
-        self._guard.check()
-        if self._ends is None:
-            raise RuntimeError("a wait outside of a phase with a deadline")
-        if (left := self._ends - time.monotonic()) <= 0:
-            raise self.exceeded()
-        return left
-
-    def exceeded(self) -> DeadlineExceeded:
-        """The error that says what was waited for, how long, and which option changes that."""
-        return DeadlineExceeded(
-            f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this is expected to take longer"
-        )
-
-    def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        """The results of Ray calls, in order; the first error is raised at once.
-
-        Args:
-            meanwhile: called every now and then; it must return soon.
-
-        Raises:
-            DeadlineExceeded: the phase ended before the calls.
-        """
-        waiting = list(refs)
-        while waiting:
-            pause = min(self.remaining, _ASK_AGAIN_S if meanwhile is None else _LOOK_S)
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=pause)
-            ray.get(ready)
-            if detail := self.of_ranks():
-                self.progress(detail)
-            if meanwhile is not None:
-                meanwhile()
-        return ray.get(list(refs))
-
-
-class RanksTimeoutError(TimeoutError):
-    """Some ranks did not answer in time; the message names them and what they were doing."""
-
-
-def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
-    """Calls a method on every rank of a group and returns their results; the first error is raised at once.
-
-    Args:
-        who: what the group is called in messages: policy, critic.
-
-    Raises:
-        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
-    """
-    return await_ranks(group.async_run_method(method, **arguments), who, method, timeout_s)
-
-
-def await_ranks(refs: Sequence[Any], who: str, method: str, timeout_s: float) -> list:
-    """The results of a method that has been called on every rank, as :func:`call_ranks`."""
-    waiting, deadline = list(refs), time.monotonic() + timeout_s
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            ranks = [i for i, ref in enumerate(refs) if ref in waiting]
-            raise RanksTimeoutError(
-                f"waited {timeout_s:g} s for {method} on the {who} ranks, {ranks} have not finished; raise "
-                "--train.step_timeout_s if this is expected to take longer"
-            )
-        ray.get(ready)
-    return ray.get(refs)
-
-
-# ---- engines -------------------------------------------------------------------------------------------------------
 
 
 class EngineHangs(RuntimeError):
@@ -448,62 +291,3 @@ def _one_line(error: BaseException) -> str:
     cause = error.cause if isinstance(error, RayTaskError) else error
     first, *others = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {' '.join([first, *others[:1]] if first.endswith(':') else [first])[:300]}"
-
-
-# ---- memory of shared GPUs ------------------------------------------------------------------------------------------
-
-
-class GpuSharing:
-    """Policy and engines on the same GPUs: puts one side to sleep before the other needs the memory.
-
-    At any time one side has the memory and the other sleeps, except for a weight sync, where the policy's parameters
-    and the engines' weights (not their KV caches) are there together. A side wakes up on demand: a policy rank reloads
-    what a call needs, generation and the sync wake the engines. docs/modes.md has the order of one step and the peaks.
-    No rank is at work while an engine falls asleep: vLLM asserts that the device's free memory does not shrink
-    meanwhile, whoever takes it, and the engine would count as failed (vllm 0.29.0 v1/worker/gpu_worker.py:265).
-    A side whose ``ds.enable_sleep`` or ``vllm.enable_sleep`` is off is left alone.
-    """
-
-    def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor) -> None:
-        """
-        Args:
-            groups: ranks that train, with a method ``offload_states``, by name.
-            supervisor: of the rollout engines; one that does not fall asleep or wake up is replaced.
-        """
-        self._groups, self._supervisor, self._timeout_s = groups, supervisor, config.train.step_timeout_s
-        self._policy_sleeps, self._engines_sleep = config.ds.enable_sleep, config.vllm.enable_sleep
-
-    @contextmanager
-    def generation(self, trains: Callable[[], bool]) -> Iterator[None]:
-        """The engines have the GPUs; afterwards they sleep, whether they were used or not.
-
-        Args:
-            trains: asked at the end: whether the policy is trained next, so that new weights come before anything is
-                sampled again. Then the engines do not keep the old ones in host memory.
-        """
-        if self._policy_sleeps:
-            method = "offload_states"
-            calls = {name: group.async_run_method(method) for name, group in self._groups.items()}
-            for name, refs in calls.items():
-                await_ranks(refs, name, method, self._timeout_s)
-        if self._engines_sleep:
-            self._supervisor.ask("wake_up")
-        yield
-        if self._engines_sleep:
-            self._supervisor.ask("discard_weights" if trains() else "sleep")
-
-    def wake_weights(self) -> None:
-        """The engines take back the memory of their weights, not that of their KV caches.
-
-        Raises:
-            EnginesAtFault: an engine died or hangs (a weight sync, of which this is part, is repeated without it).
-        """
-        if self._engines_sleep:
-            engines, timeout_s = self._supervisor.engines, self._supervisor.config.vllm.hang_timeout_s
-            doing = "waking up for new weights"
-            EngineCalls.start(engines, "wake_weights", [()] * len(engines), doing, timeout_s).finish()
-
-    def make_room_for_policy(self) -> None:
-        """The engines give up weights and KV caches; the weights come back as they were."""
-        if self._engines_sleep:
-            self._supervisor.ask("sleep")

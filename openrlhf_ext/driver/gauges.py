@@ -1,0 +1,287 @@
+"""What is measured of every step.
+
+Shape suffixes: N = response tokens of all completions, n = those of a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.algorithms import Algorithm, RolloutBatch
+from openrlhf_ext.algorithms.segments import Segments, float64_sum
+from openrlhf_ext.driver.waits import call_ranks
+from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.ranks.timers import RankReport
+from openrlhf_ext.reporting import (
+    EventLog,
+)
+from openrlhf_ext.rewards.grading import FAILED_KEY
+from openrlhf_ext.rollout.response import Response
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BAND = (0.5, 5.0)  # of the importance ratio: OpenRLHF's default for its correction
+_NAMED_ABOVE = 1.5  # slowest rank / mean from which it is named on the terminal
+_NAMED_FROM_S = 1.0
+
+# ---- the batch ----------------------------------------------------------------------------------------------------
+
+
+def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
+    """Means over the rollout batch, under the names of docs/metrics.md."""
+    rewards, tokens = rollout.rewards.float(), len(rollout.tokens)
+    metrics: dict[str, float | Tensor] = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(correction=0),
+        "response/length_mean": tokens / len(rewards),
+        "tokens/generated": tokens,
+    }
+    if rollout.entropies is not None:
+        metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
+    if rollout.truncated is not None:
+        metrics["response/truncated_rate"] = rollout.truncated.float().mean()
+    return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
+
+
+def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
+    """Mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
+    graded.
+    """
+    names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
+    logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
+    logs["accuracy/mean"] = sum(sample.score for sample in samples) / len(samples)
+    return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
+
+
+def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
+    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token.
+
+    Empty if any response does not tell.
+    """
+    samples = [sample for sample in samples if not sample.from_guide]
+    if not all(sample.versions for sample in samples):
+        return {}
+    ages = [(version - then, stop - start) for sample in samples for then, start, stop in sample.versions]
+    mixed = sum(len({then for then, _, _ in sample.versions}) > 1 for sample in samples)
+    return {
+        "staleness/mean": sum(age * tokens for age, tokens in ages) / sum(tokens for _, tokens in ages),
+        "staleness/max": float(max(age for age, _ in ages)),
+        "staleness/mixed_fraction": mixed / len(samples),
+    }
+
+
+# ---- trainer against engines --------------------------------------------------------------------------------------
+
+
+def mismatch_gauges(
+    policy_N: Tensor, rollout_N: Tensor, segments: Segments, band: tuple[float, float] = DEFAULT_BAND
+) -> dict[str, float]:
+    """How far the log-probs of the policy before the step are from those the engines sampled with.
+
+    With d = policy - rollout and w = exp(d), both KL estimators have the right mean over tokens sampled from the
+    engines and are never negative: k3 of KL(rollout || policy) is w - 1 - d, and of KL(policy || rollout), where the
+    sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w d.
+
+    Args:
+        segments: which of the N tokens are of which completion.
+        band: ratios outside are counted: what an importance correction with these thresholds drops or clamps.
+    """
+    if not segments.tokens:
+        return {}
+    blocks, sequences = [], []
+    for block in segments.blocks():
+        d_n = policy_N[block.tokens].double() - rollout_N[block.tokens]
+        sequences.append(block.sums(d_n))
+        blocks.append(_block_sums(d_n, band))
+    sums = torch.stack(blocks)
+    forward, reverse, absolute, outside = (sums[:, :4].sum(0) / segments.tokens).tolist()
+    return {
+        "kl/rollout": forward,
+        "kl/rollout_reverse": reverse,
+        "kl/rollout_max_abs": float(sums[:, 4].max()),
+        "mismatch/mean_abs": absolute,
+        "mismatch/exp_mean_abs": math.exp(absolute),
+        "mismatch/ess_tokens": _effective_fraction(sums[:, 5].logsumexp(0), sums[:, 6].logsumexp(0), segments.tokens),
+        "mismatch/ess_completions": effective_sample_fraction(torch.cat(sequences)[segments.lengths_B > 0]),
+        "mismatch/outside_band": outside,
+    }
+
+
+def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
+    """(7,) of a block's d: sums of both KL terms, of |d| and of ratios outside the band; the largest |d|; the
+    logarithms of the sums of w and of its squares.
+    """
+    if not len(d_n):
+        return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
+    largest, (low, high) = d_n.max(), band
+    relative_n = (d_n - largest).exp_()  # at most 1: its sums do not overflow
+    w_n, abs_n = relative_n * largest.exp(), d_n.abs()
+    outside = (len(d_n) - ((w_n >= low) & (w_n <= high)).sum()).double()
+    logs = largest + relative_n.sum().log(), 2 * largest + relative_n.square_().sum().log()
+    return torch.stack([
+        (w_n - 1 - d_n).sum(), (1 - w_n + w_n * d_n).sum(), abs_n.sum(), outside, abs_n.max(), *logs
+    ])  # fmt: skip
+
+
+def policy_mismatch(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
+    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ.
+
+    Empty if an engine reported no log-probs.
+    """
+    guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
+    if engines_N is None:
+        return {}
+    rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
+    policy_N, engines_N = segments.take(rollout.old_logprobs, rows), segments.take(engines_N, rows)
+    return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)
+
+
+def correction_band(algorithm: Algorithm) -> tuple[float, float]:
+    """The ratios that the algorithm's importance correction keeps, or the usual ones if it does not go by ratios."""
+    correction = algorithm.correction
+    if correction is None or (correction.level, correction.gating) != ("token", "ratio"):
+        return DEFAULT_BAND
+    return correction.threshold
+
+
+def effective_sample_fraction(log_weights: Tensor) -> float:
+    """Effective sample size over the number of samples: (sum w)^2 / (n sum w^2), 1 if all weights are equal."""
+    return _effective_fraction(log_weights.logsumexp(0), (2 * log_weights).logsumexp(0), len(log_weights))
+
+
+def _effective_fraction(log_sum: Tensor, log_sum_of_squares: Tensor, count: int) -> float:
+    return float((2 * log_sum - log_sum_of_squares - math.log(count)).exp())
+
+
+# ---- the guide ----------------------------------------------------------------------------------------------------
+
+
+def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
+    """What the completions of the guide and those of the policy are like."""
+    gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
+    for source, is_guide in (("guide", True), ("policy", False)):
+        own = [sample for sample in samples if sample.from_guide == is_guide]
+        gauges[f"{source}/reward_mean"] = sum(sample.reward for sample in own) / len(own)
+        gauges[f"{source}/accuracy_mean"] = sum(sample.score for sample in own) / len(own)
+        gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
+    return gauges
+
+
+def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
+    """Whether the guide's ranks and its engines say the same of its completions; nothing without a guide."""
+    rows, ranks_N, engines_N = rollout.from_guide, rollout.guide_logprobs, rollout.rollout_logprobs
+    if rows is None or ranks_N is None or engines_N is None:
+        return {}
+    ranks_n, engines_n = (rollout.segments.take(values_N, rows) for values_N in (ranks_N, engines_N))
+    return {"guide/rollout_max_abs": float((ranks_n - engines_n).abs().max())}
+
+
+# ---- speed --------------------------------------------------------------------------------------------------------
+
+
+def throughput_gauges(
+    flops: ForwardFlops, tokens: int, epochs: int, ranks: int, seconds: Mapping[str, float], peak: float | None
+) -> dict[str, float]:
+    """Speed of the policy's ranks in the passes over the batch.
+
+    Args:
+        flops: of one forward pass over the batch.
+        tokens: prompt and response tokens of the batch.
+        epochs: training passes over it.
+        seconds: ``time/logprob`` and ``time/train`` of the step; a phase that is missing or took no time is left out.
+        peak: TFLOP/s of one device; None leaves the MFU out.
+    """
+    gauges: dict[str, float] = {}
+    for phase, work, passes in (("logprob", flops.total, 1), ("train", flops.training * epochs, epochs)):
+        if (spent := seconds.get(f"time/{phase}", 0.0)) <= 0:
+            continue
+        gauges[f"throughput/{phase}_tokens_per_second"] = tokens * passes / spent
+        gauges[f"throughput/{phase}_tflops_per_rank"] = tflops = work / spent / ranks / 1e12
+        if peak is not None:
+            gauges[f"throughput/{phase}_mfu"] = tflops / peak
+    return gauges
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------------
+
+
+def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
+    """Memory and own time of every rank, which rank was the slowest and which the fullest, and how much was padding."""
+    gauges: dict[str, float] = {}
+    for report in reports:
+        prefix = f"rank/{report.rank}/"
+        gauges |= {f"{prefix}time_{phase}": seconds for phase, seconds in sorted(report.seconds.items())}
+        gauges[f"{prefix}memory_gib"] = report.memory_bytes / 2**30
+    slowest = max(reports, key=lambda report: report.busy_seconds)
+    fullest = max(reports, key=lambda report: report.memory_bytes)
+    mean = sum(report.busy_seconds for report in reports) / len(reports)
+    if packed := sum(report.packed_tokens for report in reports):
+        gauges["packs/padding_fraction"] = sum(report.padding_tokens for report in reports) / packed
+    if used := max(report.device_bytes for report in reports):
+        gauges["memory/device_max_gib"] = used / 2**30
+    return gauges | {
+        "rank/slowest": float(slowest.rank),
+        "rank/slowest_over_mean": slowest.busy_seconds / mean if mean > 0 else 1.0,
+        "rank/fullest": float(fullest.rank),
+        "memory/rank_max_gib": fullest.memory_bytes / 2**30,
+    }
+
+
+@dataclass
+class StepGauges:
+    """Measures one step after the other.
+
+    Attributes:
+        epochs: training passes over each batch.
+        peak: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
+        timeout_s: longest wait for the ranks' reports.
+        events: told of the slowest rank.
+    """
+
+    policy: RankGroup
+    shape: ModelShape
+    epochs: int
+    peak: float | None
+    bf16: bool
+    timeout_s: float
+    events: EventLog = field(default_factory=EventLog)
+    _named: set[int] = field(default_factory=set)
+
+    def collect(self, batch: SequenceBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+        """The gauges of the step that trained on ``batch`` and took ``seconds`` (names as in the records)."""
+        reports: list[RankReport] = call_ranks(self.policy, "policy", "rank_report", self.timeout_s)
+        gauges = rank_gauges(reports)
+        self._name_slowest(reports, gauges)
+        lengths, predicted = batch.lengths_B.tolist(), batch.responses.tokens
+        flops = forward_flops(self.shape, lengths, predicted)
+        if not any("train" in report.seconds for report in reports):  # only the critic trained (critic.freezing_steps)
+            seconds = {name: spent for name, spent in seconds.items() if name != "time/train"}
+        peak = self.peak or (peak_tflops(reports[0].device) if self.bf16 else None)
+        return gauges | throughput_gauges(flops, sum(lengths), self.epochs, len(reports), seconds, peak)
+
+    def _name_slowest(self, reports: Sequence[RankReport], gauges: Mapping[str, float]) -> None:
+        """Says on the terminal which rank holds the others up, once per rank."""
+        slowest = max(reports, key=lambda report: report.busy_seconds)
+        ratio = gauges["rank/slowest_over_mean"]
+        if ratio < _NAMED_ABOVE or slowest.busy_seconds < _NAMED_FROM_S or slowest.rank in self._named:
+            return
+        self._named.add(slowest.rank)
+        self.events.note(
+            "slow_rank", rank=slowest.rank, host=slowest.host, seconds=slowest.busy_seconds, over_mean=ratio
+        )
+        logger.warning(
+            "policy rank %d on %s is the slowest: %.1f s of its own in this step, %.1f times the mean of all ranks",
+            slowest.rank, slowest.host, slowest.busy_seconds, ratio,
+        )  # fmt: skip

@@ -1,0 +1,171 @@
+"""Every wait of the driver for Ray has a deadline and says what it waited for.
+
+:class:`Deadline` is for the phases of a run, :func:`call_ranks` for what is asked of ranks in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from openrlhf_ext.driver.guard import Guard
+
+if TYPE_CHECKING:
+    from openrlhf_ext.driver.placement import RankGroup
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_ASK_AGAIN_S = 1.0
+
+
+class DeadlineExceeded(TimeoutError):
+    """A phase of the job took longer than its deadline."""
+
+
+class Deadline:
+    """The deadline of the phase that the driver is in; phases do not nest."""
+
+    def __init__(self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0) -> None:
+        """
+        Args:
+            guard: told until when the driver will have moved on, for the case that it cannot notice.
+            between_s: what comes between two phases may take that long.
+            question_s: a question to an engine, which has a deadline of its own, may begin as a phase ends.
+
+        Attributes:
+            of_ranks: says how far the ranks are that ``get`` waits for; '' = nobody knows.
+        """
+        self._doing, self._option, self._seconds = "starting", "", 0.0
+        self._ends: float | None = None
+        self.of_ranks: Callable[[], str] = str
+        self._guard, self._between_s, self._question_s = guard or Guard(), between_s, question_s
+
+    @contextmanager
+    def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
+        """Waits in the body may take ``seconds`` together. ``doing`` may be refined meanwhile by setting ``doing``.
+
+        Args:
+            option: that sets the seconds, for the message.
+        """
+        self._doing, self._option, self._seconds = doing, option, seconds
+        self._begin()
+        try:
+            yield
+        finally:
+            self._ends = None
+            self._expect(self._between_s, f"after {doing}")
+
+    @contextmanager
+    def suspended(self, seconds: float, doing: str) -> Iterator[None]:
+        """The phase's deadline does not count, and then starts anew: what happens inside has deadlines of its own.
+
+        Args:
+            seconds: they add up to.
+        """
+        self._expect(seconds, doing)
+        try:
+            yield
+        finally:
+            if self._ends is not None:
+                self._begin()
+
+    @property
+    def doing(self) -> str:
+        """What the waits of the phase are for."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        self._expect(self.remaining, doing)
+
+    def progress(self, detail: str) -> None:
+        """How far the phase is, for the line of status."""
+        self._guard.progress(detail)
+
+    def _begin(self) -> None:
+        self._ends = time.monotonic() + self._seconds
+        self._expect(self._seconds, self.doing)
+
+    def _expect(self, seconds: float, doing: str) -> None:
+        self._guard.expect(seconds + self._question_s, doing)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds that are left of the phase.
+
+        Raises:
+            DeadlineExceeded: none.
+            RuntimeError: outside of a phase.
+            KeyboardInterrupt: the run is to end.
+        """
+        self._guard.check()
+        if self._ends is None:
+            raise RuntimeError("a wait outside of a phase with a deadline")
+        if (left := self._ends - time.monotonic()) <= 0:
+            raise self.exceeded()
+        return left
+
+    def exceeded(self) -> DeadlineExceeded:
+        """The error that says what was waited for, how long, and which option changes that."""
+        return DeadlineExceeded(
+            f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this is expected to take longer"
+        )
+
+    def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
+        """The results of Ray calls, in order; the first error is raised at once.
+
+        Args:
+            meanwhile: called every now and then; it must return soon.
+
+        Raises:
+            DeadlineExceeded: the phase ended before the calls.
+        """
+        waiting = list(refs)
+        while waiting:
+            pause = min(self.remaining, _ASK_AGAIN_S if meanwhile is None else _LOOK_S)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=pause)
+            ray.get(ready)
+            if detail := self.of_ranks():
+                self.progress(detail)
+            if meanwhile is not None:
+                meanwhile()
+        return ray.get(list(refs))
+
+
+class RanksTimeoutError(TimeoutError):
+    """Some ranks did not answer in time; the message names them and what they were doing."""
+
+
+def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
+    """Calls a method on every rank of a group and returns their results; the first error is raised at once.
+
+    Args:
+        who: what the group is called in messages: policy, critic.
+
+    Raises:
+        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
+    """
+    return await_ranks(group.async_run_method(method, **arguments), who, method, timeout_s)
+
+
+def await_ranks(refs: Sequence[Any], who: str, method: str, timeout_s: float) -> list:
+    """The results of a method that has been called on every rank, as :func:`call_ranks`."""
+    waiting, deadline = list(refs), time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            ranks = [i for i, ref in enumerate(refs) if ref in waiting]
+            raise RanksTimeoutError(
+                f"waited {timeout_s:g} s for {method} on the {who} ranks, {ranks} have not finished; raise "
+                "--train.step_timeout_s if this is expected to take longer"
+            )
+        ray.get(ready)
+    return ray.get(refs)

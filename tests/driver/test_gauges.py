@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from openrlhf_ext.algorithms import RolloutBatch, segments
+from openrlhf_ext.algorithms.segments import Segments
+from openrlhf_ext.driver import gauges
+from openrlhf_ext.driver.gauges import (
+    DEFAULT_BAND,
+    StepGauges,
+    correction_band,
+    guide_agreement,
+    guide_gauges,
+    mismatch_gauges,
+    policy_mismatch,
+    rank_gauges,
+    reward_metrics,
+    staleness_metrics,
+    throughput_gauges,
+)
+from openrlhf_ext.megatron.model.flops import ForwardFlops
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.ranks.timers import RankReport
+from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.rewards.grading import FAILED_KEY
+from tests.driver.simulated import response
+from tests.sequences import masked_batch
+
+# ---- trainer against engines
+
+
+def completions(*lengths: int) -> Segments:
+    return Segments(torch.tensor(lengths, dtype=torch.long))
+
+
+def test_two_tokens_by_hand():
+    policy, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    got = mismatch_gauges(policy, rollout, completions(2), band=(0.5, 5.0))
+    w = [math.exp(0.5), math.exp(-1.0)]
+    expected = {
+        "kl/rollout": ((w[0] - 1 - 0.5) + (w[1] - 1 + 1.0)) / 2,
+        "kl/rollout_reverse": ((1 - w[0] + w[0] * 0.5) + (1 - w[1] - w[1])) / 2,
+        "kl/rollout_max_abs": 1.0,
+        "mismatch/mean_abs": 0.75,
+        "mismatch/exp_mean_abs": math.exp(0.75),
+        "mismatch/ess_tokens": sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)),
+        "mismatch/ess_completions": 1.0,
+        "mismatch/outside_band": 0.5,
+    }
+    assert got == pytest.approx(expected, rel=1e-6)
+    assert all(map(is_documented, got))
+
+
+def test_agreement_gives_the_neutral_values():
+    logprobs = -torch.rand(17)
+    got = mismatch_gauges(logprobs, logprobs, completions(6, 1, 0, 10))
+    ones = {"mismatch/exp_mean_abs", "mismatch/ess_tokens", "mismatch/ess_completions"}
+    assert got == pytest.approx({name: float(name in ones) for name in got})
+
+
+def test_both_kl_estimators_have_the_right_mean_over_the_engines_samples():
+    """Exact expectation over a vocabulary of five, sampled from the engine's distribution."""
+    generator = torch.Generator().manual_seed(1)
+    policy_V, rollout_V = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
+    means = {"kl/rollout": 0.0, "kl/rollout_reverse": 0.0}
+    for policy, rollout in zip(policy_V, rollout_V, strict=True):
+        one = mismatch_gauges(policy.view(1), rollout.view(1), completions(1))
+        means = {name: mean + float(rollout.exp()) * one[name] for name, mean in means.items()}
+        assert min(one[name] for name in means) >= 0
+    assert means["kl/rollout"] == pytest.approx(float((rollout_V.exp() * (rollout_V - policy_V)).sum()))
+    assert means["kl/rollout_reverse"] == pytest.approx(float((policy_V.exp() * (policy_V - rollout_V)).sum()))
+
+
+def test_effective_sample_size_of_long_completions_does_not_overflow():
+    policy = torch.zeros(10_000)
+    policy[:5000] = 2.0  # exp(10000) is no number; the other completion has no weight beside it
+    got = mismatch_gauges(policy, torch.zeros(10_000), completions(5000, 5000))
+    assert got["mismatch/ess_completions"] == pytest.approx(0.5)
+    assert mismatch_gauges(policy[:0], policy[:0], completions(0, 0)) == {}
+
+
+def test_the_gauges_do_not_depend_on_the_block_size(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    policy, rollout = -torch.rand(2, 40, generator=generator)
+    lengths = completions(7, 1, 20, 12)
+    whole = mismatch_gauges(policy, rollout, lengths)
+    monkeypatch.setattr(segments, "BLOCK_TOKENS", 8)
+    assert mismatch_gauges(policy, rollout, lengths) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("correction", "band"),
+    [
+        (None, DEFAULT_BAND),
+        (SimpleNamespace(level="token", gating="ratio", threshold=(0.0, 2.0)), (0.0, 2.0)),
+        (SimpleNamespace(level="seq", gating="ratio", threshold=(0.0, 2.0)), DEFAULT_BAND),
+        (SimpleNamespace(level="token", gating="tv", threshold=(0.0, 0.1)), DEFAULT_BAND),
+    ],
+)
+def test_the_band_is_that_of_a_correction_by_token_ratio(correction, band):
+    assert correction_band(SimpleNamespace(correction=correction)) == band
+
+
+# ---- the guide
+
+
+def test_completions_of_guide_and_policy_are_told_apart():
+    made = [response("p", 0, 0, score) for score in (1.0, 0.5, 0.0)]
+    got = guide_gauges([made[0], dataclasses.replace(made[2], from_guide=True), made[1]])
+    assert got == pytest.approx({
+        "guide/fraction": 1 / 3, "guide/reward_mean": -1.0, "guide/accuracy_mean": 0.0, "guide/length_mean": 2.0,
+        "policy/reward_mean": 0.5, "policy/accuracy_mean": 0.75, "policy/length_mean": 2.0,
+    })  # fmt: skip
+    assert all(map(is_documented, got))
+
+
+def test_the_guide_is_compared_with_its_engines_and_the_policy_with_its_own():
+    engines_N = torch.tensor([-0.5, -1.0, -7.0, -2.0, -3.0])
+    batch = RolloutBatch(
+        tokens=torch.ones(5, dtype=torch.long), lengths=torch.tensor([2, 1, 2]), rewards=torch.zeros(3),
+        group_ids=torch.zeros(3, dtype=torch.long), rollout_logprobs=engines_N,
+        old_logprobs=torch.tensor([-0.5, -2.0, -1.0, -2.0, -3.0]),
+        guide_logprobs=torch.tensor([-9.0, -9.0, -7.25, -9.0, -9.0]), from_guide=torch.tensor([False, True, False]),
+    )  # fmt: skip
+    assert guide_agreement(batch) == {"guide/rollout_max_abs": 0.25} and is_documented("guide/rollout_max_abs")
+    assert policy_mismatch(batch)["kl/rollout_max_abs"] == 1.0 and policy_mismatch(batch)["mismatch/mean_abs"] == 0.25
+    without = dataclasses.replace(batch, from_guide=None, guide_logprobs=None)
+    assert guide_agreement(without) == {} and policy_mismatch(without)["kl/rollout_max_abs"] == 6.0
+
+
+def test_ages_are_those_of_the_policys_tokens():
+    samples = [response("p", 3, 4), dataclasses.replace(response("p", 0, 0), from_guide=True)]
+    assert staleness_metrics(samples, 5) == {"staleness/mean": 1.5, "staleness/max": 2, "staleness/mixed_fraction": 1.0}
+
+
+def test_reward_logs_are_means_and_failures_a_count():
+    samples = [SimpleNamespace(score=1.0 - f, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
+    assert reward_metrics(samples) == {"reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5}
+
+
+# ---- speed
+
+
+def test_speed_of_two_ranks_by_hand():
+    flops = ForwardFlops(layers=3 * 10**12, attention=10**12, head=0)
+    got = throughput_gauges(flops, 1000, epochs=2, ranks=2, seconds={"time/train": 6.0, "time/logprob": 2.0}, peak=4.0)
+    assert got == {
+        "throughput/logprob_tokens_per_second": 500.0,
+        "throughput/logprob_tflops_per_rank": 1.0,
+        "throughput/logprob_mfu": 0.25,
+        "throughput/train_tokens_per_second": 1000 * 2 / 6.0,
+        "throughput/train_tflops_per_rank": 2.0,
+        "throughput/train_mfu": 0.5,
+    }
+    assert all(map(is_documented, got))
+    without = throughput_gauges(flops, 1000, 1, 2, {"time/train": 0.0, "time/logprob": 2.0}, peak=None)
+    assert set(without) == {"throughput/logprob_tokens_per_second", "throughput/logprob_tflops_per_rank"}
+
+
+# ---- ranks
+
+
+def report(rank: int, train: float, memory: int = 1, device: str = "cpu") -> RankReport:
+    return RankReport(rank, f"node{rank}", device, {"logprob": 1.0, "train": train, "sync": 9.0}, memory << 30)
+
+
+def test_the_slowest_and_the_fullest_rank_are_named():
+    got = rank_gauges([report(0, 2.0, 3), report(1, 5.0), report(2, 2.0)])
+    assert (got["rank/slowest"], got["rank/fullest"], got["memory/rank_max_gib"]) == (1.0, 0.0, 3.0)
+    assert got["rank/slowest_over_mean"] == pytest.approx(6 / 4)
+    assert (got["rank/1/time_train"], got["rank/2/time_sync"], got["rank/0/memory_gib"]) == (5.0, 9.0, 3.0)
+    assert all(map(is_documented, got)) and "memory/device_max_gib" not in got
+    shared = rank_gauges([report(0, 2.0), dataclasses.replace(report(1, 2.0), device_bytes=70 << 30)])
+    assert shared["memory/device_max_gib"] == 70.0 and is_documented("memory/device_max_gib")
+
+
+def test_padding_is_a_share_of_all_that_the_ranks_computed():
+    packed = [dataclasses.replace(report(rank, 1.0), packed_tokens=96, padding_tokens=16 * rank) for rank in (0, 1, 2)]
+    assert rank_gauges(packed)["packs/padding_fraction"] == pytest.approx(48 / 288)
+    assert is_documented("packs/padding_fraction")
+    assert "packs/padding_fraction" not in rank_gauges([report(0, 1.0)]), "nothing was computed"
+
+
+def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog):
+    shape = ModelShape(
+        model_type="qwen2", num_layers=1, hidden_size=1, ffn_hidden_size=1, num_heads=1, num_kv_heads=1, head_dim=1,
+        vocab_size=10, max_positions=8, rms_norm_eps=1e-6, rope_theta=1e4, rope_scaling_factor=None,
+        tied_embeddings=False, qkv_bias=True, qk_norm=False,
+    )  # fmt: skip
+    h100 = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(gauges, "call_ranks", lambda group, who, method, timeout_s: group)
+    batch = masked_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
+    step = StepGauges([], shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
+    with caplog.at_level(logging.WARNING, logger=gauges.__name__):
+        for slowest in (1, 0, 1):
+            step.policy = [report(rank, 9.0 if rank == slowest else 1.0, device=h100) for rank in (0, 1)]
+            got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})
+    forward = 2 * (1 * 3 + 1 + 3) * 7 + 4 * (10 + 6) + 2 * 10 * 4
+    assert got["throughput/train_tflops_per_rank"] == pytest.approx(3 * forward / 2.0 / 2 / 1e12)
+    assert got["throughput/train_mfu"] == pytest.approx(got["throughput/train_tflops_per_rank"] / 989.4)
+    frozen = [RankReport(0, "node0", "cpu", {"logprob": 1.0}, 1)]
+    step.policy = frozen
+    got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})
+    assert not any("train" in name for name in got), "the policy did not train in this step"
+    message, other = caplog.messages
+    assert "policy rank 0 on" in other
+    assert "policy rank 1 on node1 is the slowest: 10.0 s of its own in this step, 1.7 times the mean" in message
