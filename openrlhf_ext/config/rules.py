@@ -16,7 +16,7 @@ from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is
 from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import Section, Violation, is_set, leaf_fields, no_effect, value_of
+from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM, GUIDED, Estimator
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
@@ -54,6 +54,7 @@ def check_settings(config: RunConfig) -> Findings:
     warnings = [
         *(warning for rule in WARNINGS for warning in rule(config)),
         *(warning for section in sections for warning in section.cautions()),
+        *idle_options(config),
     ]
     return Findings(tuple(violations), tuple(warnings))
 
@@ -509,45 +510,21 @@ def restarts(config: RunConfig) -> Iterator[str]:
     ckpt, restarts = config.ckpt, config.train.max_restarts
     if restarts and (not ckpt.saves or ckpt.disable_ds):
         yield f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the first step"
-    if not ckpt.load_enable and not restarts:
-        reason = "neither ckpt.load_enable nor train.max_restarts is set"
-        yield from _idle(config, "ckpt.fallback_enable", reason)
 
 
 def unused_modes(config: RunConfig) -> Iterator[str]:
     """Details of modes that are off."""
-    if config.max_staleness == 0:
-        yield from _idle(config, "train.late_groups", "train.max_staleness is 0: no group is late")
     if config.correction_level == "off":
         for leaf in ("mode", "gating", "threshold"):
             name = f"algo.advantage.is_correction_{leaf}"
             yield from _idle(config, name, "algo.advantage.is_correction_level is off")
-    if not config.algo.dynamic_filtering_enable:
-        yield from _idle(config, "rollout.max_filter_batches", "algo.dynamic_filtering_enable is off")
-    for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
-        if is_set(config, name) and value_of(config, name) is not None and not config.train.dynamic_batch_enable:
-            reason = "train.dynamic_batch_enable is off"
-            yield no_effect(name, value_of(config, name), reason, "switch that on, or leave it out")
-    if config.train.dynamic_batch_enable:
-        reason = "train.dynamic_batch_enable fills micro-batches up to a token budget"
-        yield from _idle(config, "rollout.micro_batch_size", reason)
 
 
 def unused_models(config: RunConfig) -> Iterator[str]:
     """Options of models that the run does not have."""
-    estimator = config.algo.advantage.estimator
-    if not config.has_critic:
-        names = [name for name in _below("critic") if is_set(config, name)]
-        for name in ("algo.advantage.gamma", "algo.advantage.lambd", "ds.value_head_prefix", *names):
-            yield from _idle(config, name, f"algo.advantage.estimator is {estimator}, which has no critic")
     if not config.has_reference:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
             yield from _idle(config, name, "no reference model is built without a KL penalty", "set algo.kl.init_coef")
-    if not config.has_guide:
-        alone = f"algo.advantage.estimator is {estimator}, which has no guide"
-        reason = f"{_GUIDE} is not set" if estimator == GUIDED else alone
-        for name in _below("guide"):
-            yield from _idle(config, name, reason)
 
 
 def unused_graders(config: RunConfig) -> Iterator[str]:
@@ -557,28 +534,9 @@ def unused_graders(config: RunConfig) -> Iterator[str]:
             yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")
 
 
-def schedules(config: RunConfig) -> Iterator[str]:
-    """Details of a learning rate that has none."""
-    for side in ("actor", "critic") if config.has_critic else ("actor",):
-        schedule = value_of(config, f"{side}.lr_scheduler")
-        if schedule == "constant":
-            for leaf in ("lr_warmup_ratio", "lr_warmup_steps") if side == "actor" else ("lr_warmup_ratio",):
-                yield from _idle(config, f"{side}.{leaf}", f"{side}.lr_scheduler constant has no warm-up")
-        elif side == "actor" and config.actor.lr_warmup_steps is not None:
-            yield from _idle(config, "actor.lr_warmup_ratio", "actor.lr_warmup_steps counts the steps")
-        if schedule != "cosine_with_min_lr":
-            yield from _idle(config, f"{side}.min_lr_ratio", f"{side}.lr_scheduler is {schedule}")
-
-
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     hub_names, memory_and_timing, fp8_determinism, restarts, unused_modes, unused_models, unused_graders,
-    schedules,
 )  # fmt: skip
-
-
-def _below(section: str) -> list[str]:
-    """Names of the options of one section."""
-    return [name for name, _ in leaf_fields(RunConfig) if name.startswith(f"{section}.")]
 
 
 def _idle(config: RunConfig, name: str, reason: str, remedy: str = "leave it out") -> Iterator[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -75,6 +75,8 @@ def no_effect(name: str, value: Any, reason: str, remedy: str = "leave it out") 
 class Section(BaseModel):
     """A group of options. Unknown names are refused and values cannot be changed after construction."""
 
+    needs: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Options of this section (all: '*') that have no effect unless a condition holds, see :func:`idle_options`."""
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, protected_namespaces=())
 
     def violations(self) -> Iterator[Violation]:
@@ -220,18 +222,63 @@ Int = Annotated[int, BeforeValidator(_no_flag), AfterValidator(_bounded)]
 Pair = tuple[Float, Float]
 
 
-def not_default(section: Section, prefix: str, leaf: str, reason: str, remedy: str = "leave it out") -> Iterator[str]:
-    """The warning that ``leaf`` of the section named ``prefix`` does nothing, unless it is at its default."""
-    value = getattr(section, leaf)
-    if value != type(section).model_fields[leaf].default:
-        yield no_effect(f"{prefix}.{leaf}", value, reason, remedy)
-
-
 def required(value: T | None, name: str) -> T:
     """The value of an option without which a run is refused before it comes here."""
     if value is None:
         raise ValueError(f"{name} is not set")
     return value
+
+
+# ---- options that do nothing ----------------------------------------------------------------------------------------
+
+
+def idle_options(config: BaseModel) -> Iterator[str]:
+    """The warning about every option that has another value than its default, and no effect beside the others.
+
+    Of the conditions in a key of ``Section.needs``, divided by ' | ', one has to hold. ``a.b`` holds if that option is
+    on (or set, and not 0), ``!a.b`` if it is not, ``a.b=value`` and ``a.b!=value`` by its value.
+    """
+    yield from _idle(config, config, "", ())
+
+
+def _idle(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[str, ...]) -> Iterator[str]:
+    needs = section.needs if isinstance(section, Section) else {}
+    inherited = (*inherited, *(condition for condition, leaves in needs.items() if "*" in leaves))
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _idle(config, value, f"{prefix}{name}.", inherited)
+        elif value != field.default and field.default_factory is None:
+            own = (condition for condition, leaves in needs.items() if name in leaves)
+            for condition in (*inherited, *own):
+                if reason := _unmet(config, condition):
+                    plain = not set(condition) & set("!=|")
+                    remedy = f"set {condition}, or leave it out" if plain else "leave it out"
+                    yield no_effect(f"{prefix}{name}", value, reason, remedy)
+                    break
+
+
+def _unmet(config: BaseModel, condition: str) -> str:
+    """Why the condition does not hold; empty if it does."""
+    reasons = []
+    for one in condition.split(" | "):
+        name, not_equal, unwanted = one.partition("!=") if "!=" in one[1:] else (one, "", "")
+        name, equal, wanted = name.partition("=")
+        got = value_of(config, name.removeprefix("!"))
+        on = got is not None and got is not False and got != "" and got != 0
+        if not_equal:
+            reason = f"{name} is {unwanted}" if value_text(got) == unwanted else ""
+        elif equal:
+            reason = "" if value_text(got) == wanted else f"{name} is {value_text(got)}, not {wanted}"
+        elif name.startswith("!"):
+            reason = f"{name[1:]} is {'on' if got is True else 'set'}" if on else ""
+        else:
+            state = "off" if got is False else "0" if got == 0 and got != "" else "not set"
+            reason = "" if on else f"{name} is {state}"
+        if not reason:
+            return ""
+        reasons.append(reason)
+    return " and ".join(reasons)
 
 
 # ---- describing -----------------------------------------------------------------------------------------------------

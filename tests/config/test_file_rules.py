@@ -162,9 +162,10 @@ def test_messages_have_roles_and_contents(run_dir: Path, problems):
     good = {"question": [{"role": "user", "content": "1+1"}], "answer": "2"}
     bad = {"question": [{"role": "user", "text": "1+1"}], "answer": "2"}
     (run_dir / "train.jsonl").write_text((json.dumps(good) + "\n") * 8 + json.dumps(bad))
-    assert "line 9 has a list under 'question', which must be a list of messages" in problems(
-        "--data.apply_chat_template"
-    )[0]
+    assert (
+        "line 9 has a list under 'question', which must be a list of messages"
+        in problems("--data.apply_chat_template")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_a_batch_of_rollouts_needs_enough_prompts(problems):
 
 def test_evaluation_without_a_dataset_is_no_evaluation(load):
     (warning,) = load("--eval.steps", "5").warnings
-    assert warning == "eval.steps has no effect: got 5, and eval.dataset is not set; set eval.dataset to evaluate"
+    assert warning == "eval.steps has no effect: got 5, and eval.dataset is not set; set eval.dataset, or leave it out"
 
 
 def test_a_template_has_a_place_for_the_prompt(problems, load):
@@ -275,7 +276,7 @@ def test_a_template_has_a_place_for_the_prompt(problems, load):
     for template in ("Q: {}", "{0}", "{{a}} {}"):
         assert problems("--data.input_template", template) == [], template
     (warning,) = load("--data.input_template", "Q: {}", "--data.apply_chat_template").warnings
-    assert warning.startswith("data.input_template has no effect: got Q: {}, and data.apply_chat_template forms")
+    assert warning.startswith("data.input_template has no effect: got Q: {}, and data.apply_chat_template is on")
     assert "line break" in load("--data.input_template", "Q: {}\\n").warnings[0]
     assert load("--data.input_template", "Q: {}\n").warnings == ()
 
@@ -457,8 +458,8 @@ def test_the_best_checkpoint_needs_a_known_metric_and_evaluations(problems):
     ("words", "warning"),
     [
         (("--train.max_restarts", "2"), "a restart begins from the first step"),
-        (("--ckpt.fallback_enable",), "neither ckpt.load_enable nor train.max_restarts is set"),
-        (("--ckpt.async_enable",), "no resumable checkpoints are written"),
+        (("--ckpt.fallback_enable",), "ckpt.load_enable is off and train.max_restarts is 0"),
+        (("--ckpt.async_enable",), "ckpt.save_steps is -1 and ckpt.best_metric_key is not set"),
     ],
 )
 def test_options_without_effect_are_named(load, words, warning):

@@ -130,11 +130,11 @@ def test_options_without_fp8_have_no_effect(load):
     for first in ((), ROLLOUT):
         warnings = load(*first, *words).warnings
         assert len(warnings) == 7
-        assert all(" has no effect: got " in w and "and fp8.enable is off; add fp8.enable" in w for w in warnings)
+        assert all(" has no effect: got " in w and "and fp8.enable is off; set fp8.enable" in w for w in warnings)
     layers = ("--fp8.layers_in_bf16_start", "1", "--fp8.layers_in_bf16_end", "1")
     assert load(*ROLLOUT, *layers).warnings == load(*FP8, *layers).warnings == ()
     one, other = load(*layers).warnings
-    assert "neither fp8.enable nor fp8.rollout_enable is set" in one and "layers_in_bf16_end" in other
+    assert "fp8.enable is off and fp8.rollout_enable is off" in one and "layers_in_bf16_end" in other
 
 
 def test_a_scale_of_a_whole_tensor_makes_noise(load):

@@ -95,7 +95,6 @@ def test_a_guide_is_there_only_where_the_estimator_has_one(load):
 def test_another_estimator_has_no_guide(load, words):
     (warning,) = [warning for warning in load(*words).warnings if "guide" in warning]
     assert warning.startswith(f"{words[0][2:]} has no effect: got ")
-    assert "and algo.advantage.estimator is grpo, which has no guide" in warning
 
 
 def test_how_the_guide_samples_without_a_guide(load):

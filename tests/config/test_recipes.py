@@ -144,4 +144,4 @@ def test_the_quickstarts_options_run_without_an_evaluation(run_dir: Path):
     assert [warning.partition(":")[0] for warning in config.warnings] == [
         f"eval.{leaf} has no effect" for leaf in ("steps", "temperature", "n_samples_per_prompt")
     ]
-    assert all("set eval.dataset to evaluate" in warning for warning in config.warnings)
+    assert all("set eval.dataset, or leave it out" in warning for warning in config.warnings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from openrlhf_ext.options import Float, Int, Pair, Section, Violation, added, no_effect, not_default, option
+from openrlhf_ext.options import Float, Int, Pair, Section, Violation, added, no_effect, option
 
 Estimator = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "gtpo_entropy", "grpo_s", "gtpo_conflict", "entropy_advantage",
@@ -30,6 +30,10 @@ UPSTREAM_ESTIMATORS = {
 
 class Advantage(Section):
     """The estimator, and the correction for engines that sample from a slightly different policy."""
+
+    needs = {
+        "algo.advantage.estimator=gae": ("lambd", "gamma"),
+    }
 
     is_correction_level: Literal["off", "token", "seq"] = option(
         "off",
@@ -64,6 +68,10 @@ class Advantage(Section):
 class Kl(Section):
     """A KL penalty to the policy as it was at the start; a reference model is built only for one."""
 
+    needs = {
+        "algo.kl.init_coef": ("estimator", "use_loss", "unbiased_gradient"),
+    }
+
     target: Float | None = option(
         None, "mean KL per token that the adaptive controller steers to, nats; null = a constant coefficient", gt=0
     )
@@ -87,10 +95,7 @@ class Kl(Section):
             )
 
     def cautions(self) -> Iterator[str]:
-        if self.init_coef == 0:
-            for leaf in ("estimator", "use_loss", "unbiased_gradient"):
-                yield from not_default(self, "algo.kl", leaf, "algo.kl.init_coef is 0")
-        elif self.use_loss and self.estimator == "k1" and not self.unbiased_gradient:
+        if self.init_coef and self.use_loss and self.estimator == "k1" and not self.unbiased_gradient:
             yield (
                 "algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 in "
                 "the mean; use k2 or k3, or add algo.kl.unbiased_gradient"
@@ -103,6 +108,11 @@ def _method(name: str) -> Any:
 
 class Algo(Section):
     """The algorithm; every estimator has an open map of its own options, which are declared beside the method."""
+
+    needs = {
+        "algo.advantage.estimator=custom": ("module_path",),
+        "algo.dynamic_filtering_enable": ("dynamic_filtering_range",),
+    }
 
     advantage: Advantage = Advantage()
     kl: Kl = Kl()
@@ -148,7 +158,3 @@ class Algo(Section):
             if name != estimator and self.of(name):
                 keys = " ".join(self.of(name))
                 yield no_effect(f"algo.{name}.*", keys, f"algo.advantage.estimator is {estimator}")
-        if estimator != CUSTOM:
-            yield from not_default(self, "algo", "module_path", f"algo.advantage.estimator is {estimator}, not custom")
-        if not self.dynamic_filtering_enable:
-            yield from not_default(self, "algo", "dynamic_filtering_range", "algo.dynamic_filtering_enable is off")

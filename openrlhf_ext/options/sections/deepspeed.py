@@ -24,6 +24,10 @@ class Lora(Section):
 class DeepSpeed(Section):
     """Options of OpenRLHF's DeepSpeed backend."""
 
+    needs = {
+        "algo.advantage.estimator=gae": ("value_head_prefix",),
+    }
+
     use_universal_ckpt: bool = no_meaning(
         False,
         "DeepSpeed's universal checkpoint",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
-from openrlhf_ext.options import Int, Section, Violation, added, not_default, value_text
+from openrlhf_ext.options import Int, Section, Violation, added, value_text
 
 _BF16_LAYERS = ("layers_in_bf16_start", "layers_in_bf16_end")
 _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
@@ -14,6 +14,11 @@ _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
 
 class FP8(Section):
     """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic stay as they are."""
+
+    needs = {
+        "fp8.enable": ("emulate", "recipe", "format", "scales", "margin", "amax_history_len", "amax_compute_algo"),
+        "fp8.enable | fp8.rollout_enable": ("layers_in_bf16_start", "layers_in_bf16_end"),
+    }
 
     enable: bool = added(False, "train with FP8 linear layers (TransformerEngine's, or emulated with fp8.emulate)")
     emulate: bool = added(
@@ -107,7 +112,6 @@ class FP8(Section):
                 )
 
     def cautions(self) -> Iterator[str]:
-        yield from self._idle_options()
         recipe = self.training_recipe
         if recipe is None:
             return
@@ -122,12 +126,3 @@ class FP8(Section):
                 "the engines quantize blockwise with fp32 scales, and the errors of two quantizers add up, so that "
                 "trainer and engines differ more than with either alone; use fp8.recipe blockwise and fp8.scales fp32"
             )
-
-    def _idle_options(self) -> Iterator[str]:
-        if not self.enable:
-            for leaf in ("emulate", "recipe", "format", "scales", *_DELAYED_ONLY):
-                yield from not_default(self, "fp8", leaf, "fp8.enable is off", "add fp8.enable, or leave it out")
-            if not self.rollout_enable:
-                for leaf in _BF16_LAYERS:
-                    reason = "neither fp8.enable nor fp8.rollout_enable is set"
-                    yield from not_default(self, "fp8", leaf, reason)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_yet, option
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[Float, Field(ge=0)]
@@ -37,6 +37,12 @@ class Muon(Section):
 
 class Actor(Section):
     """The policy under training."""
+
+    needs = {
+        "actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
+        "actor.lr_warmup_steps=null": ("lr_warmup_ratio",),
+        "actor.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
+    }
 
     num_nodes: Int = option(1, "nodes the policy runs on", ge=1, le=2**13)
     num_gpus_per_node: Int = option(
@@ -146,6 +152,12 @@ class CriticMegatron(Section):
 class Critic(Section):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
+    needs = {
+        "algo.advantage.estimator=gae": ("*",),
+        "critic.lr_scheduler!=constant": ("lr_warmup_ratio",),
+        "critic.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
+    }
+
     num_nodes: Int = option(1, "nodes of the critic", ge=1, le=2**13)
     num_gpus_per_node: Int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1, le=2**8)
     megatron: CriticMegatron = CriticMegatron()
@@ -203,6 +215,11 @@ class Guide(Section):
     fp8.rollout_enable.
     """
 
+    needs = {
+        "guide.model_name_or_path": ("*",),
+        "algo.advantage.estimator=mixed_policy_dapo": ("*",),
+    }
+
     model_name_or_path: str | None = added(
         None,
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
@@ -228,6 +245,13 @@ class Guide(Section):
 
 class Megatron(Section):
     """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
+
+    needs = {
+        "megatron.overlap_grad_reduce": ("ddp_bucket_size",),
+        "megatron.recompute=selective": ("recompute_modules",),
+        "megatron.recompute=full": ("recompute_method", "recompute_num_layers"),
+        "megatron.head!=naive": ("head_kernels", "head_workspace_mib"),
+    }
 
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
     pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
@@ -321,16 +345,3 @@ class Megatron(Section):
                 f"{' and '.join(f'{name} false' for name in missing)}; switch on what is missing, or leave "
                 "megatron.overlap_param_gather out",
             )
-
-    def cautions(self) -> Iterator[str]:
-        if not self.overlap_grad_reduce:
-            yield from not_default(self, "megatron", "ddp_bucket_size", "megatron.overlap_grad_reduce is off")
-        details = {"selective": ["recompute_modules"], "full": ["recompute_method", "recompute_num_layers"]}
-        for wanted, leaves in details.items():
-            for leaf in leaves if self.recompute != wanted else ():
-                reason = f"megatron.recompute is {self.recompute}, not {wanted}"
-                yield from not_default(self, "megatron", leaf, reason)
-        if self.head == "naive":
-            yield from not_default(self, "megatron", "head_kernels", "megatron.head is naive, which is plain torch")
-            reason = "megatron.head naive makes all logits at once"
-            yield from not_default(self, "megatron", "head_workspace_mib", reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_default, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_yet, option
 
 _REWARD_MODEL: Reason = {
     "why": "reward models are not run, rewards come from a function, a server or an agent",
@@ -116,6 +116,10 @@ class WeightSync(Section):
 class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
+    needs = {
+        "reward.overlong_buffer_len": ("overlong_penalty_factor",),
+    }
+
     num_nodes: Int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
     num_gpus_per_node: Int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
     normalize_enable: bool = not_yet(False, "normalize the reward model's output", **_REWARD_MODEL)
@@ -184,14 +188,15 @@ class Reward(Section):
                 f"reward.overlong_buffer_len must be a whole number of tokens: got {buffer:g}",
             )
 
-    def cautions(self) -> Iterator[str]:
-        if self.overlong_buffer_len is None:
-            reason = "reward.overlong_buffer_len is not set"
-            yield from not_default(self, "reward", "overlong_penalty_factor", reason, "set the buffer too")
-
 
 class Rollout(Section):
     """One batch of rollouts."""
+
+    needs = {
+        "algo.dynamic_filtering_enable": ("max_filter_batches",),
+        "train.dynamic_batch_enable": ("max_tokens_per_gpu",),
+        "!train.dynamic_batch_enable": ("micro_batch_size",),
+    }
 
     max_tokens_per_gpu: Int | None = option(
         None,

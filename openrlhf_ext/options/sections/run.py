@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_default, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option
 
 _REWARD_MODEL: Reason = {"why": "reward models are not run", "instead": "leave it out"}
 _EMA: Reason = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
@@ -27,6 +27,13 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 
 class Train(Section):
     """Optimizer steps."""
+
+    needs = {
+        "train.dynamic_batch_enable": ("max_tokens_per_gpu",),
+        "!train.dynamic_batch_enable": ("micro_batch_size",),
+        "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
+        "train.max_staleness | train.async_enable": ("late_groups",),
+    }
 
     colocate_actor_ref: bool = option(
         False, "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set"
@@ -119,21 +126,13 @@ class Train(Section):
                 "them out, or set train.max_staleness to at least 1",
             )
 
-    def cautions(self) -> Iterator[str]:
-        if not self.async_enable:
-            off = "train.async_enable is off"
-            yield from not_default(self, "train", "async_queue_size", off, "use train.max_staleness")
-            yield from not_default(
-                self, "train", "partial_rollout_enable", off,
-                "leave it out: train.max_staleness, or --train.async_enable with this, samples while the policy trains",
-            )  # fmt: skip
-        if self.dynamic_batch_enable:
-            reason = "train.dynamic_batch_enable fills micro-batches up to a token budget"
-            yield from not_default(self, "train", "micro_batch_size", reason)
-
 
 class Eval(Section):
     """Evaluation during training."""
+
+    needs = {
+        "eval.dataset": ("steps", "split", "temperature", "top_p", "n_samples_per_prompt"),
+    }
 
     steps: Interval = option(-1, "training steps between evaluations of eval.dataset, -1 = none during training")
     dataset: str | None = option(None, "evaluation prompts; same forms as data.prompt_dataset", path="input")
@@ -142,17 +141,18 @@ class Eval(Section):
     top_p: Float = added(1.0, "nucleus of sampling in evaluation; OpenRLHF's is rollout.top_p", gt=0, le=1)
     n_samples_per_prompt: Int = option(4, "responses per prompt in evaluation (pass@n)", ge=1, le=2**16)
 
-    def cautions(self) -> Iterator[str]:
-        if self.dataset is None:
-            for leaf in ("steps", "split", "temperature", "top_p", "n_samples_per_prompt"):
-                yield from not_default(self, "eval", leaf, "eval.dataset is not set", "set eval.dataset to evaluate")
-
 
 EVALUATION_METRICS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
 
 
 class Ckpt(Section):
     """What is kept on disk."""
+
+    needs = {
+        "ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+        "!ckpt.disable_ds": ("async_enable",),
+        "ckpt.load_enable | train.max_restarts": ("fallback_enable",),
+    }
 
     save_steps: Interval = option(
         -1, "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway"
@@ -219,18 +219,13 @@ class Ckpt(Section):
                 f"ckpt.best_metric_key must be one of {', '.join(EVALUATION_METRICS)}: got {self.best_metric_key}",
             )
 
-    def cautions(self) -> Iterator[str]:
-        if not self.saves:
-            for leaf in ("save_hf", "max_num"):
-                yield from not_default(
-                    self, "ckpt", leaf, "neither ckpt.save_steps nor ckpt.best_metric_key is set", "set ckpt.save_steps"
-                )
-        if not self.saves or self.disable_ds:
-            yield from not_default(self, "ckpt", "async_enable", "no resumable checkpoints are written")
-
 
 class Wandb(Section):
     """Weights and Biases."""
+
+    needs = {
+        "logger.wandb.key": ("org", "group", "project"),
+    }
 
     key: str | None = option(None, "API key; null = no W&B logging", secret=True)
     org: str | None = option(None, "W&B entity")
@@ -245,6 +240,10 @@ class Wandb(Section):
 
 class Logger(Section):
     """Where numbers go."""
+
+    needs = {
+        "logger.wandb.key | logger.tensorboard_dir": ("logging_steps",),
+    }
 
     logging_steps: Int = option(1, "training steps between writes to W&B and TensorBoard", ge=1)
     wandb: Wandb = Wandb()
@@ -277,18 +276,13 @@ class Logger(Section):
     )
     verbose: bool = added(False, "show the logs of Ray and of the libraries")
 
-    def cautions(self) -> Iterator[str]:
-        if not self.wandb.key:
-            for leaf in ("org", "group", "project"):
-                yield from not_default(self.wandb, "logger.wandb", leaf, "logger.wandb.key is not set")
-            if not self.tensorboard_dir:
-                nobody = "neither logger.wandb.key nor logger.tensorboard_dir is set"
-                yield from not_default(self, "logger", "logging_steps", nobody)
-
-
 
 class Profile(Section):
     """Where the seconds of single steps go."""
+
+    needs = {
+        "profile.steps": ("ranks",),
+    }
 
     steps: str | None = added(
         None,
@@ -315,13 +309,13 @@ class Profile(Section):
         elif (steps := self.first_and_last) is not None and steps[0] > steps[1]:
             yield Violation((name,), f"{name} must not end before it begins: got {self.steps}; swap the two")
 
-    def cautions(self) -> Iterator[str]:
-        if self.steps is None:
-            yield from not_default(self, "profile", "ranks", "profile.steps is not set", "set profile.steps")
-
 
 class Data(Section):
     """Prompts."""
+
+    needs = {
+        "!data.apply_chat_template": ("input_template",),
+    }
 
     disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
@@ -357,9 +351,6 @@ class Data(Section):
             yield from _share_violations(self.prompt_probs, len(self.prompt_dataset.split(",")))
 
     def cautions(self) -> Iterator[str]:
-        if self.apply_chat_template:
-            reason = "data.apply_chat_template forms the whole prompt"
-            yield from not_default(self, "data", "input_template", reason, "leave one of them out")
         if "\\n" in (self.input_template or ""):
             yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
 
