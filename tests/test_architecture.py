@@ -43,7 +43,8 @@ RULES = {
     "reporting": ({"inputs", "outputs", "redaction"}, HEAVY),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (
-        CORE | {"inputs", "locks", "options", "redaction", "user_code"}, {"openrlhf", "vllm", "megatron", "pydantic"},
+        CORE | {"inputs", "locks", "options", "redaction", "user_code"},
+        {"openrlhf", "vllm", "megatron", "pydantic"},
     ),
     "tools": (
         {
@@ -51,9 +52,7 @@ RULES = {
             "config",
             "fp8",
             "inputs",
-            "locks",
             "megatron",
-            "options",
             "outputs",
             "patches",
             "ranks.shared_gpu",
