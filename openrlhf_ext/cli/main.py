@@ -19,7 +19,6 @@ _COMMANDS = {
     "explain": ("explain", "what a method does to the tokens of a group of completions"),
     "convert": ("convert", "prove that a Hugging Face checkpoint goes in and out of the policy unchanged"),
     "doctor": ("doctor", "whether this machine can run openrlhf_ext; with --cluster the nodes of a Ray cluster"),
-    "fp8_mismatch": ("fp8_mismatch", "how far trainer and engine disagree, by the precision of each"),
 }
 
 
