@@ -30,6 +30,7 @@ RULES = {
             "megatron.layout",
             "megatron.model.shape",
             "options",
+            "outputs",
             "redaction",
         },
         HEAVY - {"pydantic"} | {"torch"},

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.fp8.emulation import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.fp8.tiles import BY_COLUMNS, LayerShape, Run, differing_tensors, engine_shards, trainer_shards
 from openrlhf_ext.inputs import INTEGER, TEXT, InputError, check, decode, json_lines, list_of
+from openrlhf_ext.outputs import aligned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -378,24 +379,18 @@ def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
 def table(mismatch: Mismatch) -> str:
     """The gauges, a line for each pair, and a line for each layer."""
     names = list(next(iter(mismatch.cells.values())))
-    lines = [["trainer", "rollout", *names]]
-    lines += [[*pair, *(_number(values[name]) for name in names)] for pair, values in mismatch.cells.items()]
-    text = _aligned(lines)
+    rows = [["trainer", "rollout", *names]]
+    rows += [[*pair, *(_number(values[name]) for name in names)] for pair, values in mismatch.cells.items()]
+    lines = aligned(rows, str.ljust)
     if mismatch.layers:
-        rows = zip(*mismatch.layers.values(), strict=True)
-        lines = [["only layer", *mismatch.layers]]
-        lines += [[str(number), *map(_number, row)] for number, row in enumerate(rows)]
-        text += "\n\nmean_abs against no FP8\n" + _aligned(lines)
-    return text
+        layers = enumerate(zip(*mismatch.layers.values(), strict=True))
+        rows = [["only layer", *mismatch.layers], *([str(number), *map(_number, row)] for number, row in layers)]
+        lines += ["", "mean_abs against no FP8", *aligned(rows, str.ljust)]
+    return "\n".join(lines)
 
 
 def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.4f}" if math.fabs(value) >= 0.01 else f"{value:.1e}"
-
-
-def _aligned(lines: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -451,31 +446,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line: prompt, token_ids")
     add("--trainer", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="precisions of the trainer")
     add("--rollout", nargs="+", choices=engine, default=engine[1:], help="precisions of the engine")
-    add("--trainer_tp", type=_positive, default=1, help="tensor-parallel size of the trainer, which cuts its tiles")
-    add("--engine_tp", type=_positive, default=1, help="tensor-parallel size of the engine")
+    add("--trainer_tp", type=positive, default=1, help="tensor-parallel size of the trainer, which cuts its tiles")
+    add("--engine_tp", type=positive, default=1, help="tensor-parallel size of the engine")
     add("--dtype", default="fp32", choices=["fp32", "bf16"], help="of all that is not in FP8")
     add(
-        "--layers_in_bf16_start", type=_count, default=0, help="first decoder layers that are not in FP8, on both sides"
+        "--layers_in_bf16_start",
+        type=at_least(0),
+        default=0,
+        help="first decoder layers that are not in FP8, on both sides",
     )
-    add("--layers_in_bf16_end", type=_count, default=0, help="last decoder layers that are not")
-    add("--limit", type=_positive, help="completions taken from the start of the file (default: all)")
+    add("--layers_in_bf16_end", type=at_least(0), default=0, help="last decoder layers that are not")
+    add("--limit", type=positive, help="completions taken from the start of the file (default: all)")
     add("--per_layer", action="store_true", help="also with only one decoder layer in FP8, for each")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--json", metavar="OUT", help="write the result to this file")
     add("--figure", metavar="OUT.png", help="draw the result into this file")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
-    return value
 
 
 if __name__ == "__main__":

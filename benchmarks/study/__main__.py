@@ -25,6 +25,7 @@ from benchmarks.study.runs import Places, Rows, execute, finished, missing, read
 from benchmarks.study.settings import StudyError, only, read_study
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.imports import without_collection
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.worker import die_with
 
 _KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
@@ -122,9 +123,8 @@ def _perform(path: Path) -> int:
         module = importlib.import_module(f"benchmarks.study.{_KINDS[given['kind']]}")
     result = module.run_assignment(given)
     result["weights"] = _digest(Path(given["policy"]))
-    partial = Path(given["result"] + ".partial")
-    partial.write_text(json.dumps(result))
-    os.replace(partial, given["result"])
+    with in_one_piece(Path(given["result"])) as partial:
+        partial.write_text(json.dumps(result))
     return 0
 
 
