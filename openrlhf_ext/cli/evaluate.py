@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,21 +172,18 @@ def _chat_tokenizer(arguments: argparse.Namespace) -> Any:
         return AutoTokenizer.from_pretrained(arguments.model)
 
 
-@asynccontextmanager
-async def _open_transformers(
+def _open_transformers(
     arguments: argparse.Namespace, sampling: Any, tokenizer: Any, prompts: Sequence[str]
-) -> AsyncIterator[Any]:
+) -> AbstractAsyncContextManager[Any]:
     from transformers.utils import logging as transformers_logging
 
     from openrlhf_ext.tools.evaluate.checkpoint import open_transformers
 
     transformers_logging.disable_progress_bar()
-    opened = open_transformers(
+    return open_transformers(
         arguments.model, tokenizer, sampling, arguments.device, arguments.dtype, entropy=arguments.entropy,
         reference=arguments.reference,
     )  # fmt: skip
-    async with opened as sampler:
-        yield sampler
 
 
 @asynccontextmanager
