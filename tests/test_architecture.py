@@ -142,6 +142,11 @@ def test_only_compat_imports_openrlhf():
             assert not any(n.split(".")[0] == "openrlhf" for n in imports(path)), path
 
 
+def test_the_package_imports_nothing_that_is_not_shipped_with_it():
+    for path in PACKAGE.rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports(path)} & {"benchmarks", "examples", "tests"}, path
+
+
 def test_every_room_is_covered():
     rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert rooms - {"cli"} == set(RULES)
