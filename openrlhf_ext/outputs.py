@@ -1,9 +1,9 @@
-"""Files that appear whole or not at all."""
+"""What users are given: files that appear whole or not at all, tables as text."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,3 +25,9 @@ def in_one_piece(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """A line for each row, of columns that are two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]

@@ -31,6 +31,7 @@ RULES = {
             "megatron.layout",
             "megatron.model.shape",
             "options",
+            "outputs",
             "redaction",
         },
         HEAVY - {"pydantic"} | {"torch"},
@@ -56,7 +57,6 @@ RULES = {
             "config",
             "fp8",
             "inputs",
-            "locks",
             "megatron",
             "options",
             "outputs",
@@ -145,6 +145,11 @@ def test_only_compat_imports_openrlhf():
     for path in PACKAGE.rglob("*.py"):
         if path.name != "compat.py":
             assert not any(n.split(".")[0] == "openrlhf" for n in imports(path)), path
+
+
+def test_the_package_imports_nothing_that_is_not_shipped_with_it():
+    for path in PACKAGE.rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports(path)} & {"benchmarks", "examples", "tests"}, path
 
 
 def test_every_room_is_covered():

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.tools.evaluate.problems import (
     BENCHMARKS,
     MATH_TEMPLATE,
@@ -269,10 +269,8 @@ def _sha256(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with in_one_piece(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

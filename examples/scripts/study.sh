@@ -20,4 +20,4 @@ setup_env
 cd "$ROOT"
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec "$VENV_PYTHON" -m openrlhf_ext.cli.study "$@"
+exec "$VENV_PYTHON" -m benchmarks.study "$@"

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext.inputs import nearest
@@ -74,6 +74,20 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message and status 2; the usage is long, and the message names the option."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """``type`` of an option that is a whole number of at least this."""
+
+    def whole_number(text: str) -> int:
+        if (value := int(text)) < smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {text}")
+        return value
+
+    return whole_number
+
+
+positive = at_least(1)
 
 
 def _is_run_option(name: str) -> bool:

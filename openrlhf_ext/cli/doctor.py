@@ -28,6 +28,7 @@ from typing import Any
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
 from openrlhf_ext.cli.listening import Listener, find_listeners
+from openrlhf_ext.outputs import aligned
 from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
 from openrlhf_ext.patches.environment import has_cuda, has_module, has_nvidia_apex, has_transformer_engine
@@ -279,9 +280,7 @@ def _rows(packages: Sequence[PackageCheck]) -> list[tuple[str, ...]]:
 def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return f"{title}\n  none examined, torch is missing"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n  ".join([title, *lines])
+    return "\n  ".join([title, *aligned(rows, str.ljust)])
 
 
 def _verdict(report: Report) -> str:

@@ -16,7 +16,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -357,26 +358,19 @@ def _measure(probes: Mapping[str, Any], report: ClusterReport) -> None:
             )
 
 
-class _tokens:
+@contextmanager
+def _tokens(folders: Sequence[str], report: ClusterReport) -> Iterator[dict[str, str]]:
     """A file in each shared folder while the nodes look for it: names by folder."""
-
-    def __init__(self, folders: Sequence[str], report: ClusterReport) -> None:
-        self._folders, self._report, self._files = folders, report, list[Any]()
-
-    def __enter__(self) -> dict[str, str]:
-        names = {}
-        for folder in self._folders:
+    names = {}
+    with ExitStack() as files:
+        for folder in folders:
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                self._files.append(NamedTemporaryFile(dir=folder, prefix=".doctor-"))
-                names[folder] = Path(self._files[-1].name).name
+                file = files.enter_context(NamedTemporaryFile(dir=folder, prefix=".doctor-"))
+                names[folder] = Path(file.name).name
             except OSError as error:
-                self._report.error("driver", f"{folder} cannot be written: {error}", "name a folder on shared storage")
-        return names
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
+                report.error("driver", f"{folder} cannot be written: {error}", "name a folder on shared storage")
+        yield names
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------

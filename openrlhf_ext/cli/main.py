@@ -18,9 +18,7 @@ _COMMANDS = {
     "report": ("report", "one HTML page about one run or several"),
     "explain": ("explain", "what a method does to the tokens of a group of completions"),
     "convert": ("convert", "prove that a Hugging Face checkpoint goes in and out of the policy unchanged"),
-    "study": ("study", "methods on several seeds, with intervals and verdicts"),
     "doctor": ("doctor", "whether this machine can run openrlhf_ext; with --cluster the nodes of a Ray cluster"),
-    "fp8_mismatch": ("fp8_mismatch", "how far trainer and engine disagree, by the precision of each"),
 }
 
 

@@ -12,14 +12,15 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, positive, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.config.schema import modeline
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.outputs import aligned
 
 if TYPE_CHECKING:
     from openrlhf_ext.tools.plan.search import Candidate, Planner
@@ -87,21 +88,15 @@ def _load(words: list[str]) -> RunConfig:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
-    parser.add_argument("--gpus", type=_positive, help="GPUs, engines included (default: as many as configured)")
+    parser.add_argument("--gpus", type=positive, help="GPUs, engines included (default: as many as configured)")
     parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200 or B200")
-    parser.add_argument("--response_tokens", type=_positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
+    parser.add_argument("--response_tokens", type=positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
     parser.add_argument(
-        "--prompt_tokens", type=_positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
+        "--prompt_tokens", type=positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
     )
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     return parser.parse_known_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return int(text)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------------
@@ -162,7 +157,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     )  # fmt: skip
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
     own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
-    yield from _table([header, *rows, *own])
+    yield from (f"  {line}" for line in aligned([header, *rows, *own]))
     yield (
         "  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n"
         "  (vllm.gpu_memory_utilization, searched where the run sets none); now: the layout as configured"
@@ -214,12 +209,6 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
 def _parts(parts: Mapping[str, int]) -> Iterator[str]:
     for name, size in parts.items():
         yield f"    {size / _GIB:8.2f}  {name}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:

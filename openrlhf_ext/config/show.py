@@ -33,6 +33,7 @@ from openrlhf_ext.options import (
     value_text,
 )
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.outputs import aligned
 from openrlhf_ext.redaction import redact
 
 _WIDTH = 110
@@ -282,7 +283,7 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
         stage = layout.place(ranks[0]).stage
         spans = [_span(column) for column in columns]
         rows.append([*spans, _stage_layers(model, stage, layout.pipeline_parallel_size)])
-    yield from _aligned(rows[: _ROWS_SHOWN + 1])
+    yield from (f"  {line}" for line in aligned(rows[: _ROWS_SHOWN + 1]))
     if len(rows) > _ROWS_SHOWN + 1:
         yield f"  ... and so on, up to rank {layout.world_size - 1}: ranks are numbered in the order {RANK_ORDER}"
 
@@ -426,9 +427,3 @@ def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
 def _place_of_frozen(ranks: int) -> str:
     """Where a model is that scores completions and is never trained."""
     return f"{ranks} ranks of its own, laid out as the policy" if ranks else "in the host memory of the policy's ranks"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

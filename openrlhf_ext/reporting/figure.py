@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,8 +20,8 @@ PANELS = (
     ("entropy/mean", None, "entropy", "nats per token"),
     ("response/length_mean", "eval/response_length_mean", "response length", "tokens"),
 )
-_SMOOTHED_FROM = 20  # steps; a shorter curve is readable as it is
-_WINDOW_PARTS = 20
+SMOOTHED_FROM = 20
+"""Steps; a shorter curve is readable as it is."""
 COLORS = ("#2457a6", "#c2571a", "#2f7d4f", "#8a4fa3", "#a8324a", "#0f7f8c")
 """Of every figure of the documentation."""
 
@@ -60,10 +60,10 @@ def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "")
 
 def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -> None:
     steps, values = _series(records, train)
-    smooth = len(values) >= _SMOOTHED_FROM
-    axes.plot(steps, values, color=COLORS[0], alpha=0.35 if smooth else 1.0, label="train")
-    if smooth:
-        axes.plot(steps, _moving_mean(values), color=COLORS[0], label=f"train, mean of {_window(values)} steps")
+    window = smoothing_window(len(values))
+    axes.plot(steps, values, color=COLORS[0], alpha=0.35 if window > 1 else 1.0, label="train")
+    if window > 1:
+        axes.plot(steps, moving_mean(values, window), color=COLORS[0], label=f"train, mean of {window} steps")
     if held_out is not None and (points := _series(records, held_out))[0]:
         errors = _series(records, f"{held_out}_stderr")[1]
         known = errors if len(errors) == len(points[0]) else None
@@ -80,19 +80,21 @@ def _series(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     return [record["step"] for record in present], [record[name] for record in present]
 
 
-def _moving_mean(values: list[float]) -> list[float]:
-    """Mean of the finite values in the last twentieth of the run, at least three; NaN where there is none."""
-    recent = (values[max(0, end - _window(values)) : end] for end in range(1, len(values) + 1))
-    return [_finite_mean(part) for part in recent]
+def smoothing_window(steps: int) -> int:
+    """Steps of the moving mean of a curve: a twentieth of it, at least three; 1 (none) of a short one."""
+    return max(3, steps // 20) if steps >= SMOOTHED_FROM else 1
 
 
-def _window(values: list[float]) -> int:
-    return max(3, len(values) // _WINDOW_PARTS)
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the finite values among the last ``window``, NaN where there is none."""
+    import numpy as np
 
-
-def _finite_mean(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
+    padded = np.concatenate([np.full(window - 1, np.nan), np.asarray(values, dtype=np.float64)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
+    finite = np.isfinite(windows)
+    counts = finite.sum(axis=1)
+    sums = np.where(finite, windows, 0.0).sum(axis=1)
+    return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0).tolist()
 
 
 def _replace(canvas: FigureCanvasAgg, out_png: Path) -> None:

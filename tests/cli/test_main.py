@@ -48,11 +48,8 @@ def test_alone_it_lists_every_command_and_each_says_its_own_name(capsys):
         (["convert", "--check", "configs/models/qwen2.5-7c"], "did you mean configs/models/qwen2.5-7b?"),
         (["explain", "--algorithm", "dpao", "--rollouts", "examples/data/explain_rollouts.jsonl"], "mean 'dapo'?"),
         (["report", "config"], "there is no such folder; did you mean configs?"),
-        (["study", "configs/studies/smok.yaml"], "did you mean configs/studies/smoke.yaml?"),
-        (["study", "configs/studies/smoke.yaml", "--only", "dappo"], "got dappo; did you mean dapo?"),
         (["evaluate", "--completions", "x", "--benchmark", "gsm9k=x"], "no benchmark 'gsm9k'; did you mean gsm8k?"),
         (["doctor", "--jsn"], "unknown option --jsn; did you mean --json?"),
-        (["study", "x.yaml", "--wokers=2"], "unknown option --wokers; did you mean --workers?"),
         (["report", "run", "--zzz"], "unknown option --zzz; --help lists all options"),
         (["train", "--help", "trian"], "no option matches; did you mean train?"),
     ],
@@ -78,7 +75,7 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
         raise BrokenPipeError("of a worker")
 
     monkeypatch.setattr("openrlhf_ext.cli.plan.main", broken)
-    with (Path("/dev/null").open("w") as nothing, pytest.raises(BrokenPipeError, match="of a worker")):
+    with Path("/dev/null").open("w") as nothing, pytest.raises(BrokenPipeError, match="of a worker"):
         monkeypatch.setattr(sys, "stdout", nothing)
         main(["plan"])
 

@@ -16,12 +16,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from benchmarks.study.decoding import Sampled
+from benchmarks.study.settings import Evaluation, resolve
+from benchmarks.study.training import Rollout, StudyRun
 from openrlhf_ext.algorithms import algorithm_names, get_algorithm
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
-from openrlhf_ext.tools.study.decoding import Sampled
-from openrlhf_ext.tools.study.settings import Evaluation, resolve
-from openrlhf_ext.tools.study.training import Rollout, StudyRun
 from tests.e2e.estimators import OPTIONS, SAME_FOR_ALL
 from tests.e2e.jobs import JOB_S, REWARD, Task
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.reporting import MetricsWriter, write_figure
+from openrlhf_ext.reporting.figure import moving_mean
 from tests.patience import PATIENCE_S
 
 
@@ -50,6 +51,11 @@ def test_a_held_out_accuracy_has_its_standard_error(tmp_path: Path) -> None:
         write_figure(tmp_path / f"{len(errors)}.jsonl", tmp_path / "run.png")
         drawn.append((tmp_path / "run.png").read_bytes())
     assert drawn[0] != drawn[1]
+
+
+def test_the_moving_mean_leaves_out_what_is_not_finite() -> None:
+    assert moving_mean([1.0, math.nan, 3.0, math.inf], 2) == [1.0, 1.0, 3.0, 3.0]
+    assert math.isnan(moving_mean([math.nan], 3)[0])
 
 
 def test_a_failed_drawing_leaves_the_previous_figure(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from openrlhf_ext.inputs import (
     read_text,
     reading,
 )
+from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.tools.evaluate.grading import MATHS
 from openrlhf_ext.tools.evaluate.problems import (
     MATH_TEMPLATE,
@@ -118,7 +119,7 @@ class Request:
                 f"--device must be cpu or cuda with --engine vllm: got {given.device}; "
                 "CUDA_VISIBLE_DEVICES chooses the GPUs"
             )
-        elif given.device.startswith("cuda") and not _has_gpu():
+        elif given.device.startswith("cuda") and not has_cuda():
             yield f"--device {given.device}: torch finds no CUDA device on this machine; --device cpu is the default"
 
     def _model_faults(self) -> Iterator[str]:
@@ -292,12 +293,6 @@ class Request:
     def store_path(self, name: str) -> Path | None:
         """Where a task's graded problems are kept."""
         return self.out / f"{name}.jsonl" if self.out else None
-
-
-def _has_gpu() -> bool:
-    import torch  # late: nothing else of the checks needs it
-
-    return torch.cuda.is_available()
 
 
 def _require_one_vocabulary(model: str, reference: str) -> None:

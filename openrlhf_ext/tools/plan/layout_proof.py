@@ -31,6 +31,7 @@ from openrlhf_ext.megatron.model.load import model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron
+from openrlhf_ext.outputs import aligned
 
 _MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
 _GIB = 1 << 30
@@ -247,8 +248,7 @@ def format_proof(proof: LayoutProof) -> str:
     for share in proof.shares:
         alike[dataclasses.astuple(dataclasses.replace(share, ranks=(), tensor=0))].append(share)
     rows = [header, *(_row(shares, copies) for shares in alike.values())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    table = ["  " + "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = [f"  {line}" for line in aligned(rows)]
     what = "weights, fp32 gradients, optimizer" + (", FP8 copies of weights" if copies else "")
     title = f"memory per rank before activations ({what}), GiB:"
     return "\n".join([title, *table, *_conclusions(proof, heaviest)]) + "\n"

@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-
 from openrlhf_ext.reporting import METRICS
+from openrlhf_ext.reporting.figure import SMOOTHED_FROM, moving_mean, smoothing_window
 from openrlhf_ext.tools.explain.explanation import Quantity
 from openrlhf_ext.tools.explain.palette import Color, Palette, ink_on
 from openrlhf_ext.tools.report.read import Record, Run
 
 BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
-_SMOOTHED_FROM = 20  # steps; a shorter curve is readable as it is
-_WINDOW_PARTS = 20
 _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
 _LISTED_EVENTS = 300
@@ -57,7 +54,7 @@ def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[],
 def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> dict[str, Any]:
     """All that the page draws, as JSON can hold it."""
     longest = max((len(run.steps) for run in runs), default=0)
-    window = smooth if smooth is not None else max(3, longest // _WINDOW_PARTS) if longest >= _SMOOTHED_FROM else 1
+    window = smooth if smooth is not None else smoothing_window(longest)
     budget = _SAMPLED_TOKENS // len(runs)
     return {
         "made": now(),
@@ -156,18 +153,8 @@ def _line(run: Run, name: str, window: int) -> dict[str, Any]:
     errors = {r["step"]: _number(r[f"{name}_stderr"]) for r in present if f"{name}_stderr" in r}
     if errors:
         return {"raw": [[step, value, errors.get(step)] for step, value in raw], "smooth": []}
-    smoothed = moving_mean(values, window) if 1 < window < len(values) and len(values) >= _SMOOTHED_FROM else []
+    smoothed = moving_mean(values, window) if 1 < window < len(values) and len(values) >= SMOOTHED_FROM else []
     return {"raw": raw, "smooth": thinned(steps, smoothed, BUCKETS // 2) if smoothed else []}
-
-
-def moving_mean(values: Numbers, window: int) -> list[float]:
-    """Mean of the finite values among the last ``window``, NaN where there is none."""
-    padded = np.concatenate([np.full(window - 1, np.nan), np.asarray(values, dtype=np.float64)])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
-    finite = np.isfinite(windows)
-    counts = finite.sum(axis=1)
-    sums = np.where(finite, windows, 0.0).sum(axis=1)
-    return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0).tolist()
 
 
 def thinned(steps: Sequence[int], values: Numbers, buckets: int = BUCKETS) -> Points:

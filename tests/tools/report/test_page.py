@@ -14,7 +14,7 @@ import pytest
 
 from openrlhf_ext.cli.report import main
 from openrlhf_ext.reporting import METRICS, read_metrics
-from openrlhf_ext.tools.report.page import BUCKETS, moving_mean, page_data, thinned, write_page
+from openrlhf_ext.tools.report.page import BUCKETS, page_data, thinned, write_page
 from openrlhf_ext.tools.report.read import read_runs
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.runs import HOSTILE, make_run
@@ -344,11 +344,6 @@ def test_thinned_curves_keep_every_extreme_and_gap():
     assert [x for x, _ in points] == sorted({x for x, _ in points})
     assert any(y is None and 1000 <= x < 1100 for x, y in points)
     assert thinned(range(3), [1.0, math.nan, 2.0]) == [[0, 1], [1, None], [2, 2]], "a short curve stays as it is"
-
-
-def test_the_moving_mean_leaves_out_what_is_not_finite():
-    assert moving_mean([1.0, math.nan, 3.0, math.inf], 2) == [1.0, 1.0, 3.0, 3.0]
-    assert math.isnan(moving_mean([math.nan], 3)[0])
 
 
 def test_phases_add_up_to_the_step_and_the_last_state_counts(tmp_path):

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.tools.study.outcomes import OUTCOMES, Row, outcome
-from openrlhf_ext.tools.study.settings import Study
-from openrlhf_ext.tools.study.statistics import Estimate, estimate
-from openrlhf_ext.tools.study.verdicts import Judgment, by_arm, checks_failed, interval_of_share, judge
+from benchmarks.study.outcomes import OUTCOMES, Row, outcome
+from benchmarks.study.settings import Study
+from benchmarks.study.statistics import Estimate, estimate
+from benchmarks.study.verdicts import Judgment, by_arm, checks_failed, interval_of_share, judge
 
 _COLUMNS = (*OUTCOMES, "start/accuracy", "start/short", "last/accuracy", "last/greedy_accuracy", "last/pass@8")
 _SHOWN = (

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from openrlhf_ext.cli import study as cli
+from benchmarks.study import __main__ as cli
+from benchmarks.study.settings import StudyError, read_study
 from openrlhf_ext.tools.evaluate.problems import load_problems
-from openrlhf_ext.tools.study.settings import StudyError, read_study
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -206,6 +206,23 @@ def test_options_that_exclude_each_other_say_so(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([str(SMOKE), "--out", str(tmp_path), "--probe", "dapo", "--plan"])
     assert ended.value.code == 2 and "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["configs/studies/smok.yaml"], "did you mean configs/studies/smoke.yaml?"),
+        (["configs/studies/smoke.yaml", "--only", "dappo"], "got dappo; did you mean dapo?"),
+        (["x.yaml", "--wokers=2"], "study.sh: unknown option --wokers; did you mean --workers?"),
+    ],
+)
+def test_a_word_that_is_close_is_offered_and_the_status_is_2(words, said, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    try:
+        status = cli.main(words)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and said in capsys.readouterr().err
 
 
 def test_every_fault_of_a_study_is_reported_at_once(tmp_path, monkeypatch):

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study.settings import Evaluation, resolve
+from benchmarks.study.training import SHAPED, StudyRun
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rewards.worker import die_with
-from openrlhf_ext.tools.study.settings import Evaluation, resolve
-from openrlhf_ext.tools.study.training import SHAPED, StudyRun
 
 _LOGS = "reward_log/"
 _CURVES = {

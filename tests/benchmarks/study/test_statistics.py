@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from openrlhf_ext.tools.study.statistics import (
+from benchmarks.study.statistics import (
     detectable,
     equivalence,
     estimate,

@@ -30,7 +30,7 @@ from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, Partly
 from tests.patience import PATIENCE_S
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LINEAR = "kinds: [linear]\nrecipes: [current]\nlinear: {tokens: 64, inputs: 128, outputs: 64, micro_batches: 2}\n"
 
 WITHOUT = """

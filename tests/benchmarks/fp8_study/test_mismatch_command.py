@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.cli.fp8_mismatch import main
+from benchmarks.fp8_study.mismatch import main
 from tests.models import make_tiny_policy
 
 

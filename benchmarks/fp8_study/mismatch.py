@@ -1,14 +1,22 @@
-"""Log-probs of given rollouts under each pair of a trainer's and a rollout engine's precision, emulated in plain torch.
+"""How far trainer and rollout engine disagree, by the precision of each.
 
-A transformers model takes the linear layers of its decoder out and emulated ones in, with the weights cut into tiles as
-Megatron or vLLM cuts them. One sequence is one pack: under 'current' a log-prob would depend on what shares it.
+    python -m benchmarks.fp8_study.mismatch --model CHECKPOINT --rollouts FILE.jsonl --trainer_tp 2
+    python -m benchmarks.fp8_study.mismatch --model CHECKPOINT --rollouts FILE.jsonl --per_layer --figure OUT.png
+
+Log-probs of given rollouts under each pair of precisions, emulated in plain torch on any device: a transformers model
+takes the linear layers of its decoder out and emulated ones in, with the weights cut into tiles as Megatron or vLLM
+cuts them. One sequence is one pack: under 'current' a log-prob would depend on what shares it. Beside the model, fp32
+copies of the decoder's linear weights need memory. Exit status: 0; 2 if something given is wrong.
 
 Shape suffixes: T = tokens, K = input features, N = tokens of all completions.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.fp8.emulation import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.fp8.tiles import BY_COLUMNS, LayerShape, Run, differing_tensors, engine_shards, trainer_shards
 from openrlhf_ext.inputs import INTEGER, TEXT, InputError, check, decode, json_lines, list_of
+from openrlhf_ext.outputs import aligned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -368,21 +379,90 @@ def write_figure(mismatch: Mismatch, path: Path, title: str) -> None:
 def table(mismatch: Mismatch) -> str:
     """The gauges, a line for each pair, and a line for each layer."""
     names = list(next(iter(mismatch.cells.values())))
-    lines = [["trainer", "rollout", *names]]
-    lines += [[*pair, *(_number(values[name]) for name in names)] for pair, values in mismatch.cells.items()]
-    text = _aligned(lines)
+    rows = [["trainer", "rollout", *names]]
+    rows += [[*pair, *(_number(values[name]) for name in names)] for pair, values in mismatch.cells.items()]
+    lines = aligned(rows, str.ljust)
     if mismatch.layers:
-        rows = zip(*mismatch.layers.values(), strict=True)
-        lines = [["only layer", *mismatch.layers]]
-        lines += [[str(number), *map(_number, row)] for number, row in enumerate(rows)]
-        text += "\n\nmean_abs against no FP8\n" + _aligned(lines)
-    return text
+        layers = enumerate(zip(*mismatch.layers.values(), strict=True))
+        rows = [["only layer", *mismatch.layers], *([str(number), *map(_number, row)] for number, row in layers)]
+        lines += ["", "mean_abs against no FP8", *aligned(rows, str.ljust)]
+    return "\n".join(lines)
 
 
 def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.4f}" if math.fabs(value) >= 0.01 else f"{value:.1e}"
 
 
-def _aligned(lines: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    silence_libraries()
+    arguments = _parser().parse_args(argv)
+    try:
+        found = _measured(arguments)
+        if arguments.json:
+            Path(arguments.json).write_text(
+                json.dumps({"settings": vars(arguments)} | found.to_json(), indent=1) + "\n"
+            )
+        if arguments.figure:
+            write_figure(found, Path(arguments.figure), Path(arguments.model).name)
+    except (ValueError, OSError) as error:
+        print(f"fp8_mismatch: {error}", file=sys.stderr)
+        return 2
+    print(f"EMULATED, {found.tokens} tokens, trainer TP {arguments.trainer_tp}, engine TP {arguments.engine_tp}")
+    if found.other_tiles:
+        print("trainer and engine cut different 128x128 tiles of " + ", ".join(found.other_tiles))
+    print(table(found))
+    return 0
+
+
+def _measured(arguments: argparse.Namespace) -> Mismatch:
+    if not Path(arguments.model).is_dir():
+        raise ValueError(f"--model must be a folder with a Hugging Face checkpoint: {arguments.model} is none")
+    if (fault := tokenizer_fault(arguments.model, chat=False)) is not None:
+        raise ValueError(f"--model: {arguments.model} {fault}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # late: after the libraries were silenced
+
+    def load(dtype: torch.dtype) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(arguments.device).eval()
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    return measure(
+        load, read_completions(Path(arguments.rollouts), tokenizer, arguments.limit),
+        trainer=arguments.trainer, rollout=arguments.rollout, trainer_tp=arguments.trainer_tp,
+        engine_tp=arguments.engine_tp, dtype=PLAIN[arguments.dtype], per_layer=arguments.per_layer,
+        bf16_layers=BF16Layers(arguments.layers_in_bf16_start, arguments.layers_in_bf16_end),
+    )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser("fp8_mismatch", __doc__.split("\n")[0])
+    parser.prog = "python -m benchmarks.fp8_study.mismatch"
+    add = parser.add_argument
+    engine = [name for name in PRECISIONS if name != "delayed"]  # no engine has it
+    add("--model", required=True, help="folder of a Hugging Face checkpoint with its tokenizer")
+    add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line: prompt, token_ids")
+    add("--trainer", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="precisions of the trainer")
+    add("--rollout", nargs="+", choices=engine, default=engine[1:], help="precisions of the engine")
+    add("--trainer_tp", type=positive, default=1, help="tensor-parallel size of the trainer, which cuts its tiles")
+    add("--engine_tp", type=positive, default=1, help="tensor-parallel size of the engine")
+    add("--dtype", default="fp32", choices=["fp32", "bf16"], help="of all that is not in FP8")
+    add(
+        "--layers_in_bf16_start",
+        type=at_least(0),
+        default=0,
+        help="first decoder layers that are not in FP8, on both sides",
+    )
+    add("--layers_in_bf16_end", type=at_least(0), default=0, help="last decoder layers that are not")
+    add("--limit", type=positive, help="completions taken from the start of the file (default: all)")
+    add("--per_layer", action="store_true", help="also with only one decoder layer in FP8, for each")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--json", metavar="OUT", help="write the result to this file")
+    add("--figure", metavar="OUT.png", help="draw the result into this file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
-"""``openrlhf-ext study STUDY.yaml``: methods on several seeds, with intervals and verdicts.
+"""Methods on several seeds, with intervals and verdicts.
 
-    openrlhf-ext study configs/studies/smoke.yaml
-    openrlhf-ext study configs/studies/claims.yaml --plan
-    openrlhf-ext study configs/studies/claims.yaml --only dapo gtpo_entropy --workers 4
+    bash examples/scripts/study.sh configs/studies/smoke.yaml
+    bash examples/scripts/study.sh configs/studies/claims.yaml --plan
+    bash examples/scripts/study.sh configs/studies/claims.yaml --only dapo gtpo_entropy --workers 4
 
 The same command goes on where it was ended, killed or not; runs that failed are tried again. Results in
 runs/studies/NAME: runs.jsonl (a line for each run), cells.csv, table.md, figures, study.html. docs/science.md says
@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
+from benchmarks.study.settings import StudyError, only, read_study
 from openrlhf_ext.cli.command import CommandParser, silence_libraries
 from openrlhf_ext.imports import without_collection
+from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.worker import die_with
-from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
-from openrlhf_ext.tools.study.settings import StudyError, only, read_study
 
 _KINDS = {"local": "training", "stack": "stack", "probe": "probe"}
 """What a run is: the module that does it."""
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("study", __doc__.split("\n")[0])
+    parser.prog = "bash examples/scripts/study.sh"
     add = parser.add_argument
     add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="what to compare: configs/studies has some")
     add("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time (default: the cores)")
@@ -73,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _study(arguments: argparse.Namespace) -> int:
-    from openrlhf_ext.tools.study.plan import plan  # SciPy, which the processes of runs do without
-    from openrlhf_ext.tools.study.report import write_report
+    from benchmarks.study.plan import plan  # SciPy, which the processes of runs do without
+    from benchmarks.study.report import write_report
 
     if arguments.study is None or arguments.workers < 1:
         raise StudyError(
@@ -90,7 +92,7 @@ def _study(arguments: argparse.Namespace) -> int:
             _print(plan(study, arms, places, workers=arguments.workers, device=arguments.device))
             return 0
         if arguments.probe:
-            from openrlhf_ext.tools.study.probe import probe  # needs transformers
+            from benchmarks.study.probe import probe  # needs transformers
 
             workers, device = arguments.workers, arguments.device
             _print(probe(study, arms, arguments.probe, places, workers=workers, device=device, told=_print))
@@ -118,12 +120,11 @@ def _perform(path: Path) -> int:
     given = json.loads(path.read_text())
     die_with(given["parent"])
     with without_collection():
-        module = importlib.import_module(f"openrlhf_ext.tools.study.{_KINDS[given['kind']]}")
+        module = importlib.import_module(f"benchmarks.study.{_KINDS[given['kind']]}")
     result = module.run_assignment(given)
     result["weights"] = _digest(Path(given["policy"]))
-    partial = Path(given["result"] + ".partial")
-    partial.write_text(json.dumps(result))
-    os.replace(partial, given["result"])
+    with in_one_piece(Path(given["result"])) as partial:
+        partial.write_text(json.dumps(result))
     return 0
 
 

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.tools.study.runs import Places, Rows, Run, execute, finished, missing, read_rows, runs_of
-from openrlhf_ext.tools.study.settings import Arm, Study, StudyError
-from openrlhf_ext.tools.study.statistics import detectable
-from openrlhf_ext.tools.study.verdicts import judge
+from benchmarks.study.runs import Places, Rows, Run, execute, finished, missing, read_rows, runs_of
+from benchmarks.study.settings import Arm, Study, StudyError
+from benchmarks.study.statistics import detectable
+from benchmarks.study.verdicts import judge
 
 _TRIAL_STEPS = 3
 _TRIAL_PROBLEMS = 32

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize
-from openrlhf_ext.fp8.recipe import BF16Layers
-from openrlhf_ext.tools import fp8_mismatch
-from openrlhf_ext.tools.fp8_mismatch import (
+from benchmarks.fp8_study import mismatch
+from benchmarks.fp8_study.mismatch import (
     RECIPES,
     Completion,
     gauges,
@@ -19,6 +17,8 @@ from openrlhf_ext.tools.fp8_mismatch import (
     read_completions,
     response_logprobs,
 )
+from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize
+from openrlhf_ext.fp8.recipe import BF16Layers
 from tests.models import make_tiny_model, make_tiny_policy
 
 
@@ -136,13 +136,13 @@ def test_layers_at_the_ends_stay_as_they_are(policy, completions):
 
 def test_weights_are_rounded_in_the_cut_of_their_side(policy):
     model = load_from(policy)(torch.float32)
-    layer, shape = model.model.layers[0], fp8_mismatch._layer_shape(model)
+    layer, shape = model.model.layers[0], mismatch._layer_shape(model)
     q, k, v = (getattr(layer.self_attn, f"{name}_proj").weight.detach() for name in "qkv")
-    engine = fp8_mismatch._replacements(layer, RECIPES["blockwise"], fp8_mismatch.engine_shards(shape, 1))
+    engine = mismatch._replacements(layer, RECIPES["blockwise"], mismatch.engine_shards(shape, 1))
     whole = quantize(torch.cat([q, k, v]), E4M3, Grid.TILES).values()
     names = [f"self_attn.{name}_proj.weight" for name in "qkv"]
     assert torch.equal(torch.cat([engine[name]._w_NK for name in names]), whole)
-    trainer = fp8_mismatch._replacements(layer, RECIPES["blockwise"], fp8_mismatch.trainer_shards(shape, 2))
+    trainer = mismatch._replacements(layer, RECIPES["blockwise"], mismatch.trainer_shards(shape, 2))
     group = torch.cat([q[64:], k[32:], v[32:]])
     assert torch.equal(
         torch.cat([trainer[names[0]]._w_NK[64:], trainer[names[1]]._w_NK[32:], trainer[names[2]]._w_NK[32:]]),

@@ -10,9 +10,9 @@ import toy_policy
 import toy_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf_ext.tools.study.decoding import decode
-from openrlhf_ext.tools.study.settings import Evaluation, resolve
-from openrlhf_ext.tools.study.training import StudyRun
+from benchmarks.study.decoding import decode
+from benchmarks.study.settings import Evaluation, resolve
+from benchmarks.study.training import StudyRun
 
 EXAMPLES = Path(toy_policy.__file__).parent
 TINY = toy_policy.PolicySettings(

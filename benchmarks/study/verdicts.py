@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from openrlhf_ext.tools.study.outcomes import Row, outcome
-from openrlhf_ext.tools.study.settings import Contrast, Gate, Study
-from openrlhf_ext.tools.study.statistics import (
+from benchmarks.study.outcomes import Row, outcome
+from benchmarks.study.settings import Contrast, Gate, Study
+from benchmarks.study.statistics import (
     LEVEL,
     Estimate,
     Interval,

@@ -15,15 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import openrlhf_ext
+from benchmarks.study.jobs import Job, run_jobs
+from benchmarks.study.settings import Arm, Study, StudyError, Task
 from openrlhf_ext.locks import LOCK, FolderLock, LockError
 from openrlhf_ext.reporting.lines import JsonLines, read_lines
-from openrlhf_ext.tools.study.jobs import Job, run_jobs
-from openrlhf_ext.tools.study.settings import Arm, Study, StudyError, Task
 
-_PACKAGE = Path(openrlhf_ext.__file__).parent
-# what the numbers of a run in one process depend on
-_CODE = ("algorithms", "rewards/tagged.py", "tools/study/training.py", "tools/study/decoding.py")
+ROOT = Path(__file__).resolve().parents[2]
+# what the numbers of a run depend on, by its backend
+_CODE = {
+    "local": (
+        "openrlhf_ext/algorithms", "openrlhf_ext/rewards/tagged.py", "benchmarks/study/training.py",
+        "benchmarks/study/decoding.py",
+    ),
+    "stack": ("openrlhf_ext", "benchmarks/study"),
+}  # fmt: skip
 _IMPORTED = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 
 
@@ -63,13 +68,13 @@ def key_of(study: Study, run: Run) -> str:
     if cell.backend != "local":
         settings["backend"] = cell.backend
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for path in _code(task, settings["options"], _CODE if cell.backend == "local" else (".",)):
+    for path in _code(task, settings["options"], _CODE[cell.backend]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _code(task: Task, options: dict[str, Any], parts: Sequence[str]) -> Iterator[Path]:
-    for part in (_PACKAGE / part for part in parts):
+    for part in (ROOT / part for part in parts):
         yield from sorted(part.rglob("*.py")) if part.is_dir() else [part]
     given = [task.maker.split()[0] if task.maker else None, options.get("reward.remote_url")]
     for script in (Path(path) for path in given if path and Path(path).is_file()):
@@ -296,7 +301,7 @@ def assigned_job(
     Args:
         name: of the task.
         what: name of the job.
-        given: ``kind`` is what ``cli.study`` goes by.
+        given: ``kind`` is what ``__main__`` goes by.
         maker: what makes the policy, if that is still to be done.
     """
     task, made = study.tasks[name], places.made(name, seed)
@@ -314,7 +319,7 @@ def assigned_job(
     path.write_text(json.dumps({**given, **of_task}, indent=1))
     return Job(
         what,
-        [sys.executable, "-m", "openrlhf_ext.cli.study", "--run", str(path)],
+        [sys.executable, "-m", "benchmarks.study", "--run", str(path)],
         places.log(what),
         done,
         task.environment,
@@ -326,7 +331,7 @@ def assigned_job(
 def commit() -> str:
     """Of the checkout, with ``-dirty`` if something is changed; 'unknown' outside of one."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    found = subprocess.run(command, cwd=_PACKAGE, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 

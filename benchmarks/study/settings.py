@@ -15,11 +15,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from benchmarks.study.outcomes import OUTCOMES, is_outcome
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.config import ConfigError, RunConfig, build_config
 from openrlhf_ext.config.sources import ConfigLoader, flattened
 from openrlhf_ext.inputs import InputError, nearest, read_text, reading
-from openrlhf_ext.tools.study.outcomes import OUTCOMES, is_outcome
 
 LEARNING_RATE = "actor.adam.lr"
 _GIVEN_BY_THE_STUDY = (

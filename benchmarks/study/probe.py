@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.tools.study.jobs import Job, run_jobs
-from openrlhf_ext.tools.study.runs import Places, assigned_job, commit, hardware, maker_job
-from openrlhf_ext.tools.study.settings import Arm, Evaluation, Study, StudyError, resolve
-from openrlhf_ext.tools.study.statistics import estimate
-from openrlhf_ext.tools.study.training import Rollout, StudyRun
+from benchmarks.study.jobs import Job, run_jobs
+from benchmarks.study.runs import Places, assigned_job, commit, hardware, maker_job
+from benchmarks.study.settings import Arm, Evaluation, Study, StudyError, resolve
+from benchmarks.study.statistics import estimate
+from benchmarks.study.training import Rollout, StudyRun
 
 OTHER_ROLLOUT = "the same method on another rollout"
 RESULTS = "probe.json"

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from openrlhf_ext.tools.study import runs
-from openrlhf_ext.tools.study.runs import Places, Rows, execute, finished, maker_job, missing, read_rows, runs_of
-from openrlhf_ext.tools.study.settings import Study
+from benchmarks.study import runs
+from benchmarks.study.runs import Places, Rows, execute, finished, maker_job, missing, read_rows, runs_of
+from benchmarks.study.settings import Study
 
 
 @pytest.mark.parametrize("changed", [False, True])

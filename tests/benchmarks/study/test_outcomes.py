@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from openrlhf_ext.tools.study.outcomes import OUTCOMES, is_outcome, outcome, smoothed
-from tests.tools.study.rows import row
+from benchmarks.study.outcomes import OUTCOMES, is_outcome, outcome, smoothed
+from tests.benchmarks.study.rows import row
 
 
 def with_curves(**curves):

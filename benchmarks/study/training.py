@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.study.decoding import Sampled, decode
+from benchmarks.study.settings import Evaluation, resolve
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, mean_entropies
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.config import RunConfig
@@ -30,8 +32,6 @@ from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
 from openrlhf_ext.tools.evaluate.accuracy import mean, pass_at_k
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
-from openrlhf_ext.tools.study.decoding import Sampled, decode
-from openrlhf_ext.tools.study.settings import Evaluation, resolve
 
 SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtered_completions")
 """Metrics of an algorithm that a study keeps."""

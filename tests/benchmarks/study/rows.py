@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from openrlhf_ext.tools.study.settings import Study
+from benchmarks.study.settings import Study
 
 STEPS = 4
 

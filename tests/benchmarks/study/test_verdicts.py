@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from openrlhf_ext.tools.study.verdicts import checks_failed, judge
-from tests.tools.study.rows import row, study
+from benchmarks.study.verdicts import checks_failed, judge
+from tests.benchmarks.study.rows import row, study
 
 PRIMARY = {"role": "primary"}
 NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]
