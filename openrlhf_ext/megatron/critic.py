@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.decoder import MegatronModel, one, planned_rows
+from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.model.accounting import new_value_head
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
+from openrlhf_ext.megatron.step.agreement import gather_tokens
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.megatron.step.schedule import one, planned_rows
 from openrlhf_ext.options.sections import Critic
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class MegatronCritic(MegatronModel):
 
         Each is the value of the state before its token: the prompt and the response up to there.
         """
-        (values_N,) = self.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
+        (values_N,) = self.schedule.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
         return values_N
 
     def _head(self, hidden_NH: Tensor) -> Tensor:
@@ -97,20 +99,20 @@ class MegatronCritic(MegatronModel):
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
-        plan = self.plan(batch, forward_only=False)
+        plan = self.schedule.plan(batch, forward_only=False)
         clip, targets = self.value_clip, targets.select(planned_rows(plan)).to(self.device)
 
         def pack_loss(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
             mine = targets.select(part.rows)
-            arguments = (self.gather_tokens(self._head(hidden_NH), part), mine.old_values_N, mine.returns_N)
+            arguments = (gather_tokens(self._head(hidden_NH), part), mine.old_values_N, mine.returns_N)
             loss = value_loss(*arguments, clip=clip, tokens=mine.tokens)
             metrics = {"loss/value": loss.detach()}
             if clip is not None:
                 metrics["value/clip_fraction"] = value_clip_fraction(*arguments, clip=clip, tokens=mine.tokens)
             return loss, one(self.device), metrics
 
-        losses = self.run(batch, plan, pack_loss, forward_only=False)
-        return {"loss/value": 0.0} | self.sum_metrics(losses)
+        losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
+        return {"loss/value": 0.0} | self.schedule.sum_metrics(losses)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

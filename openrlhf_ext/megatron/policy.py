@@ -1,7 +1,7 @@
 """The policy of one rank: forward pass for log-prob and entropy, train step, weights in and out.
 
 Every public method is a collective over all ranks of the policy unless it says otherwise. Shape suffixes as in
-``decoder``: B = sequences, N = response tokens.
+``step.schedule``: B = sequences, N = response tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
-from openrlhf_ext.megatron.decoder import MegatronModel, one, planned_rows
+from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
+from openrlhf_ext.megatron.step.agreement import gather_tokens
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms
 from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.megatron.step.schedule import one, planned_rows
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Algorithm, Loss, LossBatch
@@ -36,7 +38,9 @@ class MegatronPolicy(MegatronModel):
     def logprobs(self, batch: SequenceBatch, temperature: float | None = None) -> LogprobEntropy:
         """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of the replica."""
         temperature = self.settings.rollout.temperature if temperature is None else temperature
-        return LogprobEntropy(*self.collect(batch, lambda part, states: self._head(part, states, temperature), 2))
+        return LogprobEntropy(
+            *self.schedule.collect(batch, lambda part, states: self._head(part, states, temperature), 2)
+        )
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
         """Under sequence parallelism the head itself gathers the rows it needs, while it computes others."""
@@ -101,7 +105,7 @@ class MegatronPolicy(MegatronModel):
     def accumulate_gradients(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
         """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
-        plan = self.plan(batch, forward_only=False)
+        plan = self.schedule.plan(batch, forward_only=False)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
@@ -110,8 +114,8 @@ class MegatronPolicy(MegatronModel):
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
-        losses = self.run(batch, plan, pack_loss, forward_only=False)
-        return {"loss/policy": 0.0} | self.sum_metrics(losses)
+        losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
+        return {"loss/policy": 0.0} | self.schedule.sum_metrics(losses)
 
     def _loss(self, part: PackedBatch, states: Tensor, shaped: LossBatch, algorithm: Algorithm) -> tuple[Tensor, Loss]:
         """What to differentiate on this rank, and the loss of the micro-batch with its metrics.
@@ -124,7 +128,7 @@ class MegatronPolicy(MegatronModel):
         terms = algorithm.token_loss(shaped) if self.settings.megatron.head == "fused" else None
         if terms is None:
             logprob_N = self._head(part, states, temperature).logprob_T
-            loss = algorithm.loss(self.gather_tokens(logprob_N, part), shaped)
+            loss = algorithm.loss(gather_tokens(logprob_N, part), shaped)
             return loss.value, loss
         head = linear_token_loss(
             states,
@@ -132,7 +136,7 @@ class MegatronPolicy(MegatronModel):
             **self._head_operands(part, temperature),
             **self._head_resources(part),
         )
-        return head.value, algorithm.loss(self.gather_tokens(head.logprob_T, part), shaped)
+        return head.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step.agreement import agreed, sum_over_replicas
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
@@ -102,7 +104,7 @@ class PolicyActor(TrainedActor):
 
     def rank_report(self) -> RankReport:
         """This rank's time by phase and its padding since the last report, and its memory. Not a collective."""
-        report, counted = self.timers.report(dist.get_rank()), self.policy.take_count()
+        report, counted = self.timers.report(dist.get_rank()), self.policy.schedule.take_count()
         return replace(report, packed_tokens=counted.packed, padding_tokens=counted.packed - counted.real)
 
     def weight_digest(self) -> str:
@@ -248,6 +250,8 @@ def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, 
     """
     if update == 0 or not shaped.algorithm.needs_prepare:
         return shaped
-    new_N = policy.agreed(policy.logprobs(batch).logprobs_N)
+    new_N = agreed(policy.logprobs(batch).logprobs_N, policy.device)
     seed = seed * _SEEDS_PER_ROLLOUT + update
-    return shaped.algorithm.prepare(new_N, shaped, seed=seed, total=policy.sum_over_replicas).lean()
+    return shaped.algorithm.prepare(
+        new_N, shaped, seed=seed, total=partial(sum_over_replicas, device=policy.device)
+    ).lean()

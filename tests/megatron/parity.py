@@ -84,7 +84,7 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) 
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
         policy_settings = settings(case, world_size)
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
-        with mock.patch("openrlhf_ext.megatron.decoder.fp8_piece_unit", return_value=case.get("piece_unit", 1)):
+        with mock.patch("openrlhf_ext.megatron.step.schedule.fp8_piece_unit", return_value=case.get("piece_unit", 1)):
             results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
         parallel_state.destroy_model_parallel()
     return results
@@ -103,12 +103,12 @@ def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tens
     mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
     out = policy.logprobs(mine)
     result = {"rows": rows, "logprobs": out.logprobs_N, "entropies": out.entropies_N}
-    plans = [policy.plan(mine, forward_only=forward_only) for forward_only in (True, False)]
+    plans = [policy.schedule.plan(mine, forward_only=forward_only) for forward_only in (True, False)]
     result["micro_batches"] = [[mine.lengths_B[rows].tolist() for rows in plan] for plan in plans]
     if not case.get("distributed_optimizer", False):
         result["metrics"] = policy.accumulate_gradients(mine, shaped, shaped)
         result["grads"] = {n: t.clone() for n, t in policy.export(lambda p: p.main_grad)}
     result["steps"] = [policy.train_step(mine, shaped, shaped) for _ in range(case.get("steps", 2))]
-    result["counted"] = policy.take_count()
+    result["counted"] = policy.schedule.take_count()
     result["weights"] = {n: t.clone() for n, t in policy.export()}
     return result

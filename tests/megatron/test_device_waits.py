@@ -8,12 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openrlhf_ext.megatron import critic, decoder, policy
+from openrlhf_ext.megatron import built, critic, policy
 from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step import schedule
 from openrlhf_ext.megatron.step.packing import pack
 from openrlhf_ext.options.sections import Megatron
 from tests.megatron.exactness import algorithms, make_batch, rollout
@@ -30,7 +31,7 @@ class OnMeta:
         self.device = META
         self.config.use_cpu_initialization = True
         with META:
-            chunk = decoder.build_model(self.shape, self.config, meta=True)
+            chunk = built.build_model(self.shape, self.config, meta=True)
         chunk.rotary_pos_emb.inv_freq = chunk.rotary_pos_emb.inv_freq.to(META)
         return [chunk]
 
@@ -40,15 +41,14 @@ class OnMeta:
     def _wrap(self, chunk):
         return chunk
 
-    def plan(self, batch, *, forward_only):
+    def __init__(self, settings):
+        super().__init__(settings)
         self.config.finalize_model_grads_func = None  # that of DDP
-        return PLAN
+        self.schedule.plan = lambda batch, *, forward_only: PLAN
+        self.schedule.sum_metrics = lambda shares: {"losses": sum(bool(share) for share in shares)}
 
     def zero_grad(self):
         pass
-
-    def sum_metrics(self, shares):
-        return {"losses": sum(bool(share) for share in shares)}
 
 
 class MetaPolicy(OnMeta, MegatronPolicy):
@@ -69,7 +69,7 @@ def path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def counts_on_the_cpu(monkeypatch):
     """Megatron counts tokens where it believes the device to be."""
-    for module in (decoder, policy, critic):
+    for module in (schedule, policy, critic):
         monkeypatch.setattr(module, "one", lambda device: torch.ones((), dtype=torch.int))
 
 
@@ -107,7 +107,7 @@ def test_the_heads_gathering_under_sequence_parallelism(path, head):
     layout, rows = ParallelLayout(2, 2, sequence_parallel=True), [0, 5, 7]
     with fake_rank(layout, 0):
         model = MetaPolicy(ModelSettings(path, layout, Megatron(param_dtype="fp32", head=head)))
-        part = pack(make_batch(61).select(rows), model._pack_shape).to(META)
+        part = pack(make_batch(61).select(rows), model.schedule._pack_shape).to(META)
         states_LH = torch.empty(len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True)
         _, algorithm, shaped = next(shaped_batches())
         value, _ = model._loss(part, states_LH, shaped.select(rows), algorithm)

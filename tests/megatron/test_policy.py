@@ -95,7 +95,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check_micro_batches(case, forward, training):
     """Those of log-probs and of training each keep to a limit of their own, and use it."""
-    limits = (case.get("forward_max_tokens"), 3), (case.get("max_tokens"), case.get("micro_batch_size", 2))
+    limits = (case.get("forward_max_tokens", case.get("max_tokens")), 3), (case.get("max_tokens"), case.get("micro_batch_size", 2))
     for lengths, (tokens, sequences) in zip((forward, training), limits, strict=True):
         if tokens is None:
             assert max(map(len, lengths)) <= sequences, case

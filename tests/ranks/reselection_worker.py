@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.step.batch import SequenceBatch
@@ -24,7 +23,6 @@ class MovedPolicy:
     """Stands for a policy whose log-probs of ``rows`` are now those of ``new_N``; copies differ in the last bit."""
 
     device = torch.device("cpu")
-    agreed, sum_over_replicas = MegatronModel.agreed, MegatronModel.sum_over_replicas
 
     def __init__(self, layout: ParallelLayout, new_N: torch.Tensor, segments: Segments) -> None:
         self.layout = layout

@@ -76,6 +76,7 @@ def test_the_peak_of_this_process_is_plausible():
 def test_a_rank_reports_the_padding_of_its_packs(monkeypatch):
     monkeypatch.setattr(policy_module.dist, "get_rank", lambda: 3)
     actor = PolicyActor.__new__(PolicyActor)
-    actor.timers, actor.policy = PhaseTimers(), SimpleNamespace(take_count=lambda: TokenCount(real=90, packed=96))
+    schedule = SimpleNamespace(take_count=lambda: TokenCount(real=90, packed=96))
+    actor.timers, actor.policy = PhaseTimers(), SimpleNamespace(schedule=schedule)
     report = actor.rank_report()
     assert (report.rank, report.packed_tokens, report.padding_tokens) == (3, 96, 6)

@@ -88,5 +88,5 @@ def saved_by(policy: MegatronPolicy, batch) -> int:
         return hidden_NH.float().sum(), torch.ones((), dtype=torch.int), {}
 
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        policy.run(batch, plan, loss, forward_only=False)
+        policy.schedule.run(batch, plan, loss, forward_only=False)
     return saved.peak

@@ -1,0 +1,153 @@
+"""One rank's share of a decoder on Megatron-core, built and loaded; its weights on their way out.
+
+One code path for CPU (gloo) and GPU (NCCL). Every public method is a collective over all ranks of the model unless it
+says otherwise. Shape suffixes: N = response tokens of a micro-batch that this rank predicts, L = tokens of a
+micro-batch on this rank, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from openrlhf_ext.megatron.fp8.transformer_engine import require
+from openrlhf_ext.megatron.model.build import (
+    HiddenStateGPTModel,
+    build_model,
+    transformer_config,
+)
+from openrlhf_ext.megatron.model.export import HFExporter, whole_tensors
+from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
+from openrlhf_ext.megatron.model.load import load_hf
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.weight_map import hf_tensors
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step.overlap import TrainedChunk
+from openrlhf_ext.megatron.step.packing import PackedBatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class BuiltModel:
+    """This rank's model chunks; a subclass with other parameters overrides how they are made.
+
+    Attributes:
+        chunks: the unwrapped model chunks of this rank (one without virtual pipeline stages), in the order of
+            Megatron's schedules; the last one of the last stage makes hidden states.
+        models: the chunks as Megatron's schedules and optimizer see them: DDP-wrapped when the model is trained.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        self.shape = self.read_shape()
+        self.dtype = DTYPES[settings.megatron.param_dtype]
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        if settings.fp8 is not None and not settings.fp8.emulate:
+            require(settings.fp8)
+        self.config = transformer_config(self.shape, settings.layout, self.dtype, settings.megatron, settings.fp8)
+        self.chunks = self.build_chunks()
+        self.load_weights()
+        self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
+        self.models = [self._wrap(chunk) for chunk in self.chunks]
+
+    def read_shape(self) -> ModelShape:
+        """What ``config.json`` says of the model."""
+        return read_model_shape(self.settings.model_path)
+
+    def build_chunks(self) -> list[HiddenStateGPTModel]:
+        """This rank's model chunks, on its device, parameters not yet loaded."""
+        chunks = self.settings.layout.virtual_pipeline_size
+        stages = [None] if chunks == 1 else range(chunks)
+        return [build_model(self.shape, self.config, stage, fp8=self.settings.fp8) for stage in stages]
+
+    def load_weights(self) -> None:
+        """Fills the chunks from the Hugging Face checkpoint."""
+        load_hf(self.chunks, self.shape, self.settings.model_path)
+
+    def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:
+        module = Float16Module(self.config, chunk) if self.dtype != torch.float32 else chunk
+        megatron = self.settings.megatron
+        if self.settings.optimizer is None:
+            return module.requires_grad_(False)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather,
+            bucket_size=megatron.ddp_bucket_size,
+            use_distributed_optimizer=megatron.distributed_optimizer_enable,
+            check_for_nan_in_grad=False,  # checked once per step, on the gradient norm
+        )
+        return TrainedChunk(self.config, ddp, module)
+
+    @property
+    def on_last_stage(self) -> bool:
+        """Whether this rank's last chunk makes the hidden states that the head needs. Not a collective."""
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def last_chunk(self) -> HiddenStateGPTModel:
+        """The chunk that ends in hidden states; on the last stage only. Not a collective."""
+        return self.chunks[-1]
+
+    def output_embedding(self) -> Tensor:
+        """This rank's shard of the head's weight (last stage only), complete.
+
+        In a train step the head must ask for it here: it is read by no forward pass of a module, so no hook of
+        Megatron's waits until it is gathered.
+        """
+        weight, chunk = self.last_chunk.output_embedding(), self.models[-1]
+        if isinstance(chunk, TrainedChunk):
+            chunk.await_parameter(weight)
+        return weight
+
+    def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
+        """(N, H) what ``loss`` gets of the model's output.
+
+        Args:
+            hidden_LH: final hidden states of this rank's tokens, or of its piece of them under sequence parallelism.
+        """
+        if self.config.sequence_parallel:
+            # every tensor-parallel rank then computes the same with them: the backward pass only splits
+            hidden_LH = gather_from_sequence_parallel_region(hidden_LH, tensor_parallel_output_grad=False)
+        return hidden_LH[part.hidden_N]
+
+    def gather_parameters(self) -> None:
+        """Completes what the last update left to the next forward pass; a no-op if it left nothing."""
+        for chunk in self.models:
+            if isinstance(chunk, TrainedChunk):
+                chunk.gather_parameters()
+
+    # ---- weights out ------------------------------------------------------------------------------------------------
+
+    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole HF tensors on global rank 0 (``export.whole_tensors``); all ranks must exhaust the iterator."""
+        return whole_tensors(self.export_rows(value), self.shape)
+
+    def export_rows(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[HFRows]:
+        """The same some rows at a time (``HFExporter.rows``)."""
+        return HFExporter(self.chunks, self.shape, value).rows()
+
+    def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:
+        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk.
+
+        Returns:
+            On rank 0 size in bytes of every file by its name; on the others, which may return long before, nothing.
+        """
+        rows = self.export_rows()
+        if dist.get_rank() == 0:
+            tensors = hf_tensors(self.shape)
+            return save_hf(rows, tensors, self.dtype, self.side_files, target, config_changes=config_changes)
+        for _ in rows:
+            pass
+        return {}

@@ -1,0 +1,241 @@
+"""Micro-batches of a built model through Megatron's pipeline schedules.
+
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B = sequences,
+N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H = hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from openrlhf_ext.megatron.built import BuiltModel
+from openrlhf_ext.megatron.deadlines.watchdog import progress
+from openrlhf_ext.megatron.model.build import (
+    packed_sequences,
+)
+from openrlhf_ext.megatron.step.agreement import broadcast_from_last_stage, gather_tokens
+from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
+from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, TokenCount, fp8_piece_unit, pack
+from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
+
+# loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
+LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+class Schedule:
+    """One pipeline schedule after the other over the micro-batches of a batch.
+
+    Attributes:
+        counted: tokens of this replica's packs since ``take_count``.
+    """
+
+    def __init__(self, model: BuiltModel) -> None:
+        self._model, self.device, self.config = model, model.device, model.config
+        self.counted = TokenCount()
+
+    def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
+        """Rows of each micro-batch of this data-parallel rank.
+
+        Micro-batches hold a fixed number of sequences, or as many as fit a budget of tokens; either way their costs are
+        about equal. Every data-parallel rank gets as many of them, so some may be empty.
+        """
+        lengths = batch.lengths_B.tolist()
+        costs = sequence_costs(lengths, self._model.shape.attention_length)
+        sizes, capacity = self._capacity(lengths, forward_only)
+        # interleaved schedules want whole rounds of micro-batches
+        multiple = parallel_state.get_pipeline_model_parallel_world_size() if len(self._model.chunks) > 1 else 1
+        wanted = multiple
+        while True:  # usually twice: what every rank wants alone, then the most that any of them needs
+            plan = micro_batches(costs, sizes, capacity, wanted)
+            most = -(-self._most(len(plan)) // multiple) * multiple
+            if most == wanted:
+                return plan
+            wanted = most
+
+    def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
+        """What each sequence takes of a micro-batch, and how much of that a micro-batch holds."""
+        settings = self._model.settings
+        tokens = settings.tokens_per_micro_batch(forward_only)
+        if tokens is None:
+            return [1] * len(lengths), (settings.rollout if forward_only else settings.train).micro_batch_size
+        shape = self._pack_shape
+        slots = PackShape(shape.context_parallel_size)  # sequences share what the end of a pack takes
+        capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
+        return [slots.slots([length])[0] for length in lengths], max(capacity, shape.pack_unit)
+
+    def _most(self, count: int) -> int:
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return int(most)
+
+    def run(
+        self,
+        batch: SequenceBatch,
+        plan: Sequence[list[int]],
+        loss: LossFunction,
+        *,
+        forward_only: bool,
+        training: bool | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too.
+
+        Args:
+            plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
+            loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this
+                rank's device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank.
+                Context-parallel ranks share them, and one may have none of them (``part.places_N``). It should read
+                nothing back from the device: the host queues the next micro-batch meanwhile.
+            training: whether modules are in training mode; None: unless ``forward_only``.
+
+        Returns:
+            The metrics of each micro-batch on the last stage, nothing elsewhere.
+        """
+
+        numbers = itertools.count(1)  # each model chunk of this stage counts its own
+
+        def step(parts: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            part = next(parts)
+            progress(f"micro-batch {next(numbers)} of {len(plan) * len(self._model.models)}")
+            return self._hidden_states(model, part), partial(self._finish, loss, part)
+
+        if forward_only:
+            self._model.gather_parameters()
+        lengths = self._message_lengths(batch, plan)
+        self._count_tokens(batch, plan, lengths)
+        parts = itertools.tee(self._parts(batch, plan), len(self._model.models))  # each chunk goes through all of them
+        with self._training(not forward_only if training is None else training):
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=list(parts),
+                model=self._model.models,
+                num_microbatches=len(plan),
+                seq_length=1,  # not used: micro-batches differ in length
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **pipeline_arguments(self.config, lengths, len(self._model.models)),
+            )
+
+    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[PackedBatch]:
+        rank, row, token = parallel_state.get_context_parallel_rank(), 0, 0
+        for rows in plan:
+            part = batch.select(rows) if rows else SequenceBatch.padding_row()
+            place = {"first_row": row, "first_token": token, "context_parallel_rank": rank}
+            yield pack(part, self._pack_shape, **place).to(self.device)
+            row, token = row + len(rows), token + part.responses.tokens
+
+    @property
+    def _pack_shape(self) -> PackShape:
+        pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return PackShape(self.config.context_parallel_size, pieces, fp8_piece_unit(self._model.settings.fp8, pieces))
+
+    def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
+        """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
+        padding_row = [2]
+        lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
+        return [self._pack_shape.tokens_per_rank(part) for part in lengths]
+
+    def _count_tokens(self, batch: SequenceBatch, plan: Sequence[list[int]], piece_lengths: Sequence[int]) -> None:
+        shape = self._pack_shape
+        self.counted.real += int(batch.lengths_B[planned_rows(plan)].sum())
+        self.counted.packed += sum(piece_lengths) * shape.context_parallel_size * shape.pieces
+
+    def take_count(self) -> TokenCount:
+        """Tokens of this replica's packs since the last call. Not a collective."""
+        counted, self.counted = self.counted, TokenCount()
+        return counted
+
+    def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
+        """(L, 1, H) the model's output for a pack."""
+        # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
+        dtype = {} if self._model.dtype == torch.float32 else {"fp32_output": False}
+        tokens, positions = part.packed_L[None], part.positions_L[None]
+        return model(
+            tokens, positions, None, packed_seq_params=packed_sequences(part, self.config.apply_rope_fusion), **dtype
+        )
+
+    def _finish(
+        self, loss: LossFunction, part: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if not part.response_tokens:
+            return self._nothing(hidden), one(self.device), {}
+        return loss(part, self._model.response_states(hidden.squeeze(1), part))
+
+    def _nothing(self, hidden: Tensor) -> Tensor:
+        """The loss of a micro-batch without response tokens."""
+        if self._model.settings.optimizer is None or not self._model.settings.megatron.overlap_grad_reduce:
+            return hidden[:0].sum()
+        # a bucket is reduced when the last micro-batch has given a gradient to all of its parameters, to the head's too
+        return hidden[:0].sum() + self._model.output_embedding()[:0].sum()
+
+    @contextmanager
+    def _training(self, training: bool) -> Iterator[None]:
+        """Megatron recomputes activations only in training mode, in which alone delayed FP8 scales move."""
+        for model in self._model.models:
+            model.train(training)
+        try:
+            yield
+        finally:
+            for model in self._model.models:
+                model.train(True)
+
+    def collect(
+        self, batch: SequenceBatch, values: Callable[[PackedBatch, Tensor], Sequence[Tensor]], count: int
+    ) -> list[Tensor]:
+        """(N,) fp32 values of the response tokens of this data-parallel rank, on every rank of its replica.
+
+        Args:
+            values: gives the ``count`` values of the response tokens that a rank predicts, from the pack and what
+                ``response_states`` gives.
+        """
+        plan = self.plan(batch, forward_only=True)
+        planned = [torch.zeros(batch.responses.tokens, device=self.device) for _ in range(count)]
+
+        def keep(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
+            for planned_N, mine_N in zip(planned, values(part, states), strict=True):
+                planned_N[part.tokens] = gather_tokens(mine_N.float(), part)
+            return states.new_zeros(()), one(self.device), {}
+
+        self.run(batch, plan, keep, forward_only=True)
+        order = planned_rows(plan)
+        segments, inverse = batch.responses.select(order), np.argsort(order).tolist()
+        for planned_N in planned:
+            broadcast_from_last_stage(planned_N, self.device)
+        return [segments.take(planned_N, inverse).cpu() for planned_N in planned]
+
+    def sum_metrics(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """Adds the shares of all micro-batches and data-parallel ranks; identical on every rank."""
+        totals: dict[str, float] = {}
+        for share in shares if self._counts_metrics() else []:
+            values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in share.values()]
+            # all numbers of a share leave the device at once
+            for name, value in zip(share, torch.stack(values).tolist() if values else [], strict=True):
+                totals[name] = totals.get(name, 0.0) + value
+        everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, totals)
+        names = sorted({name for part in everyone for name in part})
+        return {name: sum(part.get(name, 0.0) for part in everyone) for name in names}
+
+    def _counts_metrics(self) -> bool:
+        """True on one rank of each replica: the others of the last stage hold copies."""
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        return self._model.on_last_stage and first
+
+
+def planned_rows(plan: Sequence[list[int]]) -> list[int]:
+    """Rows in the order in which a plan computes them."""
+    return [row for rows in plan for row in rows]
+
+
+def one(device: torch.device) -> Tensor:
+    """The token count that Megatron's schedules ask for and that nothing here divides by."""
+    return torch.ones((), dtype=torch.int, device=device)
