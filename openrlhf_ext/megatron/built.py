@@ -25,9 +25,10 @@ from openrlhf_ext.megatron.model.build import (
     build_model,
     transformer_config,
 )
-from openrlhf_ext.megatron.model.export import HFExporter, whole_tensors
+from openrlhf_ext.megatron.model.export import HFExporter
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.load import load_hf
+from openrlhf_ext.megatron.model.ownership import Ownership
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
@@ -130,13 +131,17 @@ class BuiltModel:
 
     # ---- weights out ------------------------------------------------------------------------------------------------
 
-    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole HF tensors on global rank 0 (``export.whole_tensors``); all ranks must exhaust the iterator."""
-        return whole_tensors(self.export_rows(value), self.shape)
+    def exporter(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> HFExporter:
+        """This rank's part in exporting the weights, or another ``value`` of each parameter."""
+        return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout), value)
 
-    def export_rows(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[HFRows]:
+    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
+        return iter(self.exporter(value))
+
+    def export_rows(self) -> Iterator[HFRows]:
         """The same some rows at a time (``HFExporter.rows``)."""
-        return HFExporter(self.chunks, self.shape, value).rows()
+        return self.exporter().rows()
 
     def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:
         """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk.

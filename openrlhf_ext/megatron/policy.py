@@ -18,7 +18,6 @@ from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_l
 from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
-from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.step.agreement import gather_tokens
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms
@@ -152,10 +151,6 @@ class MegatronPolicy(MegatronModel):
         load_hf(self.chunks, self.shape, path)
         if self.scaling_state.tensors():
             self.calibrate()
-
-    def hf_specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(name, shape, dtype) of every tensor that ``export`` yields, in order."""
-        return [(t.name, t.shape, self.dtype) for t in hf_tensors(self.shape)]
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
         """Writes an HF checkpoint that transformers loads, the FP8 recipe in its ``config.json``; see ``write_hf``."""

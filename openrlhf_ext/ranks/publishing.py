@@ -72,11 +72,12 @@ class WeightPublisher:
             settings: how to send.
             engines: Ray handles of the rollout engines, the same list on every rank.
         """
-        from openrlhf_ext.megatron.model.export import HFExporter, Part  # Megatron: see ranks/actor.py
+        from openrlhf_ext.megatron.model.export import Part  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
-        self._exporter = HFExporter(policy.chunks, policy.shape)
-        self.plan = BucketPlan.build(policy.hf_specs(), settings.options.bucket_mib << 20)
+        self._exporter = policy.exporter()
+        specs = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self._exporter.metadata()]
+        self.plan = BucketPlan.build(specs, settings.options.bucket_mib << 20)
         self._parts = {
             bucket.index: [Part(slot.name, slot.start, slot.stop) for slot in bucket.slots]
             for bucket in self.plan.buckets

@@ -27,7 +27,7 @@ from openrlhf_ext.fp8.tiles import (
     trainer_shards,
 )
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import shard_runs, stage_rules
+from openrlhf_ext.megatron.model.weight_map import Shard, shard_runs, stage_rules
 
 SAME = {
     "Qwen2.5-7B": LayerShape(28, 4, 128, 18944),
@@ -98,7 +98,7 @@ def test_the_trainers_cut_is_that_of_the_weight_map(shape, size):
     mapped = [
         [Run(r.hf_names[run.tensor].removeprefix("model.layers.0."), run.start, run.stop) for run in runs]
         for r in rules
-        for runs in (shard_runs(r, model, rank, size) for rank in range(size))
+        for runs in (shard_runs(r, model, Shard(rank, size)) for rank in range(size))
     ]
     assert len(rules) == 4 and sorted(trainer_shards(shape, size)) == sorted(mapped)
 

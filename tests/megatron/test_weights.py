@@ -16,13 +16,16 @@ from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES
+from openrlhf_ext.megatron.model.ownership import Ownership
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,
     Rule,
+    Shard,
     chunk_layers,
     fill_shard,
     hf_shapes,
@@ -85,7 +88,7 @@ def test_round_trip_is_bit_exact(models, tmp_path, world_size):
 def to_shard(rule: Rule, tensors: list[Tensor], shape: ModelShape, rank: int, size: int) -> Tensor:
     """The piece of the parameter that tensor-parallel rank ``rank`` of ``size`` holds."""
     shard = tensors[0].new_empty(shard_shape(rule, shape, size))
-    runs = shard_runs(rule, shape, rank, size)
+    runs = shard_runs(rule, shape, Shard(rank, size))
     fill_shard(shard, rule, runs, lambda i, run: tensors[i].narrow(rule.axis, run.start, len(run)))
     return shard
 
@@ -94,7 +97,7 @@ def from_shards(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Ten
     """The HF tensors of a rule from the pieces of all tensor-parallel ranks (inverse of ``to_shard``)."""
     tensors = [shards[0].new_empty(s) for s in hf_shapes(rule, shape)]
     for rank, shard in enumerate(shards):
-        for piece in placement(rule, shape, rank, len(shards)):
+        for piece in placement(rule, shape, Shard(rank, len(shards))):
             piece.of_tensor(tensors[piece.tensor]).copy_(piece.of_shard(shard))
     return tensors
 
@@ -126,7 +129,7 @@ def test_every_entry_of_an_hf_tensor_has_exactly_one_place(size, kv_heads, queri
     for rule in stage_rules(shape, range(1), True, True):
         if rule.split == "replicated":
             continue
-        ranks = [shard_runs(rule, shape, rank, size) for rank in range(size)]
+        ranks = [shard_runs(rule, shape, Shard(rank, size)) for rank in range(size)]
         assert len({sum(map(len, runs)) for runs in ranks}) == 1, "shards of one size"
         for tensor, whole in enumerate(hf_shapes(rule, shape)):
             held = Counter(i for runs in ranks for r in runs if r.tensor == tensor for i in range(r.start, r.stop))
@@ -157,6 +160,40 @@ def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
             assert sorted(names) == sorted(f.keys())
         owned = [name for _, rule in owned_rules(shape, 2, chunks) for name in rule.hf_names]
         assert owned == names, "exported in the order in which they are announced"
+
+
+# ---- who gives what, and vLLM's own sender over it ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", [layout(tp=2, pp=2), layout(cp=2), layout(pp=2, vp=2), layout(tp=4, cp=2)])
+def test_every_entry_is_given_by_one_rank_of_the_first_replica(models, degrees):
+    for path in models.values():
+        shape, ranks = read_model_shape(path), ParallelLayout(8, **degrees)
+        ownership = Ownership(shape, ranks)
+        assert ownership.ranks == ranks.ranks(context=0, replica=0)
+        assert [(name, tensor.shape) for name, tensor in ownership.tensors.items()] == [
+            (tensor.name, tensor.shape) for tensor in hf_tensors(shape)
+        ]
+        for name, tensor in ownership.tensors.items():
+            given = torch.zeros(tensor.shape, dtype=torch.int)
+            for pieces in tensor.slices.values():
+                for piece in pieces:
+                    piece.of_tensor(given).add_(1)
+            assert bool((given == 1).all()), name
+
+
+def test_vllms_own_sender_takes_the_exporter_as_its_source(models):
+    """vllm 0.29.0 distributed/weight_transfer: its checks of a source, its packing, its groups; NCCL is missing."""
+    path = models["qwen2", False]
+    arguments = {"model": str(path), "layout": {"tensor_parallel_size": 2}, "ranks": 2}
+    first, other = launch("tests.megatron.weight_source", "send", 2, **arguments)
+    before = load_file(path / "model.safetensors")
+    assert first["calls"] == ["start", "update", "finish"] * 2 and other["calls"] == []
+    assert first["info"]["names"] == [tensor.name for tensor in hf_tensors(read_model_shape(path))]
+    for moved, received in enumerate(first["rounds"]):
+        assert received.keys() == before.keys()
+        assert all(torch.equal(received[name], before[name] + moved) for name in before)
+    assert [len(group) for group in first["groups"]] == [1, 12, 12, 12, 12, 2]
 
 
 # ---- refusals: each names what is wrong -----------------------------------------------------------------------------

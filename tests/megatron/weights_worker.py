@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import load
-from openrlhf_ext.megatron.model.export import HFExporter
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.options.sections import Megatron
@@ -46,7 +45,7 @@ def round_trips(models: list[str], layouts: list[dict], ranks: int, target: str)
             policy = policy_of(str(link), layout, ranks)
             link.unlink()  # somebody moves the start model while it is trained: the final one has all of its files
             addresses = addresses or monitors()
-            policy.export_rows = partial(HFExporter(policy.chunks, policy.shape).rows, _SMALL_BUCKET_BYTES)
+            policy.export_rows = partial(policy.exporter().rows, _SMALL_BUCKET_BYTES)
             if dist.get_rank() == 0:
                 policy.export_rows = partial(_slowly, policy.export_rows, addresses)
             policy.save_hf(folder)
@@ -116,7 +115,7 @@ def measure(model: str, layouts: list[dict], ranks: int, bucket: int, target: st
 
 def _measure(model: str, layout: dict, ranks: int, bucket: int, target: str) -> dict[str, int]:
     policy = policy_of(model, layout, ranks)
-    policy.export_rows = partial(HFExporter(policy.chunks, policy.shape).rows, bucket)
+    policy.export_rows = partial(policy.exporter().rows, bucket)
 
     def export() -> None:
         for _ in policy.export_rows():

@@ -15,7 +15,7 @@ rows one after the other (``HFExporter.rows``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,8 +28,9 @@ from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_files import HFRows
 from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
+from openrlhf_ext.megatron.model.ownership import Ownership
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import Piece, Rule, hf_shapes, hf_tensors, owned_rules, placement
+from openrlhf_ext.megatron.model.weight_map import Piece
 
 
 class Part(NamedTuple):
@@ -40,55 +41,70 @@ class Part(NamedTuple):
     stop: int
 
 
-class _Tensor(NamedTuple):
-    """Where a Hugging Face tensor comes from: ``number`` of the ``rule``'s, given by the pipeline ``stage``."""
+class TensorMeta(NamedTuple):
+    """What is known of an exported tensor before it is (vLLM's ``ParamMeta``)."""
 
-    stage: int
-    rule: Rule
-    number: int
+    name: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class HFExporter:
-    """One rank's part in exporting a model. Nothing here is a collective but ``gather`` and ``rows``.
+    """One rank's part in exporting a model. Nothing here is a collective but ``gather``, ``rows`` and iteration.
 
-    The exporting ranks are those of the first replica (data- and context-parallel rank 0): ``takes_part`` says whether
-    this rank is one. Global rank 0 always is, and what is gathered comes together there.
+    ``takes_part`` says whether this rank gives something. Global rank 0 always does, and what is gathered comes
+    together there. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
+    distributed/weight_transfer/base.py:110) whose sender is rank 0.
     """
 
     def __init__(
         self,
         chunks: Sequence[HiddenStateGPTModel],
         shape: ModelShape,
+        ownership: Ownership,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
     ) -> None:
         """
         Args:
             chunks: this rank's of the model; their parameters are read at every export.
+            ownership: of the model's tensors.
             value: what to export of a parameter, of the parameter's shape: its gradient; None: its data.
         """
-        self._shape, self._value = shape, value or torch.Tensor.detach
-        self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        self.takes_part = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
+        self._dtype = next(chunks[0].parameters()).dtype
+        self._tensors, self._givers = ownership.tensors, ownership.ranks
+        self.takes_part = self._rank in self._givers
         self._group = parallel_state.get_model_parallel_group()
-        self._places = _places(self._group, self._tp_size)
-        self._is_connected = len(self._places) == 1
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        chunks_per_stage = chunks[0].config.virtual_pipeline_model_parallel_size or 1
-        self._tensors = {
-            name: _Tensor(stage, rule, index, hf_shapes(rule, shape)[index])
-            for stage, rule in owned_rules(shape, stages, chunks_per_stage)
-            for index, name in enumerate(rule.hf_names)
-        }
+        self._is_connected = len(self._givers) == 1
         self._known_pieces: dict[tuple[Part, int], list[Piece]] = {}
         self._own: dict[str, torch.nn.Parameter] = {}
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())
             for rule in model_rules(chunk, shape):  # tied embeddings exist on two stages, of which one gives them
-                names = [name for name in rule.hf_names if self._tensors[name].stage == self._stage]
+                names = [name for name in rule.hf_names if self._rank in self._tensors[name].slices]
                 self._own |= {name: parameters[rule.parameter] for name in names}
+
+    def metadata(self) -> list[TensorMeta]:
+        """Of all tensors of the model, in the order of iteration; the same on every rank."""
+        return [TensorMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it.
+
+        A tensor may be memory that is used again for the next: copy what has to last.
+        """
+        whole: Tensor | None = None
+        for part in self.rows():
+            wanted = self._tensors[part.name].shape
+            if len(part.values) == wanted[0]:
+                yield part.name, part.values
+                continue
+            if whole is None or part.start == 0:
+                whole = part.values.new_empty(wanted)
+            end = part.start + len(part.values)
+            whole[part.start : end] = part.values
+            if end == wanted[0]:
+                yield part.name, whole
 
     # ---- everybody writes -------------------------------------------------------------------------------------------
 
@@ -110,21 +126,18 @@ class HFExporter:
             shard = self._value(self._own[part.name])
             if self._tensors[part.name].rule.axis == 1:
                 shard = shard[part.start : part.stop]
-            for piece in self._pieces(part, self._tp_rank):
+            for piece in self._pieces(part, self._rank):
                 yield piece, piece.of_shard(shard)
 
-    def _pieces(self, part: Part, tp_rank: int) -> list[Piece]:
-        """What a tensor-parallel rank of the stage gives of the rows."""
-        if (part, tp_rank) not in self._known_pieces:  # an update asks for the same ones again and again
-            self._known_pieces[part, tp_rank] = self._cut(part, tp_rank)
-        return self._known_pieces[part, tp_rank]
-
-    def _cut(self, part: Part, tp_rank: int) -> list[Piece]:
-        _, rule, number, _ = self._tensors[part.name]
-        pieces = [piece for piece in placement(rule, self._shape, tp_rank, self._tp_size) if piece.tensor == number]
-        if rule.axis == 1:
-            return pieces
-        return [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]
+    def _pieces(self, part: Part, rank: int) -> list[Piece]:
+        """What a rank gives of the rows."""
+        if (part, rank) not in self._known_pieces:  # an update asks for the same ones again and again
+            tensor = self._tensors[part.name]
+            pieces = list(tensor.slices.get(rank, ()))
+            if tensor.rule.axis == 0:
+                pieces = [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]
+            self._known_pieces[part, rank] = pieces
+        return self._known_pieces[part, rank]
 
     # ---- one message per rank ---------------------------------------------------------------------------------------
 
@@ -139,14 +152,14 @@ class HFExporter:
         if not self.takes_part:
             return
         self._connect()
-        if dist.get_rank() != 0:
+        if self._rank != 0:
             self._send(parts)
             return
         messages = self._receive(parts)
         if targets is not None:
             self.write(parts, targets)
-            for tp_rank, stage, message in messages:
-                self._unpack(parts, tp_rank, stage, message, targets)
+            for rank, message in messages:
+                self._unpack(parts, rank, message, targets)
 
     def _connect(self) -> None:
         """All ranks of a group have to take part in its first call, and of some parts one may have nothing to send
@@ -161,34 +174,30 @@ class HFExporter:
         if pieces:
             _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), 0, self._group)])
 
-    def _receive(self, parts: Sequence[Part]) -> list[tuple[int, int, Tensor]]:
-        """(tensor-parallel rank, stage, message) of every other rank that gives something."""
+    def _receive(self, parts: Sequence[Part]) -> list[tuple[int, Tensor]]:
+        """(rank, message) of every other rank that gives something."""
         like = self._value(next(iter(self._own.values())))
         messages, operations = [], []
-        for rank, (tp_rank, stage) in self._places.items():
-            size = sum(math.prod(shape) for _, _, shape in self._contents(parts, tp_rank, stage))
+        for rank in self._givers:
+            size = sum(math.prod(shape) for _, _, shape in self._contents(parts, rank))
             if rank != 0 and size:
                 message = torch.empty(size, dtype=like.dtype, device=like.device)
-                messages.append((tp_rank, stage, message))
+                messages.append((rank, message))
                 operations.append(dist.P2POp(dist.irecv, message, rank, self._group))
         _wait_all(operations)
         return messages
 
-    def _contents(self, parts: Sequence[Part], tp_rank: int, stage: int) -> Iterator[tuple[int, Piece, list[int]]]:
+    def _contents(self, parts: Sequence[Part], rank: int) -> Iterator[tuple[int, Piece, list[int]]]:
         """What the message of a rank consists of: number of the part, piece, and the piece's shape."""
         for number, part in enumerate(parts):
-            tensor = self._tensors[part.name]
-            if tensor.stage == stage:
-                for piece in self._pieces(part, tp_rank):
-                    shape = [part.stop - part.start, *tensor.shape[1:]]
-                    shape[piece.dim] = piece.length
-                    yield number, piece, shape
+            for piece in self._pieces(part, rank):
+                shape = list(self._shape_of(part))
+                shape[piece.dim] = piece.length
+                yield number, piece, shape
 
-    def _unpack(
-        self, parts: Sequence[Part], tp_rank: int, stage: int, message: Tensor, targets: Sequence[Tensor]
-    ) -> None:
+    def _unpack(self, parts: Sequence[Part], rank: int, message: Tensor, targets: Sequence[Tensor]) -> None:
         start = 0
-        for number, piece, shape in self._contents(parts, tp_rank, stage):
+        for number, piece, shape in self._contents(parts, rank):
             end = start + math.prod(shape)
             piece.of_tensor(targets[number]).copy_(message[start:end].view(shape))
             start = end
@@ -214,7 +223,7 @@ class HFExporter:
             with phase("exporting the weights"):
                 gate.next()
                 travelling = [part for part in parts if not self._is_whole_on_rank_0(part)]
-                if dist.get_rank() == 0:
+                if self._rank == 0:
                     sizes = [math.prod(self._shape_of(part)) for part in travelling]
                     if memory.numel() < sum(sizes):
                         del memory  # gives the smaller one back first
@@ -224,12 +233,12 @@ class HFExporter:
                 self.gather(travelling, list(targets.values()))
                 if like.is_cuda:
                     torch.cuda.current_stream().synchronize()  # NCCL's calls return before the peer has arrived
-            for part in parts if dist.get_rank() == 0 else []:
+            for part in parts if self._rank == 0 else []:
                 yield HFRows(part.name, part.start, targets[part] if part in targets else next(self._held(part))[1])
 
     def _is_whole_on_rank_0(self, part: Part) -> bool:
         """Whether rank 0 holds the rows in one piece, so that they can be had without a copy."""
-        pieces = self._pieces(part, 0) if self._tensors[part.name].stage == 0 else []
+        pieces = self._pieces(part, 0)
         return len(pieces) == 1 and pieces[0].length == self._shape_of(part)[pieces[0].dim]
 
     def _shape_of(self, part: Part) -> tuple[int, ...]:
@@ -253,32 +262,6 @@ class HFExporter:
             step = max(1, most_entries // math.prod(tensor.shape[1:]))
             for start in range(0, tensor.shape[0], step):
                 yield Part(name, start, min(start + step, tensor.shape[0]))
-
-
-def whole_tensors(rows: Iterable[HFRows], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the tensors that ``HFExporter.rows`` yields in rows, of which a caller can hold the largest.
-
-    A tensor may be memory that is used again for the next: copy what has to last.
-    """
-    shapes = {tensor.name: tensor.shape for tensor in hf_tensors(shape)}
-    whole: Tensor | None = None
-    for part in rows:
-        wanted = shapes[part.name]
-        if len(part.values) == wanted[0]:
-            yield part.name, part.values
-            continue
-        if whole is None or part.start == 0:
-            whole = part.values.new_empty(wanted)
-        end = part.start + len(part.values)
-        whole[part.start : end] = part.values
-        if end == wanted[0]:
-            yield part.name, whole
-
-
-def _places(group: dist.ProcessGroup, tp_size: int) -> dict[int, tuple[int, int]]:
-    """(tensor-parallel rank, stage) of every rank of a model-parallel group, by global rank."""
-    # the group is made by 'tp-pp' (parallel_state.py:999): tensor-parallel neighbors stand together
-    return {rank: (i % tp_size, i // tp_size) for i, rank in enumerate(dist.get_process_group_ranks(group))}
 
 
 def _wait_all(operations: list[dist.P2POp]) -> None:

@@ -8,10 +8,12 @@ embedding, grouped-query attention and a SiLU-gated MLP.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+Size = Literal["one", "hidden", "ffn", "vocab", "head", "queries", "keys"]
+"""What a dimension counts: 1, or entries of hidden state, MLP, vocabulary, one head, all queries, all keys."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,19 @@ class Rule:
     after padding, 'qkv' interleaves query, key and value per group and cuts dimension 0 (a rank may get part of a
     group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts gate and up
     separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each part, or one of all parts stacked.
+    ``rows`` are those of each part, ``columns`` None of a vector.
     """
 
     parameter: str
     hf_names: tuple[str, ...]
     split: Split
+    rows: tuple[Size, ...]
+    columns: Size | None = None
 
     def at_layer(self, local: int, layer: int) -> Rule:
         """The rule of one layer: ``local`` in Megatron's names, ``layer`` in those of the checkpoint."""
         names = tuple(name.format(layer=layer) for name in self.hf_names)
-        return Rule(self.parameter.format(layer=local), names, self.split)
+        return replace(self, parameter=self.parameter.format(layer=local), hf_names=names)
 
     @property
     def axis(self) -> int:
@@ -39,17 +44,18 @@ class Rule:
         return 1 if self.split == "row" else 0
 
 
-# the parameters that a decoder layer may have, and how Megatron cuts them
-_SPLITS: dict[str, Split] = {
-    "self_attention.linear_qkv.layer_norm_weight": "replicated",
-    "self_attention.linear_qkv.weight": "qkv",
-    "self_attention.linear_qkv.bias": "qkv",
-    "self_attention.q_layernorm.weight": "replicated",
-    "self_attention.k_layernorm.weight": "replicated",
-    "self_attention.linear_proj.weight": "row",
-    "mlp.linear_fc1.layer_norm_weight": "replicated",
-    "mlp.linear_fc1.weight": "gate_up",
-    "mlp.linear_fc2.weight": "row",
+# the parameters that a decoder layer may have: how Megatron cuts them, their rows and columns
+_QKV: tuple[Size, ...] = ("queries", "keys", "keys")
+_PARAMETERS: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
+    "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("hidden",), None),
+    "self_attention.linear_qkv.weight": ("qkv", _QKV, "hidden"),
+    "self_attention.linear_qkv.bias": ("qkv", _QKV, None),
+    "self_attention.q_layernorm.weight": ("replicated", ("head",), None),
+    "self_attention.k_layernorm.weight": ("replicated", ("head",), None),
+    "self_attention.linear_proj.weight": ("row", ("hidden",), "queries"),
+    "mlp.linear_fc1.layer_norm_weight": ("replicated", ("hidden",), None),
+    "mlp.linear_fc1.weight": ("gate_up", ("ffn", "ffn"), "hidden"),
+    "mlp.linear_fc2.weight": ("row", ("hidden",), "ffn"),
 }
 
 # what most families call the tensors of a layer
@@ -116,8 +122,8 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.layer.keys() - _SPLITS.keys()):
-            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(_SPLITS)}")
+        if unknown := sorted(self.layer.keys() - _PARAMETERS.keys()):
+            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(_PARAMETERS)}")
 
     # ---- names --------------------------------------------------------------------------------------------------
 
@@ -135,19 +141,19 @@ class Family:
     def layer_rules(self) -> list[Rule]:
         """Rules of a decoder layer; ``{layer}`` stands for its index (see ``Rule.at_layer``)."""
         names = {parameter: tuple(self.layer_prefix + n for n in tensors) for parameter, tensors in self.layer.items()}
-        return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, _SPLITS[p]) for p, tensors in names.items()]
+        return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, *_PARAMETERS[p]) for p, tensors in names.items()]
 
     @property
     def embedding_rule(self) -> Rule:
-        return Rule("embedding.word_embeddings.weight", (self.embedding,), "vocab")
+        return Rule("embedding.word_embeddings.weight", (self.embedding,), "vocab", ("vocab",), "hidden")
 
     @property
     def final_norm_rule(self) -> Rule:
-        return Rule("decoder.final_layernorm.weight", (self.final_norm,), "replicated")
+        return Rule("decoder.final_layernorm.weight", (self.final_norm,), "replicated", ("hidden",))
 
     @property
     def output_rule(self) -> Rule:
-        return Rule("output_layer.weight", (self.output,), "vocab")
+        return Rule("output_layer.weight", (self.output,), "vocab", ("vocab",), "hidden")
 
     # ---- config.json ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.model.weight_map import hf_shapes
 
 # operations of the backward pass per operation of the forward pass: gradients of both factors of every product
 BACKWARD = 2
@@ -59,8 +60,9 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> 
         predicted: response tokens, all sequences together.
     """
     lengths = list(lengths)
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    per_token = shape.hidden_size * (q + 2 * kv) + q * shape.hidden_size + 3 * shape.hidden_size * shape.ffn_hidden_size
+    q = shape.num_heads * shape.head_dim
+    weights = (size for rule in shape.family.layer_rules for size in hf_shapes(rule, shape) if len(size) == 2)
+    per_token = sum(rows * columns for rows, columns in weights)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     outputs = 1 if shape.value_head is not None else shape.vocab_size
     return ForwardFlops(

@@ -25,7 +25,7 @@ from openrlhf_ext.megatron.model.accounting import (
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import Rule, Run, fill_shard, shard_runs, stage_rules
+from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, fill_shard, shard_runs, stage_rules
 
 BUCKET_BYTES = 256 << 20
 """What a rank may hold above its shard while weights are loaded or exported."""
@@ -52,12 +52,14 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     """
     checkpoint = HFCheckpoint(path)
     new_head = new_value_head(shape, checkpoint)
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    shard = Shard(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
     problems = unaccounted_tensors(checkpoint, shape)
     targets: list[tuple[Rule, torch.nn.Parameter]] = []
     for chunk in chunks:
         rules, parameters = model_rules(chunk, shape), dict(chunk.named_parameters())
-        for what, names in unaccounted_parameters(rules, shape, parameters, size).items():
+        for what, names in unaccounted_parameters(rules, shape, parameters, shard.tp_size).items():
             problems.setdefault(what, []).extend(names)
         targets += [
             (rule, parameters[rule.parameter])
@@ -67,7 +69,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     if problems:
         raise WeightMapError(f"{path}: {describe(problems)}")
     for rule, parameter in targets:
-        _fill(parameter, rule, checkpoint, shard_runs(rule, shape, rank, size))
+        _fill(parameter, rule, checkpoint, shard_runs(rule, shape, shard))
 
 
 def _fill(parameter: Tensor, rule: Rule, checkpoint: HFCheckpoint, runs: list[Run]) -> None:

@@ -20,7 +20,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape
 
 def value_head_rule(shape: ModelShape) -> Rule:
     """Rule of a critic's value head, which takes the place of the vocabulary projection."""
-    return Rule(shape.family.output_rule.parameter, (f"{shape.value_head}.weight",), "replicated")
+    return Rule(shape.family.output_rule.parameter, (f"{shape.value_head}.weight",), "replicated", ("one",), "hidden")
 
 
 def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> list[Rule]:
@@ -70,23 +70,15 @@ def owned_rules(shape: ModelShape, stages: int, chunks: int = 1) -> Iterator[tup
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     """Shapes of a rule's HF tensors, known from the configuration alone."""
-    if shape.value_head is not None and rule == value_head_rule(shape):
-        return [(1, shape.hidden_size)]
-    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    if rule.split == "vocab":
-        return [(shape.vocab_size, h)]
-    if rule.split == "gate_up":
-        return _parts_or_stack(rule, [(shape.ffn_hidden_size, h)] * 2)
-    if rule.split == "qkv":
-        return _parts_or_stack(rule, [(n, h) if rule.parameter.endswith("weight") else (n,) for n in (q, kv, kv)])
-    if rule.split == "row":
-        return [(h, q if "linear_proj" in rule.parameter else shape.ffn_hidden_size)]
-    return [(shape.head_dim,)] if rule.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")) else [(h,)]
-
-
-def _parts_or_stack(rule: Rule, parts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The parts, or the one tensor that a checkpoint stacks them in."""
-    return parts if len(rule.hf_names) > 1 else [(sum(part[0] for part in parts), *parts[0][1:])]
+    sizes = {
+        "one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "vocab": shape.vocab_size,
+        "head": shape.head_dim, "queries": shape.num_heads * shape.head_dim,
+        "keys": shape.num_kv_heads * shape.head_dim,
+    }  # fmt: skip
+    rows = [sizes[part] for part in rule.rows]
+    if len(rule.hf_names) == 1:  # the one tensor that a checkpoint stacks the parts in
+        rows = [sum(rows)]
+    return [(count,) if rule.columns is None else (count, sizes[rule.columns]) for count in rows]
 
 
 @dataclass(frozen=True)
@@ -154,13 +146,21 @@ def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
     return Run(0, starts[run.tensor] + run.start, starts[run.tensor] + run.stop)
 
 
-def shard_runs(rule: Rule, shape: ModelShape, rank: int, size: int) -> list[Run]:
-    """The runs that tensor-parallel rank ``rank`` of ``size`` holds, in the order in which its shard holds them."""
-    runs = parameter_runs(rule, shape, size)
+@dataclass(frozen=True)
+class Shard:
+    """One of the shards of a parameter: number ``tp`` of the ``tp_size`` that tensor-parallel ranks hold."""
+
+    tp: int = 0
+    tp_size: int = 1
+
+
+def shard_runs(rule: Rule, shape: ModelShape, shard: Shard) -> list[Run]:
+    """The runs that a shard holds, in its own order."""
+    runs = parameter_runs(rule, shape, shard.tp_size)
     if rule.split == "replicated":
         return runs
-    length = sum(map(len, runs)) // size
-    begin, end = rank * length, (rank + 1) * length
+    length = sum(map(len, runs)) // shard.tp_size
+    begin, end = shard.tp * length, (shard.tp + 1) * length
     mine, position = [], 0
     for run in runs:
         low, high = max(begin, position), min(end, position + len(run))
@@ -173,7 +173,7 @@ def shard_runs(rule: Rule, shape: ModelShape, rank: int, size: int) -> list[Run]
 def shard_shape(rule: Rule, shape: ModelShape, size: int) -> tuple[int, ...]:
     """Shape of the parameter on one tensor-parallel rank."""
     whole = list(hf_shapes(rule, shape)[0])
-    whole[rule.axis] = sum(map(len, shard_runs(rule, shape, 0, size)))
+    whole[rule.axis] = sum(map(len, shard_runs(rule, shape, Shard(0, size))))
     return tuple(whole)
 
 
@@ -228,15 +228,12 @@ class Piece:
 
 
 @cache
-def placement(rule: Rule, shape: ModelShape, rank: int, size: int) -> tuple[Piece, ...]:
-    """What tensor-parallel rank ``rank`` of ``size`` gives of the rule's Hugging Face tensors.
-
-    A tensor that every rank holds whole is given by the first.
-    """
-    if rule.split == "replicated" and rank != 0:
+def placement(rule: Rule, shape: ModelShape, shard: Shard) -> tuple[Piece, ...]:
+    """What a shard gives of the rule's Hugging Face tensors; the first one gives those that all hold whole."""
+    if rule.split == "replicated" and shard.tp != 0:
         return ()
     pieces, position = [], 0
-    for run in shard_runs(rule, shape, rank, size):
+    for run in shard_runs(rule, shape, shard):
         if run.tensor is not None:
             pieces.append(Piece(run.tensor, rule.axis, run.start, position, len(run)))
         position += len(run)

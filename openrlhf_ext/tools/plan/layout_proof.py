@@ -29,7 +29,7 @@ from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.load import model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
-from openrlhf_ext.megatron.model.weight_map import Rule, hf_shapes, hf_tensors, shard_runs
+from openrlhf_ext.megatron.model.weight_map import Rule, Shard, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.outputs import aligned
 
@@ -194,7 +194,7 @@ def _gaps(name: str, rule: Rule, shape: ModelShape, size: int) -> Iterator[str]:
     number = rule.hf_names.index(name)
     length = hf_shapes(rule, shape)[number][rule.axis]
     for ranks in [[rank] for rank in range(size)] if rule.split == "replicated" else [list(range(size))]:
-        runs = [run for rank in ranks for run in shard_runs(rule, shape, rank, size) if run.tensor == number]
+        runs = [run for rank in ranks for run in shard_runs(rule, shape, Shard(rank, size)) if run.tensor == number]
         position = 0
         for run in sorted(runs, key=lambda run: run.start):
             if run.start != position:

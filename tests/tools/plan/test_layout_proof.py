@@ -97,9 +97,9 @@ def test_a_layout_that_megatron_refuses_is_an_error_with_its_reason(tmp_path):
 def test_a_map_that_forgets_or_repeats_rows_is_refused(tmp_path, monkeypatch):
     """The proof has to see a wrong map: here the last rank starts one row early."""
 
-    def wrong(rule, shape, rank, size):
-        runs = layout_runs(rule, shape, rank, size)
-        if rule.split == "vocab" and rank == size - 1:
+    def wrong(rule, shape, shard):
+        runs = layout_runs(rule, shape, shard)
+        if rule.split == "vocab" and shard.tp == shard.tp_size - 1:
             return [type(run)(run.tensor, run.start - (run.tensor == 0), run.stop) for run in runs]
         return runs
 
