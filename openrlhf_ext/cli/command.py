@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext.inputs import nearest
@@ -30,6 +30,17 @@ def silence_libraries() -> None:
         os.environ.setdefault(name, value)
     if os.environ["PYTHONWARNINGS"] == "ignore":  # read when Python starts, so this process needs it said again
         warnings.simplefilter("ignore")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A ``type`` of argparse: whole numbers from ``least`` on."""
+
+    def whole_number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    return whole_number
 
 
 class CommandParser(argparse.ArgumentParser):

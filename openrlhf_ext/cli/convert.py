@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,31 +78,21 @@ _FLAGS = {
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser("convert", __doc__.split("\n\n")[1])
     parser.add_argument("--check", required=True, metavar="PATH", help="folder of the Hugging Face checkpoint")
-    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks (default 1)")
-    parser.add_argument("--pp", type=_positive, default=1, help="pipeline stages (default 1)")
-    parser.add_argument("--cp", type=_positive, default=1, help="context-parallel ranks (default 1)")
-    parser.add_argument("--vp", type=_positive, default=1, help="model chunks per pipeline stage (default 1)")
+    parser.add_argument("--tp", type=at_least(1), default=1, help="tensor-parallel ranks (default 1)")
+    parser.add_argument("--pp", type=at_least(1), default=1, help="pipeline stages (default 1)")
+    parser.add_argument("--cp", type=at_least(1), default=1, help="context-parallel ranks (default 1)")
+    parser.add_argument("--vp", type=at_least(1), default=1, help="model chunks per pipeline stage (default 1)")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of both models (default fp32)")
-    parser.add_argument("--sequences", type=_positive, default=4, help="random sequences for the log-probs (default 4)")
-    parser.add_argument("--tokens", type=_at_least_two, default=64, help="length of the longest, tokens (default 64)")
+    parser.add_argument(
+        "--sequences", type=at_least(1), default=4, help="random sequences for the log-probs (default 4)"
+    )
+    parser.add_argument("--tokens", type=at_least(2), default=64, help="length of the longest, tokens (default 64)")
     parser.add_argument(
         "--tolerance", type=float, default=None, help="mean log-prob difference, nats (default fp32 1e-4, bf16 0.1)"
     )
     parser.add_argument("--timeout_s", type=float, default=1800.0, help="longest time of the check (default 1800 s)")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _at_least_two(text: str) -> int:
-    if (value := int(text)) < 2:
-        raise argparse.ArgumentTypeError(f"must be at least 2, got {text}")
-    return value
 
 
 def _text(report, settings) -> str:

@@ -17,13 +17,14 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
 from openrlhf_ext.inputs import reading
+from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
@@ -100,14 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--system_prompt", help="system message, or the name of a protocol that has one: conflict; without a chat "
         "template it stands in front of the prompt. A protocol's questions stand alone")  # fmt: skip
     add("--apply_chat_template", action="store_true", help="apply the tokenizer's chat template to the prompt")
-    add("--limit", type=_positive, help="problems taken from the start of each file (default: all)")
-    add("--n", "--n_samples", dest="n_samples", type=_positive, help="completions per prompt (default: 4)")
+    add("--limit", type=at_least(1), help="problems taken from the start of each file (default: all)")
+    add("--n", "--n_samples", dest="n_samples", type=at_least(1), help="completions per prompt (default: 4)")
     add(
-        "--k", type=_positive, nargs="+", metavar="K", help="sizes of pass@k and maj@k (default: powers of two up to n)"
+        "--k",
+        type=at_least(1),
+        nargs="+",
+        metavar="K",
+        help="sizes of pass@k and maj@k (default: powers of two up to n)",
     )
     add("--greedy", action="store_true", help="sample one more completion of each problem, of the most likely tokens, "
         "and report its accuracy apart")  # fmt: skip
-    add("--short_tokens", type=_positive, metavar="N", help="report the share of completions of at most N tokens, "
+    add("--short_tokens", type=at_least(1), metavar="N", help="report the share of completions of at most N tokens, "
         "their accuracy, and that of the longer ones")  # fmt: skip
     add("--entropy", action="store_true", help="report the mean entropy, in nats, of the tokens of right and of wrong "
         "completions (--engine transformers, temperature above 0)")  # fmt: skip
@@ -115,20 +120,20 @@ def _parser() -> argparse.ArgumentParser:
         "at the tokens of the completions, in nats; exact, over the whole vocabulary")  # fmt: skip
     add("--temperature", type=float, default=1.0, help="sampling temperature; 0 takes the most likely token")
     add("--top_p", type=float, default=1.0, help="nucleus size; 1 = whole vocabulary")
-    add("--max_new_tokens", type=_positive, default=64, help="longest completion, tokens")
-    add("--batch_size", type=_positive, default=256, help="sequences generated together")
+    add("--max_new_tokens", type=at_least(1), default=64, help="longest completion, tokens")
+    add("--batch_size", type=at_least(1), default=256, help="sequences generated together")
     add("--seed", type=int, default=0, help="of the sampling")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (--engine vllm: cpu or cuda)")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
-    add("--tensor_parallel_size", type=_positive, default=1, help="--engine vllm: workers that share the model")
+    add("--tensor_parallel_size", type=at_least(1), default=1, help="--engine vllm: workers that share the model")
     add("--gpu_memory_utilization", type=float, default=0.9, help="--engine vllm: share of each GPU's memory")
-    add("--kv_cache_mib", type=_positive, default=512, help="--engine vllm on CPU: KV cache per worker, MiB")
+    add("--kv_cache_mib", type=at_least(1), default=512, help="--engine vllm on CPU: KV cache per worker, MiB")
     add("--engine_timeout_s", type=float, default=1800.0, help="--engine vllm: deadline for loading the model, and for "
         "the next completion to finish, seconds")  # fmt: skip
-    add("--num_workers", type=_positive, default=2, help="grading processes")
+    add("--num_workers", type=at_least(1), default=2, help="grading processes")
     add("--reward_timeout_s", type=float, default=30.0, help="deadline of one call of the reward function, seconds")
-    add("--max_failures", type=int, help="gradings that may fail; such completions count as wrong (default: 10 with "
-        "--reward, any number without)")  # fmt: skip
+    add("--max_failures", type=at_least(0), help="gradings that may fail; such completions count as wrong "
+        "(default: 10 with --reward, any number without)")  # fmt: skip
     add("--json", metavar="OUT", help="write the result, with the options, to this file")
     add("--compare", metavar="BEFORE.json", help="an earlier result on the same data, shown beside this one: a file of "
         "--json, or results.json")  # fmt: skip
@@ -137,12 +142,6 @@ def _parser() -> argparse.ArgumentParser:
         "away from this fraction")  # fmt: skip
     add("--expect_stderr", type=float, default=0.0, help="standard error of --expect_accuracy itself")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _results(request: Request) -> list[Any]:
@@ -156,6 +155,8 @@ def _results(request: Request) -> list[Any]:
     )
     tasks = request.tasks
     with ExitStack() as opened:
+        if request.out:
+            opened.enter_context(closing(_locked(request.out)))
         paths = [request.store_path(task.name) for task in tasks]
         settings = request.settings if request.out else [{}] * len(tasks)
         stores = [opened.enter_context(Store(*pair)) for pair in zip(paths, settings, strict=True)]
@@ -169,6 +170,13 @@ def _results(request: Request) -> list[Any]:
         open_sampler = partial(_open_vllm if given.engine == "vllm" else _open_transformers, given, sampling)
         ks = request.ks(request.samples)
         return evaluate(tasks, stores, given.model, sampling, grading, ks, open_sampler, given.short_tokens)
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder, take_over=True, remedy="give another --out")
+    except LockError as error:
+        raise ValueError(f"--out: {folder} {error}, or give another --out") from error
 
 
 def _chat_tokenizer(arguments: argparse.Namespace) -> Any:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
 from openrlhf_ext.tools.explain.png import write_png
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.explain.terminal import render
@@ -82,15 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
     add("--png", metavar="OUT.png", help="also draw the picture into this file")
-    add("--width", type=_width, help=f"characters of a line (default: the terminal's; {_PNG_WIDTH} in the PNG)")
+    add(
+        "--width",
+        type=at_least(_NARROWEST),
+        help=f"characters of a line (default: the terminal's; {_PNG_WIDTH} in the PNG)",
+    )
     add("--no_color", action="store_true", help="numbers instead of colors, as where the output is no terminal")
     return parser
-
-
-def _width(text: str) -> int:
-    if (value := int(text)) < _NARROWEST:
-        raise argparse.ArgumentTypeError(f"must be at least {_NARROWEST}, got {value}")
-    return value
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.config.schema import modeline
 from openrlhf_ext.inputs import InputError
@@ -87,21 +87,15 @@ def _load(words: list[str]) -> RunConfig:
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
-    parser.add_argument("--gpus", type=_positive, help="GPUs, engines included (default: as many as configured)")
+    parser.add_argument("--gpus", type=at_least(1), help="GPUs, engines included (default: as many as configured)")
     parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200 or B200")
-    parser.add_argument("--response_tokens", type=_positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
+    parser.add_argument("--response_tokens", type=at_least(1), help="mean (default: 0.6 of rollout.max_new_tokens)")
     parser.add_argument(
-        "--prompt_tokens", type=_positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
+        "--prompt_tokens", type=at_least(1), help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
     )
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     return parser.parse_known_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return int(text)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------------

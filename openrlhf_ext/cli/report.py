@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.tools.report.page import write_page
 from openrlhf_ext.tools.report.read import read_runs
@@ -46,17 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
     add(
         "--smooth",
-        type=_window,
+        type=at_least(1),
         metavar="N",
         help="steps of the moving mean (default: a twentieth of the run); 1 = none",
     )
     return parser
-
-
-def _window(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _replace(output: Path, text: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from openrlhf_ext.tools.evaluate.problems import (
     load_problems,
     system_message,
 )
-from openrlhf_ext.tools.evaluate.store import digest_of, load_completions, store_fault, task_settings
+from openrlhf_ext.tools.evaluate.store import digest_of, load_completions, read_results, task_settings
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
@@ -49,6 +50,13 @@ _RESULT_MAYBE = {
     "benchmark": TEXT, "skipped_overlong": INTEGER,
     "score_mean": NUMBER, "greedy_accuracy": or_null(NUMBER), "pass_at_k": map_of(NUMBER),
     "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
+}  # fmt: skip
+
+_SHARE = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+_SECONDS = (lambda value: 0 < value < math.inf, "a positive number of seconds")
+_BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, "at least 0"), "top_p": _SHARE, "gpu_memory_utilization": _SHARE,
+    "reward_timeout_s": _SECONDS, "engine_timeout_s": _SECONDS,
 }  # fmt: skip
 
 
@@ -76,8 +84,8 @@ class Request:
         if tasks and not wrong_files and not found:
             found += self._compared_faults(tasks[0])
         if given.out and not found:
-            settings = zip(tasks, self.settings, strict=True)
-            found += filter(None, (store_fault(self.store_path(task.name), each) for task, each in settings))
+            for task, settings in zip(tasks, self.settings, strict=True):
+                found += self._attempt(partial(read_results, Path(given.out) / f"{task.name}.jsonl", settings))
         yield from found
 
     def _usage_faults(self) -> Iterator[str]:
@@ -101,16 +109,9 @@ class Request:
 
     def _number_faults(self) -> Iterator[str]:
         given = self.arguments
-        if not given.temperature >= 0:
-            yield f"--temperature must be at least 0: got {given.temperature:g}"
-        if given.max_failures is not None and given.max_failures < 0:
-            yield f"--max_failures must be at least 0: got {given.max_failures}"
-        for name in ("top_p", "gpu_memory_utilization"):
-            if not 0 < (value := getattr(given, name)) <= 1:
-                yield f"--{name} must be above 0 and at most 1: got {value:g}"
-        for name in ("reward_timeout_s", "engine_timeout_s"):
-            if not 0 < (value := getattr(given, name)) < float("inf"):
-                yield f"--{name} must be a positive number of seconds: got {value:g}"
+        for name, (holds, words) in _BOUNDS.items():
+            if not holds(value := getattr(given, name)):
+                yield f"--{name} must be {words}: got {value:g}"
         if given.out and Path(given.out).exists() and not Path(given.out).is_dir():
             yield f"--out must be a folder: {given.out} is none"
         if given.engine == "vllm" and given.device not in ("cpu", "cuda"):
