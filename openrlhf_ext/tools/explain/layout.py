@@ -1,4 +1,4 @@
-"""What both drawings lay out alike: texts of tokens, widths of columns, lines of positions, the lines on top."""
+"""The layout of the picture: texts of tokens, widths of columns, lines of positions, the lines on top."""
 
 from __future__ import annotations
 
