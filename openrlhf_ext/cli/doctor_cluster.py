@@ -116,7 +116,7 @@ def examine_cluster(
     try:
         missing = _wait_for_nodes(address, wait_for, wait_s)
     except TokenRefused as error:
-        report.error("cluster", str(error), "docs/security.md says how a node gets it")
+        report.error("cluster", str(error), "docs/operating.md says how a node gets it")
         return report
     if missing is not None:
         remedy = "see what Ray says there: ray_node.sh prints it, launch.sh keeps it in RUN_FOLDER/logs/NODE.log"
@@ -142,7 +142,7 @@ def check_access(address: str, report: ClusterReport) -> None:
     """Adds to the findings that everybody may talk to the cluster."""
     if not asks_for_token(address, _CONNECT_S):
         text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
-        report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/security.md")
+        report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md")
 
 
 def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:

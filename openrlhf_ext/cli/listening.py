@@ -21,7 +21,7 @@ class Listener:
         where: address -> number of ports.
         beyond: whether other machines reach it, as far as no firewall is between.
         token: whether what Ray listens with there asks for a token. Groups of ranks, stores and engines never ask
-            (docs/security.md).
+            (docs/operating.md#security).
     """
 
     pid: int
