@@ -75,7 +75,6 @@ class ClusterReport:
         return any(finding.severity == "error" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return dataclasses.asdict(self)
 
     def error(self, node: str, text: str, remedy: str) -> None:
@@ -203,7 +202,6 @@ def _problem(address: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
-    """This machine and environment, as plain values."""
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = shutil.disk_usage("/dev/shm")
     return {
@@ -261,11 +259,9 @@ class Probe:
     """Looks at the node that it is on; a Ray actor."""
 
     def look(self, packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
-        """See the function."""
         return look(packages, read, tokens)
 
     def clock(self) -> float:
-        """Seconds since 1970."""
         return time.time()
 
     def listen(self) -> int:

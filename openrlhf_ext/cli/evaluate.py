@@ -36,7 +36,6 @@ _ALLOWED_ERRORS = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
     silence_libraries()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("openrlhf_ext.tools.evaluate").setLevel(logging.INFO)  # progress

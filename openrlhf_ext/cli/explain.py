@@ -30,7 +30,6 @@ _NARROWEST = 40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
     silence_libraries()
     arguments = _parser().parse_args(argv)
     try:

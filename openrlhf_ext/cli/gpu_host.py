@@ -54,7 +54,6 @@ class GpuHost:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """For the report."""
         engine = ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
         return [
             ("CUDA of torch", self.cuda),

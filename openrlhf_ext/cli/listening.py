@@ -32,7 +32,6 @@ class Listener:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """For people."""
         ports = ", ".join(f"{address} ({count} ports)" for address, count in self.where.items())
         reach = "other machines reach it" if self.beyond else "this machine only"
         return self.name, str(self.pid), ports, reach, f"Ray asks for {'a token' if self.token else 'NO token'}"

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class MegatronPolicy(MegatronModel):
-    """A causal language model on Megatron-core, this rank's share of it."""
-
     # ---- forward ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -146,7 +146,6 @@ class RunStatus:
         self._doing, self._limit_s, self._detail, self._began = doing, limit_s, "", self._now()
 
     def detail(self, text: str) -> None:
-        """How far it is."""
         self._detail = text
 
     def step_ended(self, step: int, steps: int | None, seconds: float) -> None:

@@ -53,7 +53,6 @@ class SampleWriter:
             self._lines.append({"step": step, **completion, "tokens": tokens, **numbers})
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 

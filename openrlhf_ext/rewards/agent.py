@@ -150,7 +150,6 @@ class _EngineProxy:
         return 0.0 if self._waiting else time.monotonic() - self._idle_since
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """The engine's ``generate``."""
         self._waiting += 1
         try:
             output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)

@@ -61,7 +61,6 @@ class GradedExecutor:
             self._under_way -= 1
 
     def take_failures(self) -> list[str]:
-        """Messages of the gradings that failed since the last call."""
         return self._failures.take_messages()
 
     async def _settle(
@@ -153,7 +152,6 @@ class GradedSingleTurnExecutor(GradedExecutor):
         )
 
     async def aclose(self) -> None:
-        """Release the grader's processes and connections."""
         await self._grader.aclose()
 
 

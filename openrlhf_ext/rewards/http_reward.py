@@ -78,7 +78,6 @@ class HttpReward:
         raise AssertionError("unreachable: the last request returned or raised")
 
     async def aclose(self) -> None:
-        """Close the connections."""
         self._closed = True
         if self._session is not None:
             await self._session.close()

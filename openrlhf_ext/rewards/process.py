@@ -86,7 +86,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running worker, ``None`` before the start and after the end."""
         running = self._running
         return running.process.pid if running is not None and running.process.poll() is None else None
 
@@ -128,7 +127,6 @@ class WorkerProcess:
         return self._receive(running, timeout_s)
 
     def stop(self) -> None:
-        """Kill the process and refuse to start another one."""
         with self._lock:
             self._stopped = True
         self.kill()

@@ -125,7 +125,6 @@ class OfflineEngine:
         return requests
 
     def close(self) -> None:
-        """End the engine, and its processes."""
         self._llm.shutdown()
 
 

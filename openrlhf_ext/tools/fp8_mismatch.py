@@ -66,7 +66,6 @@ class Mismatch:
     other_tiles: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
         cells = [{"trainer": trainer, "rollout": rollout} | values for (trainer, rollout), values in self.cells.items()]
         return {
             "emulated": True, "tokens": self.tokens, "cells": cells, "layers": self.layers,

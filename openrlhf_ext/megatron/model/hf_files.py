@@ -42,7 +42,6 @@ class HFCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self._file_of)
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:

@@ -60,12 +60,10 @@ class SequenceBatch:
 
     @property
     def counts_B(self) -> Tensor:
-        """(B,) int64 response tokens of each sequence."""
         return self.responses.lengths_B
 
     @property
     def targets_N(self) -> Tensor:
-        """(N,) int32 response tokens."""
         first_R = torch.from_numpy(self.sequences.bounds[:-1]).repeat_interleave(self.ranges_B)
         spans = (self.ranges_R2 + first_R[:, None]).tolist()
         return torch.cat([self.tokens_M[:0], *(self.tokens_M[start:stop] for start, stop in spans)])
@@ -230,5 +228,4 @@ class ValueTargets:
         return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 
     def to(self, device: torch.device) -> ValueTargets:
-        """A copy on ``device``."""
         return ValueTargets(*(value.to(device) for value in vars(self).values()))

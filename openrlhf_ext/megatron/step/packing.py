@@ -51,7 +51,6 @@ class PackedBatch:
 
     @property
     def response_tokens(self) -> int:
-        """Response tokens of the micro-batch, which the context-parallel ranks predict together."""
         return self.tokens.stop - self.tokens.start
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -76,12 +75,10 @@ class PackShape:
 
     @property
     def unit(self) -> int:
-        """Slots are multiples of this."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def pack_unit(self) -> int:
-        """Packs are multiples of this."""
         return math.lcm(self.unit, self.context_parallel_size * self.pieces * self.piece_unit)
 
     def slots(self, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -87,7 +87,6 @@ class WeightSender:
 
     @property
     def connected(self) -> bool:
-        """Whether the group stands."""
         return self.end is not None
 
     def connect(self) -> None:

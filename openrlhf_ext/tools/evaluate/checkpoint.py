@@ -206,7 +206,6 @@ async def _grade_groups(
 
 
 async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[str, Any]:
-    """The line of one problem."""
     completions = answers.completions
     sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
     grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label, c.body) for c in sampled))

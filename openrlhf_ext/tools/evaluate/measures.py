@@ -68,7 +68,6 @@ class Measures:
         return (order[start : start + size] for start in range(0, len(order), size))
 
     def _means(self, batch: Sequence[Completion]) -> list[tuple[float, float | None]]:
-        """Entropy and divergence of each completion."""
         ids_BS, mask_BS = (tensor.to(self._device) for tensor in left_padded([_ids(each) for each in batch], pad=0))
         lengths_B1 = torch.tensor([[_length(each)] for each in batch], device=self._device)
         longest = int(lengths_B1.max())

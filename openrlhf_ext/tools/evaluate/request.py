@@ -71,7 +71,6 @@ class Request:
         self.arguments = arguments
 
     def faults(self) -> Iterator[str]:
-        """Everything that is wrong with them, without loading a model."""
         given = self.arguments
         found = [*self._usage_faults(), *self._number_faults(), *self._model_faults(), *self._measure_faults()]
         tasks, wrong_files = self._tasks
@@ -185,7 +184,6 @@ class Request:
 
     @cached_property
     def before(self) -> dict[str, Any] | None:
-        """The earlier result that this one is shown beside."""
         path = self.arguments.compare
         if path is None:
             return None
@@ -213,7 +211,6 @@ class Request:
 
     @property
     def samples(self) -> int:
-        """Completions of each prompt that are sampled."""
         return self.arguments.n_samples or 4
 
     def ks(self, samples: int) -> list[int]:
@@ -222,12 +219,10 @@ class Request:
 
     @property
     def tasks(self) -> list[Task]:
-        """The problem files."""
         return self._tasks[0]
 
     @cached_property
     def _tasks(self) -> tuple[list[Task], list[str]]:
-        """The tasks whose files can be used, and what is wrong with the others."""
         given = self.arguments
         # a chat template replaces the template of a user's own data, as in OpenRLHF; in a benchmark's it goes around it
         usual = "{}" if given.system_prompt in SYSTEM_PROMPTS else MATH_TEMPLATE
@@ -262,7 +257,6 @@ class Request:
 
     @cached_property
     def completions(self) -> list[list[str]]:
-        """The saved completions."""
         found = load_completions(self.arguments.completions, self.tasks[0].problems)
         samples = len(found[0])
         faults = list(self._sample_faults(samples))
@@ -274,7 +268,6 @@ class Request:
 
     @cached_property
     def settings(self) -> list[dict[str, Any]]:
-        """For each task what its results depend on."""
         given = self.arguments
         names = [*_SAMPLING, *(_ENGINE if given.engine == "vllm" else ())]
         sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}, "entropy": self._measures}
@@ -291,7 +284,6 @@ class Request:
         return Path("runs/evaluation") / name
 
     def store_path(self, name: str) -> Path | None:
-        """Where a task's graded problems are kept."""
         return self.out / f"{name}.jsonl" if self.out else None
 
 

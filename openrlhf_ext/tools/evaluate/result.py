@@ -24,8 +24,6 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """One graded completion, for showing."""
-
     prompt: str
     completion: str
     label: Any
@@ -109,7 +107,6 @@ class EvaluationResult:
         return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
         return asdict(self)
 
 

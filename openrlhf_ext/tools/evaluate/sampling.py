@@ -82,7 +82,6 @@ class SamplingSettings:
     greedy: bool = False
 
     def of_greedy(self) -> SamplingSettings:
-        """The settings of the completion of the most likely tokens."""
         return replace(self, n_samples=1, temperature=0.0)
 
 
@@ -117,7 +116,6 @@ class TransformersSampler:
         self._measure = measure
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        """See :class:`Sampler`."""
         settings, seed = self._settings, derived_seed(self._settings.seed, places[0])
         sampled = self._sample(prompts, settings, seed)
         if self._measure is not None:
@@ -157,7 +155,6 @@ class EngineSampler:
         self._eos = _eos_ids(_saved_generation_config(folder), tokenizer)
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        """See :class:`Sampler`."""
         settings = self._settings
         sampled = await self._sample(prompts, places, settings)
         return _answers(sampled, await self._sample(prompts, places, settings.of_greedy()) if settings.greedy else None)

@@ -77,7 +77,6 @@ class Store:
             self._lines.close()
 
     def append(self, results: Sequence[Mapping[str, Any]]) -> None:
-        """Keep more graded problems, each a JSON object."""
         for result in map(dict, results):
             self.results.append(result)
             if self._lines is not None:
@@ -145,7 +144,6 @@ def digest_of(content: Any) -> str:
 
 
 def _file_digest(path: str | Path) -> str:
-    """SHA-256 of a file."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -35,7 +35,6 @@ class Quantity:
 
     @property
     def numbers(self) -> list[float]:
-        """All numbers in one list."""
         return [value for row in self.values for value in row if value is not None]
 
 

@@ -166,7 +166,6 @@ def _same_rows(part: HFRows, checkpoint: HFCheckpoint) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     integers = {2: torch.int16, 4: torch.int32}[one.element_size()]

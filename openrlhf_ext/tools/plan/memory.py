@@ -57,7 +57,6 @@ class States:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(self.parts.values())
 
     @property
@@ -229,7 +228,6 @@ class LayerActivations:
 
     @property
     def total(self) -> int:
-        """Without recomputation."""
         return self.attention + self.core + self.mlp
 
 
@@ -255,7 +253,6 @@ class Pass:
 
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
-    """Of one layer."""
     tokens = work.tokens
     tp, cp, e = layout.tensor_parallel_size, layout.context_parallel_size, work.param_bytes
     rows = tokens // tp if layout.sequence_parallel else tokens  # between tensor-parallel regions

@@ -29,12 +29,10 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All parts."""
         return sum(self.parts.values())
 
     @property
     def largest(self) -> str:
-        """The part that takes most."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
@@ -58,7 +56,6 @@ class TrainedModel:
 
 
 def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
-    """The policy as the configuration lays it out."""
     megatron, layout = config.megatron, config.layout
     buckets = megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_parallel_size)
     options = StateOptions(

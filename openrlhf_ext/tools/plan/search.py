@@ -171,7 +171,6 @@ class Planner:
 
     @cached_property
     def work(self) -> Workload:
-        """One step."""
         config, rollout = self.config, self.config.rollout
         longest = rollout.max_new_tokens or config.data.max_len // 2
         return Workload(
@@ -264,7 +263,6 @@ class Planner:
         return next(filter(self.fits, range(failed + per_node, 2 * failed + 1, per_node)))
 
     def fits(self, gpus: int) -> bool:
-        """Whether a layout fits on so many GPUs."""
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
@@ -409,7 +407,6 @@ class Planner:
         return {name: activation_bytes(config, self.work, candidate.policy, 0, mode) for name, mode in modes.items()}
 
     def disk(self) -> dict[str, int]:
-        """Bytes of checkpoints that are kept."""
         return checkpoints(self.config, self.parameters)
 
     def _seconds(
