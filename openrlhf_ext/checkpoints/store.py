@@ -48,7 +48,6 @@ class Manifest:
 
     Attributes:
         step: training steps that are behind it.
-        files: every file but the manifest.
         about: layout, versions and the like, for people.
     """
 

@@ -53,8 +53,6 @@ class Finding:
 
     Attributes:
         node: label of the node; "cluster" where it is about all of them.
-        text: what is so.
-        remedy: what to do about it.
     """
 
     severity: Literal["error", "warning"]

@@ -31,7 +31,6 @@ class GpuHost:
     """What was found.
 
     Attributes:
-        cuda: of torch, such as "13.0".
         driver: the kernel module's version; None: nvidia-smi did not say.
         cudnn: version that torch has loaded.
         cudnn_libraries: every libcudnn.so that a process may load.

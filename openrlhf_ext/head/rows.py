@@ -25,9 +25,7 @@ class Block(NamedTuple):
     """Tokens that are computed together.
 
     Attributes:
-        number: 0, 1, ...
         rows: their places in the order of processing.
-        hidden_BH: their hidden states.
     """
 
     number: int

@@ -79,7 +79,6 @@ class ProgressLine:
         """Write the line of one step.
 
         Args:
-            step: the step just finished.
             metrics: by their names in ``names``; a missing one is shown as ``-``.
         """
         if self._lines % HEADER_EVERY == 0:

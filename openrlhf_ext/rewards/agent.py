@@ -43,7 +43,6 @@ class GradedAgentExecutor(GradedExecutor):
     the place of the response. An agent that fails before it has generated anything ends the run.
 
     Args:
-        agent: the user's executor.
         timeout_s: longest time that the agent may spend outside of ``llm_engine.generate`` at a stretch.
         failures: what happens to responses that have no reward.
     """

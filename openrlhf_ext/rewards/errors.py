@@ -20,7 +20,6 @@ class RewardError(Exception):
     Attributes:
         message: what happened, with the option and the remedy where there is one.
         prompt, completion: the texts that were graded, special tokens kept.
-        label: the label given to the reward function.
     """
 
     def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:

@@ -42,7 +42,6 @@ class GradedExecutor:
         """The completions of one prompt, graded.
 
         Args:
-            tokenizer: of the model.
             engine: whose ``sampling_params`` and ``generate`` are asked.
 
         Raises:
@@ -107,7 +106,6 @@ class GradedSingleTurnExecutor(GradedExecutor):
     """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`.
 
     Args:
-        grader: where samples are graded; started here.
         failures: what happens to samples that cannot be graded.
     """
 

@@ -36,7 +36,6 @@ class HttpReward:
     after a pause that doubles. Bound to the event loop that first grades with it.
 
     Args:
-        urls: http(s) addresses.
         timeout_s: deadline of one request, connecting included.
         retries: further requests after a failed one.
         pause_s: the first pause between two requests.

@@ -50,8 +50,6 @@ class RewardPool:
     any event loop; a context manager.
 
     Args:
-        reward_path: the user's Python file.
-        num_workers: number of processes.
         timeout_s: deadline of one call, from the moment a worker starts on it.
         start_timeout_s: deadline for importing the file.
         queue_timeout_s: a sample that waited longer than this for a worker fails instead of being graded.

@@ -68,7 +68,6 @@ class WorkerProcess:
     The owning thread must live as long as the process: Linux ends the process with the thread that started it.
 
     Args:
-        reward_path: the user's Python file.
         start_timeout_s: deadline for importing it.
         memory_mib: memory that the process may take for itself.
         environment: names of variables that it gets besides ``USUAL_VARIABLES``.

@@ -39,7 +39,6 @@ class EngineFleet(list):
         """
         Args:
             start: begins to start engine number i, as it was the first time, and returns its handle.
-            num_engines: how many.
         """
         super().__init__(start(index) for index in range(num_engines))
         self._start = start
@@ -82,13 +81,11 @@ def create_rollout_engines(
 
     Args:
         num_engines: engines, each a vLLM instance with a whole copy of the model.
-        tensor_parallel_size: workers per engine.
         model_path: Hugging Face checkpoint (directory or hub name).
         seed: engine i samples with seed + i, where a request has no seed of its own.
         dtype: "float32", "bfloat16" or "float16".
         max_model_len: prompt plus response, in tokens.
         enable_prefix_caching: reuse keys and values of common prompt prefixes.
-        enforce_eager: no CUDA graphs.
         gpu_memory_utilization: share of each GPU for vLLM; without effect on CPU.
         kv_cache_mib: KV cache per worker in MiB; needed on CPU, on a GPU None leaves it to `gpu_memory_utilization`.
         max_num_seqs: requests that an engine works on at a time; None: 1024 on a GPU, 256 on CPU.
@@ -100,7 +97,6 @@ def create_rollout_engines(
         enable_sleep: GPUs only: let the engines give up their memory while training.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
         bf16_layers: FP8 in the linear layers of all decoder layers but these, counted from 0; None: no FP8.
-        use_gpu: whether they run on GPUs.
         shared_placement_group: bundles of which engines take a fifth of each: the policy's (colocated), or bundles of
             GPUs of their own; None: engines on CPU that go where Ray puts them.
         shared_bundles: the bundles of `shared_placement_group` in the order in which workers take them, those of an
@@ -164,10 +160,8 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
     """Environment of an engine's process; it has to be there before vLLM is imported.
 
     Args:
-        use_gpu: whether the engine runs on GPUs.
         model_path: where the model comes from; a directory needs no hub.
         batch_invariant: see `create_rollout_engines`.
-        fp8: whether linear layers are FP8.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",

@@ -61,7 +61,6 @@ class RankState:
     """What a rank answers.
 
     Attributes:
-        rank: global rank.
         count: phases entered so far; ranks enter the same phases, so a smaller number is a rank that lags behind.
         phase: the phase it is in, nested ones joined by " > "; None between phases.
         last: the phase it left last.

@@ -125,7 +125,6 @@ def check_receipts(plan: BucketPlan, sent: Sequence[int], receipts: Sequence[Rec
     Args:
         sent: `SentSums.take`.
         receipts: of every engine.
-        version: number of the update, for the message.
 
     Raises:
         WeightSyncMismatch: naming engines and tensors.

@@ -81,8 +81,6 @@ class Votes:
 
     Args:
         samples: of a problem, the same for all of them.
-        k: size of the vote.
-        seed: of the drawn subsets.
 
     Raises:
         ValueError: unless ``1 <= k <= samples``.

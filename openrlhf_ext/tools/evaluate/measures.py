@@ -26,7 +26,6 @@ class Measures:
     any nucleus is cut out of them; logits are taken to fp32.
 
     Args:
-        policy: what the completions were sampled from.
         reference: what it is compared with, of the same vocabulary; ``None``: nothing.
         temperature: above 0.
         batch_size: most sequences of a forward pass; fewer where their logits would be too large.

@@ -61,11 +61,7 @@ _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 class Request:
-    """What the options of the command ask for; files are read once, when they are first needed.
-
-    Args:
-        arguments: the options, by name.
-    """
+    """What the options of the command ask for; files are read once, when they are first needed."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments

@@ -64,12 +64,8 @@ class SamplingSettings:
     """How completions are sampled.
 
     Attributes:
-        n_samples: completions of each prompt.
         temperature: of the softmax; 0 takes the most likely token.
         top_p: nucleus size; 1 samples from the whole vocabulary.
-        max_new_tokens: longest completion, tokens.
-        batch_size: sequences generated together.
-        seed: of the sampling.
         greedy: whether one completion of the most likely tokens is wanted beside the others.
     """
 
@@ -96,7 +92,6 @@ class Sampler(Protocol):
         """Answers to some prompts, in the given order: a function of the arguments and of nothing sampled before.
 
         Args:
-            prompts: texts.
             places: where their problems stand in the file; seeds are derived from it.
         """
 
@@ -208,13 +203,9 @@ def sample_completions(
         model: a causal language model; moved to ``device``.
         tokenizer: its tokenizer; no special tokens are added to the prompts.
         prompts: texts; each at least one token long.
-        n_samples: completions per prompt.
         temperature: of the softmax; 0 takes the most likely token.
         top_p: nucleus size; 1 samples from the whole vocabulary.
-        max_new_tokens: longest completion, tokens.
         batch_size: sequences generated together; prompts of similar length share a batch.
-        seed: of the sampling.
-        device: where to run.
 
     Returns:
         For each prompt, in the given order, its completions.

@@ -55,7 +55,6 @@ class Store:
 
     Args:
         path: the JSONL file, in a folder that no other process works in; ``None`` keeps results in memory only.
-        settings: what the results depend on; plain data.
 
     Raises:
         InputError: as :func:`read_results`.
@@ -118,7 +117,6 @@ def task_settings(
 
     Args:
         sampling: how completions are sampled: every option that changes them, the engine's included.
-        model: folder of the checkpoint.
         completions: file of saved completions that are graded instead; then the others do not matter.
         reference: folder of the checkpoint that the model is compared with; ``None``: there is none.
     """
@@ -170,7 +168,6 @@ def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list
     A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
 
     Args:
-        path: the file.
         problems: what they are of; lines of later ones are left out.
 
     Raises:

@@ -56,7 +56,6 @@ class CheckReport:
     Attributes:
         different: names of exported tensors that are not bit for bit those of the files (cast to the dtype).
         missing: names of tensors of the files that were not exported, apart from those that no model reads.
-        max_logprob_difference: over all tokens, nats.
     """
 
     tensors: int

@@ -91,7 +91,6 @@ class Candidate:
         host: bytes of a node's memory, by part.
         share: of a GPU for its engine (``vllm.gpu_memory_utilization``).
         concurrency: requests that an engine works on at a time; 0 if its cache does not hold the longest sequence.
-        memory: bytes of a GPU.
         short: bytes that a GPU or an engine's share lacks; 0 where the layout fits.
         seconds: of a step; None where the layout does not fit.
     """

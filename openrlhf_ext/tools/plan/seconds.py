@@ -30,7 +30,6 @@ class Gpu:
         hbm: of its memory.
         near: between GPUs of a node.
         far: between nodes, for each GPU.
-        host: to and from host memory.
     """
 
     memory: int
@@ -94,7 +93,6 @@ class Workload:
         prompt_tokens, response_tokens: their mean lengths; every sequence is taken to be that long.
         longest: tokens of the longest response.
         batch: samples of an optimizer update.
-        epochs: passes over the batch.
         scored_by: models that compute log-probs before training: the policy, a reference, a guide.
     """
 
@@ -129,7 +127,6 @@ class Training:
     Attributes:
         budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
         forward_budget, forward_sequences: the same for log-probs.
-        near_ranks: ranks of a node.
         fp8: linear layers multiply in FP8.
     """
 
@@ -166,7 +163,6 @@ class Engines:
         kv_bytes: of the KV cache on one GPU.
         most: requests that an engine works on at a time.
         prefix_caching: a group's prompt is computed once.
-        fp8: weights are in FP8.
     """
 
     count: int
