@@ -86,7 +86,7 @@ class FolderLock:
             raise
 
     def close(self) -> None:
-        """Lets others in."""
+        """Release the lock."""
         os.ftruncate(self._file, 0)
         os.close(self._file)
 

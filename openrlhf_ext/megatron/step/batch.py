@@ -24,7 +24,7 @@ from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unp
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Sequences one behind the other, without padding, and where their response tokens are.
+    """Concatenated sequences without padding, and where their response tokens are.
 
     Responses may be interrupted (several turns): a sequence may have several ranges of response tokens, or none. A
     response token at position p is predicted by the hidden state at p - 1.
@@ -97,7 +97,7 @@ def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[t
         sequences: (S_i,) int32 tokens of each sequence, prompt and response.
         actions: of each sequence the [start, stop) ranges of its response tokens, ascending.
     Raises:
-        ValueError: naming the row whose ranges do not lie one behind the other between its second token and its end.
+        ValueError: naming the row whose ranges are not in order between its second token and its end.
     """
     lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):

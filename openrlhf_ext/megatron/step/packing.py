@@ -1,4 +1,4 @@
-"""The sequences of a micro-batch one behind the other, without padding, as one rank computes them.
+"""The concatenated sequences of a micro-batch, without padding, as one rank computes them.
 
 Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
 slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and FP8

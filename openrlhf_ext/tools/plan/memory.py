@@ -116,7 +116,7 @@ def chunk_parameters(
 
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
-    """States of the ranks of a stage; of those that share the optimizer's states, the one with most of them."""
+    """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
     shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
     parameters, entries, owned = 0, 0, np.zeros(shards, dtype=np.int64)
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
