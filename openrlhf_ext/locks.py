@@ -31,11 +31,7 @@ class LockError(RuntimeError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock.
-
-    Attributes:
-        since: local time of its host.
-    """
+    """Who holds a lock; ``since``: local time of its host."""
 
     host: str
     pid: int

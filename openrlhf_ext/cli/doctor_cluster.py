@@ -143,11 +143,7 @@ def check_access(address: str, report: ClusterReport) -> None:
 
 
 def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
-    """Adds to the findings what is wrong with a node, or other there than here.
-
-    Args:
-        own: ``look`` of this machine.
-    """
+    """Adds to the findings what is wrong with a node, or other there than here; ``own``: ``look`` of this machine."""
     for node, seen in report.nodes.items():
         for check in (_check_software, _check_paths, _check_machine):
             check(node, seen, own, report)

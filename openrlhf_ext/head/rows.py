@@ -22,11 +22,7 @@ from openrlhf_ext.head.statistics import VocabularyShard
 
 
 class Block(NamedTuple):
-    """Tokens that are computed together.
-
-    Attributes:
-        rows: their places in the order of processing.
-    """
+    """Tokens that are computed together; ``rows``: their places in the order of processing."""
 
     number: int
     rows: slice

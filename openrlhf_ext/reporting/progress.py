@@ -76,11 +76,7 @@ class ProgressLine:
         self._step_width = max(len("step"), 2 * len(str(total_steps or "?")) + 1)
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the line of one step.
-
-        Args:
-            metrics: by their names in ``names``; a missing one is shown as ``-``.
-        """
+        """Write the line of one step; ``metrics``: by their names in ``names``; a missing one is shown as ``-``."""
         if self._lines % HEADER_EVERY == 0:
             self._write(self._header())
         self._lines += 1

@@ -88,11 +88,7 @@ class FailurePolicy:
         return messages
 
     def tolerate(self, error: RewardError) -> None:
-        """Log and count a failure.
-
-        Raises:
-            RewardFailureLimit: this failure is one too many.
-        """
+        """Log and count a failure. Raises RewardFailureLimit: this failure is one too many."""
         self.count += 1
         self._unreported.append(f"{type(error).__name__}: {error}")
         tolerated = "any number" if self._max_failures is None else self._max_failures

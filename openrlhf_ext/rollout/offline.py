@@ -52,11 +52,7 @@ class OfflineEngine:
 
     @classmethod
     async def start(cls, settings: OfflineSettings) -> OfflineEngine:
-        """Load the model.
-
-        Raises:
-            EngineStartError: vLLM failed, with its error text; or the deadline passed.
-        """
+        """Load the model. Raises EngineStartError: vLLM failed, with its error text; or the deadline passed."""
         try:
             llm = await asyncio.wait_for(_start(settings), settings.start_timeout_s)
         except TimeoutError as error:

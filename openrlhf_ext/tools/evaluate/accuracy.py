@@ -16,11 +16,7 @@ _QUANTILE = NormalDist().inv_cdf(0.975)
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean.
-
-    Raises:
-        ValueError: there are no values.
-    """
+    """Arithmetic mean. Raises ValueError: there are no values."""
     numbers = list(values)
     if not numbers:
         raise ValueError("the mean of no values is undefined")

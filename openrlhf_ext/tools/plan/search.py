@@ -150,11 +150,7 @@ class Planner:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Of the policy.
-
-        Raises:
-            PlanError: the model is a hub name, of which nothing is known here.
-        """
+        """Of the policy. Raises PlanError: the model is a hub name, of which nothing is known here."""
         return read_model_shape(self._folder(self.config.actor.model_name_or_path or ""))
 
     @staticmethod
