@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
+from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.megatron.decoder import MegatronModel, one, planned_rows
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
@@ -38,18 +38,12 @@ class MegatronPolicy(MegatronModel):
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
         """Under sequence parallelism the head itself gathers the rows it needs, while it computes others."""
-        if self._head_gathers:
+        if self.config.sequence_parallel:
             return hidden_LH
         return super().response_states(hidden_LH, part)
 
-    @property
-    def _head_gathers(self) -> bool:
-        return self.config.sequence_parallel and self.settings.head != "naive"
-
     def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
         """Log-prob and entropy of this rank's response tokens of a micro-batch, from ``response_states``."""
-        if self.settings.head == "naive":
-            return naive_logprob_entropy(states, **self._head_operands(part, temperature))
         return linear_logprob_entropy(states, **self._head_operands(part, temperature), **self._head_resources(part))
 
     def _head_operands(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
@@ -62,10 +56,11 @@ class MegatronPolicy(MegatronModel):
         }
 
     def _head_resources(self, part: PackedBatch) -> dict[str, Any]:
+        gathers = self.config.sequence_parallel
         return {
             "workspace_bytes": self.settings.head_workspace_bytes,
-            "sequence_rows": part.hidden_N if self._head_gathers else None,
-            "rows_per_rank": part.piece_counts if self._head_gathers else None,
+            "sequence_rows": part.hidden_N if gathers else None,
+            "rows_per_rank": part.piece_counts if gathers else None,
             "implementation": self.settings.head_kernels,
         }
 

@@ -277,18 +277,17 @@ class Megatron(Section):
         "block = recompute the first megatron.recompute_num_layers layers of each model chunk, keep all of the others",
     )
     recompute_num_layers: Int = added(1, "layers, see megatron.recompute_method", ge=1)
-    head: Literal["fused", "two_pass", "naive"] = added(
+    head: Literal["fused", "two_pass"] = added(
         "fused",
         "how log-probs come from hidden states: fused = loss and gradient in one pass over blocks of logits where the "
-        "estimator's loss allows, two_pass = log-probs first, logits again in the backward pass, naive = all logits at "
-        "once, for comparison",
+        "estimator's loss allows, two_pass = log-probs first, logits again in the backward pass",
     )
     head_kernels: Literal["auto", "torch", "triton"] = added(
-        "auto", "kernels of the head (fused and two_pass): auto = Triton on GPUs where it is installed, torch elsewhere"
+        "auto", "kernels of the head: auto = Triton on GPUs where it is installed, torch elsewhere"
     )
     head_workspace_mib: Int = added(
         256,
-        "memory for the blocks of logits that the head works on (fused and two_pass), MiB on every rank; more makes "
+        "memory for the blocks of logits that the head works on, MiB on every rank; more makes "
         "larger products",
         ge=1,
         le=2**20,
@@ -338,7 +337,3 @@ class Megatron(Section):
             for leaf in leaves if self.recompute != wanted else ():
                 reason = f"megatron.recompute is {self.recompute}, not {wanted}"
                 yield from not_default(self, "megatron", leaf, reason)
-        if self.head == "naive":
-            yield from not_default(self, "megatron", "head_kernels", "megatron.head is naive, which is plain torch")
-            reason = "megatron.head naive makes all logits at once"
-            yield from not_default(self, "megatron", "head_workspace_mib", reason)
