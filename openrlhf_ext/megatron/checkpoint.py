@@ -429,7 +429,6 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restores what :func:`random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     tracker = tensor_parallel.get_cuda_rng_tracker()

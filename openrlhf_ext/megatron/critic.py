@@ -38,7 +38,6 @@ class MegatronCritic(MegatronModel):
         super().__init__(settings.model)
 
     def read_shape(self) -> ModelShape:
-        """The checkpoint's decoder with a value head."""
         return read_value_shape(self.settings.model_path, self.critic.value_head)
 
     def load_weights(self) -> None:

@@ -106,7 +106,6 @@ class MegatronModel:
     # ---- building; a subclass with other parameters overrides these --------------------------------------------
 
     def read_shape(self) -> ModelShape:
-        """What ``config.json`` says of the model."""
         return read_model_shape(self.settings.model_path)
 
     def build_chunks(self) -> list[HiddenStateGPTModel]:
@@ -116,7 +115,6 @@ class MegatronModel:
         return [build_model(self.shape, self.config, stage, fp8=self.settings.fp8) for stage in stages]
 
     def load_weights(self) -> None:
-        """Fills the chunks from the Hugging Face checkpoint."""
         load_hf(self.chunks, self.shape, self.settings.model_path)
 
     def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:

@@ -44,7 +44,6 @@ class GradedAgentExecutor(GradedExecutor):
 
     Args:
         timeout_s: longest time that the agent may spend outside of ``llm_engine.generate`` at a stretch.
-        failures: what happens to responses that have no reward.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:

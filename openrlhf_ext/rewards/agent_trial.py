@@ -19,7 +19,6 @@ def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, com
 
     Args:
         completion: what the model says at every turn.
-        timeout_s: see ``GradedAgentExecutor``.
 
     Raises:
         RewardError: the episode ended without a reward that can be taken.

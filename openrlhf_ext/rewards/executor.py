@@ -28,9 +28,6 @@ class GradedExecutor:
     A sample that cannot be graded gets ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``,
     until the policy stops the run. Records hold means of ``extra_logs``, so all have ``reward_failed`` and the keys of
     the first graded sample. A later answer with other keys is a ``RewardInvalid``; a failed sample has 0 there.
-
-    Args:
-        failures: what happens to samples that cannot be graded.
     """
 
     def __init__(self, failures: FailurePolicy) -> None:
@@ -40,9 +37,6 @@ class GradedExecutor:
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
         """The completions of one prompt, graded.
-
-        Args:
-            engine: whose ``sampling_params`` and ``generate`` are asked.
 
         Raises:
             RewardFailureLimit: more samples failed than the run tolerates.
@@ -103,11 +97,7 @@ class GradedExecutor:
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
-    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`.
-
-    Args:
-        failures: what happens to samples that cannot be graded.
-    """
+    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`."""
 
     def __init__(self, grader: Grader, failures: FailurePolicy) -> None:
         super().__init__(failures)

@@ -51,10 +51,8 @@ class RewardPool:
 
     Args:
         timeout_s: deadline of one call, from the moment a worker starts on it.
-        start_timeout_s: deadline for importing the file.
         queue_timeout_s: a sample that waited longer than this for a worker fails instead of being graded.
         memory_mib: memory that a worker may take for itself; a call that asks for more raises MemoryError.
-        environment: names of variables that workers get besides ``process.USUAL_VARIABLES``.
     """
 
     def __init__(

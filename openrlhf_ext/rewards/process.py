@@ -66,11 +66,6 @@ class WorkerProcess:
     """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any.
 
     The owning thread must live as long as the process: Linux ends the process with the thread that started it.
-
-    Args:
-        start_timeout_s: deadline for importing it.
-        memory_mib: memory that the process may take for itself.
-        environment: names of variables that it gets besides ``USUAL_VARIABLES``.
     """
 
     def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:

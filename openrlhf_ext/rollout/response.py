@@ -64,7 +64,6 @@ class GroupRequest:
     guide_samples: int = 0
 
     def seed_of(self, sample: int) -> int | None:
-        """Of the completion at this place in the group."""
         return None if self.seed is None else derived_seed(self.seed, sample)
 
 

@@ -69,7 +69,6 @@ def owned_rules(shape: ModelShape, stages: int, chunks: int = 1) -> Iterator[tup
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of a rule's HF tensors, known from the configuration alone."""
     if shape.value_head is not None and rule == value_head_rule(shape):
         return [(1, shape.hidden_size)]
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -91,8 +90,6 @@ def _parts_or_stack(rule: Rule, parts: list[tuple[int, ...]]) -> list[tuple[int,
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Name and shape of one tensor of the HF checkpoint."""
-
     name: str
     shape: tuple[int, ...]
 

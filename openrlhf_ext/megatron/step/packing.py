@@ -88,7 +88,6 @@ class PackShape:
         return tuple(slots)
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:
-        """Tokens of each piece of a pack of sequences of these lengths."""
         return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
 
 

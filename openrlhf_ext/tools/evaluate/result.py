@@ -95,7 +95,6 @@ class EvaluationResult:
 
     @property
     def nothing_graded(self) -> bool:
-        """Whether no completion got a grade, so that the numbers say nothing."""
         greedy = self.prompts if self.greedy_accuracy is not None else 0
         return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
 

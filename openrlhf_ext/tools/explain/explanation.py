@@ -63,5 +63,4 @@ class Explanation:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion."""
         return max(len(completion.tokens) for completion in self.completions)

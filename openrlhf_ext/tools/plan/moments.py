@@ -46,12 +46,10 @@ class TrainedModel:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
         return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
 
     @property
     def fullest(self) -> States:
-        """Of the stage with the largest states."""
         return max(self.states, key=lambda one: one.total)
 
 

@@ -161,7 +161,6 @@ class Planner:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole policy."""
         return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
 
     @cached_property

@@ -107,12 +107,10 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Responses of a batch."""
         return self.prompts * self.group
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
         return self.prompt_tokens + self.response_tokens
 
     def forward(self, shape: ModelShape) -> ForwardFlops:
@@ -198,7 +196,6 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """All phases, one after the other."""
         return sum(dataclasses.astuple(self))
 
 
@@ -256,11 +253,9 @@ class Clock:
     # ---- log-probs and training ---------------------------------------------------------------------------------
 
     def logprobs(self, training: Training) -> float:
-        """Forward passes of every model that scores."""
         return self.work.scored_by * self._schedule(training, self.work.samples, forward_only=True)
 
     def train(self, training: Training, states: States) -> float:
-        """All updates of a step: passes, gradients over the replicas, the optimizer."""
         updates = math.ceil(self.work.samples / self.work.batch)
         one = self._schedule(training, min(self.work.batch, self.work.samples), forward_only=False)
         return self.work.epochs * updates * (one + self._update(training, states))
