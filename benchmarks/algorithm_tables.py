@@ -4,7 +4,7 @@
     python benchmarks/algorithm_tables.py --write docs/algorithms.md docs/methods.md
     python benchmarks/algorithm_tables.py --check docs/algorithms.md docs/methods.md
 
-A part (`shape`, `loss`, `conflict`, `growth`) is taken from the first record that has it. `--write` replaces what
+A part (`shape`, `loss`, `conflict`) is taken from the first record that has it. `--write` replaces what
 stands between `<!-- speed -->` and `<!-- /speed -->`, and the column `cost` of the overview; `--check` fails where they
 differ.
 """
@@ -22,7 +22,6 @@ from typing import Any
 Record = dict[str, Any]
 
 COST_VARIANTS = ("gtpo_entropy v6 batch scopes", "gtpo_conflict official")
-GROWTH_SHAPES = ("64x16x512", "64x16x2048", "64x16x4096", "256x4x2048", "16x64x2048", "8x128x2048")
 TOKEN_KINDS = {
     "text": "text with shared beginnings and ends",
     "small": "random ids of a vocabulary of 8",
@@ -121,21 +120,8 @@ def conflict_line(records: Records) -> str:
     )
 
 
-def growth_table(records: Records) -> str:
-    """Nanoseconds per token of every `method tokens` of the record, over G and T."""
-    growth = records.part("growth")
-    text = f"Growth, nanoseconds per token of `shape` ({records.conditions('growth')}); prompts x G x T:\n\n"
-    text += header("", *GROWTH_SHAPES)
-    for name in dict.fromkeys(key.rpartition(" ")[0] for key in growth):
-        method, kind = name.rpartition(" ")[::2]
-        words = "" if kind == "text" else f", {TOKEN_KINDS[kind]}"
-        times = (growth.get(f"{name} {shape}") for shape in GROWTH_SHAPES)
-        text += row(label(method) + words, *("-" if e is None else f"{e['ns_per_token']:.0f}" for e in times))
-    return text
-
-
 def speed_section(records: Records) -> str:
-    parts = (cost_table, prepare_line, conflict_line, growth_table)
+    parts = (cost_table, prepare_line, conflict_line)
     return "\n".join(part(records) for part in parts)
 
 

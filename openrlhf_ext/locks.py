@@ -31,11 +31,7 @@ class LockError(RuntimeError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock.
-
-    Attributes:
-        since: local time of its host.
-    """
+    """Who holds a lock; ``since``: local time of its host."""
 
     host: str
     pid: int
@@ -86,7 +82,7 @@ class FolderLock:
             raise
 
     def close(self) -> None:
-        """Lets others in."""
+        """Release the lock."""
         os.ftruncate(self._file, 0)
         os.close(self._file)
 

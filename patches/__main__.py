@@ -1,4 +1,4 @@
-"""`python -m openrlhf_ext.patches` prints the table of docs/patches.md."""
+"""`python -m openrlhf_ext.patches` prints the table of docs/operating.md."""
 
 from __future__ import annotations
 

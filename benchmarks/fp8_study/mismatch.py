@@ -64,7 +64,6 @@ class Mismatch:
     """What was measured.
 
     Attributes:
-        tokens: of all completions.
         cells: (trainer's precision, engine's) -> ``gauges``.
         layers: engine's precision -> mean |log-prob difference| to the unquantized model with only that decoder layer
             in FP8, for every layer; empty unless asked for.
@@ -77,7 +76,6 @@ class Mismatch:
     other_tiles: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
         cells = [{"trainer": trainer, "rollout": rollout} | values for (trainer, rollout), values in self.cells.items()]
         return {
             "emulated": True, "tokens": self.tokens, "cells": cells, "layers": self.layers,
@@ -126,11 +124,9 @@ def measure(
 
     Args:
         load: the model in a dtype, in evaluation mode, on its device.
-        trainer, rollout: of ``PRECISIONS``.
         trainer_tp, engine_tp: tensor-parallel sizes, by which weights are cut.
         dtype: of what is not in FP8.
         bf16_layers: decoder layers that are not, on either side; apart from those that ``per_layer`` takes alone.
-        per_layer: also measure ``Mismatch.layers``.
 
     Raises:
         ValueError: a size does not divide heads or MLP, or the model's decoder has other linear layers than a Llama's.

@@ -41,7 +41,7 @@ class Sampled:
 
     @classmethod
     def joined(cls, parts: Sequence[Sampled]) -> Sampled:
-        """Those of several batches, one behind the other."""
+        """Those of several batches, concatenated."""
         return cls(
             [row for part in parts for row in part.rows],
             torch.cat([part.entropies_N for part in parts]),
@@ -60,7 +60,7 @@ def decode(
     eos: int,
     seed: int,
 ) -> Sampled:
-    """``samples`` completions of each prompt, those of a prompt one behind the other.
+    """``samples`` completions of each prompt, those of a prompt next to each other.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.

@@ -115,7 +115,7 @@ class Rows:
     """The rows of a study's runs, one process at a time.
 
     Raises:
-        StudyError: another process is at it.
+        StudyError: another process holds its lock.
     """
 
     def __init__(self, places: Places) -> None:
@@ -130,7 +130,7 @@ class Rows:
         self._lines.append(row)
 
     def close(self) -> None:
-        """Lets others in."""
+        """Release the lock."""
         self._lines.close()
         self._lock.close()
 

@@ -145,7 +145,7 @@ class Study(_Part):
 
     @property
     def arms(self) -> list[Arm]:
-        """All arms, those of a cell one behind the other."""
+        """All arms, those of a cell next to each other."""
         rates: list[tuple[str, float | None]] = [
             (name, rate) for name, cell in self.cells.items() for rate in (cell.learning_rates or (None,))
         ]

@@ -42,7 +42,7 @@ _EVALUATIONS, _GREEDY, _TRAINING, _PLACEBO = range(4)  # who draws: the first nu
 
 @dataclass(frozen=True)
 class Rollout:
-    """Graded completions, those of a prompt one behind the other.
+    """Graded completions, those of a prompt next to each other.
 
     Attributes:
         prompts: (B,) token ids.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -29,10 +28,7 @@ def register_algorithm(name: str, options: type[Options]) -> Callable[[A], A]:
 
     Raises:
         ValueError: the name is taken by another class.
-        TypeError: the options are a dataclass, as in earlier releases.
     """
-    if is_dataclass(options):
-        raise TypeError(f"{options.__name__}: options are pydantic models, leave @dataclass out")
 
     def register(cls: A) -> A:
         known = _ALGORITHMS.get(name)

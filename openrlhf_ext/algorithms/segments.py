@@ -1,4 +1,4 @@
-"""Rows of different lengths one behind the other: which stretch of a flat tensor is whose, and sums over rows.
+"""Rows of different lengths, concatenated: which entries of a flat tensor belong to which, and sums over rows.
 
 A (N,) tensor holds the tokens of all rows, without padding. Large ones are processed a few rows at a time, so that
 temporaries stay in the cache: a fresh (N,) temporary costs its page faults, a block's are reused by the allocator.
@@ -66,7 +66,7 @@ class Segments:
         return slice(int(self.bounds[first]), int(self.bounds[max(first, stop)]))
 
     def select(self, rows: RowSelection) -> Segments:
-        """Those of some rows, one behind the other."""
+        """Those of some rows, concatenated."""
         if isinstance(rows, slice):
             first, stop, _ = rows.indices(len(self))
             bounds = self.bounds[first : max(first, stop) + 1]
@@ -76,7 +76,7 @@ class Segments:
         return Segments(torch.from_numpy(lengths).to(self.lengths_B.device), bounds)
 
     def take(self, values_N: Tensor, rows: RowSelection) -> Tensor:
-        """The entries of some rows, one behind the other; a view for a slice of rows."""
+        """The entries of some rows, concatenated; a view for a slice of rows."""
         if isinstance(rows, slice):
             return values_N[self.span(rows)]
         index = _on_host(rows)

@@ -30,11 +30,7 @@ def write_plain(folder: Path, path: str, state: Any) -> FileEntry:
 
 
 def read_plain(path: Path) -> Any:
-    """Reads what :func:`write_plain` wrote.
-
-    Raises:
-        CheckpointError: the file cannot be read or is not such a file.
-    """
+    """Reads what :func:`write_plain` wrote. Raises CheckpointError: the file cannot be read or is not such a file."""
     try:
         return _decode(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

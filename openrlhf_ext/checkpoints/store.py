@@ -48,7 +48,6 @@ class Manifest:
 
     Attributes:
         step: training steps that are behind it.
-        files: every file but the manifest.
         about: layout, versions and the like, for people.
     """
 
@@ -63,11 +62,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or not one of this format.
-    """
+    """The manifest of a checkpoint. Raises CheckpointError: there is none, or not one of this format."""
     path = folder / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

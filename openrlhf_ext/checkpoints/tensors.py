@@ -163,11 +163,7 @@ class TensorIndex:
 
     @classmethod
     def read(cls, path: Path) -> TensorIndex:
-        """Reads what :meth:`write` wrote.
-
-        Raises:
-            CheckpointError: it is not an index.
-        """
+        """Reads what :meth:`write` wrote. Raises CheckpointError: it is not an index."""
         plain = read_plain(path)
         try:
             return cls({key: _stored_from_plain(key, value) for key, value in plain.items()})

@@ -36,8 +36,6 @@ class CommandParser(argparse.ArgumentParser):
     """Parses the words of ``openrlhf-ext COMMAND``; unknown options and choices get the nearest known one.
 
     Args:
-        command: the word behind ``openrlhf-ext``.
-        about: one sentence for ``--help``.
         takes_run_options: words that are no options of the command may be those of a run.
     """
 

@@ -82,12 +82,10 @@ class Report:
     listening: list[Listener] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return dataclasses.asdict(self)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return the exit status."""
     silence_libraries()
     parser = CommandParser("doctor", __doc__.splitlines()[0], takes_run_options=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -143,7 +141,6 @@ def _render_cluster(findings: Sequence[Any], table: Sequence[tuple[str, ...]]) -
 
 
 def examine() -> Report:
-    """Look at the machine, the packages, the kernels and the patches."""
     torch_present = has_module("torch")
     cuda = torch_present and has_cuda()
     extra = "gpu" if cuda else "cpu"
@@ -233,13 +230,11 @@ def _apex_absence() -> str:
 
 
 def python_problems() -> Iterator[str]:
-    """Python too old."""
     if sys.version_info < MINIMUM_PYTHON:
         yield f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {platform.python_version()}"
 
 
 def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
-    """Missing packages and other versions."""
     if not packages:
         yield f"{DISTRIBUTION} is not installed with its list of pinned packages: pip install --no-deps -e ."
     for package in packages:
@@ -260,7 +255,6 @@ def conflict_problems() -> Iterator[str]:
 
 
 def render(report: Report) -> str:
-    """The report as text."""
     sections = [
         _section("Machine", list(report.machine.items())),
         _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", "")] + _rows(report.packages)),

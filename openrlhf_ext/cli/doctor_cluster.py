@@ -54,8 +54,6 @@ class Finding:
 
     Attributes:
         node: label of the node; "cluster" where it is about all of them.
-        text: what is so.
-        remedy: what to do about it.
     """
 
     severity: Literal["error", "warning"]
@@ -76,7 +74,6 @@ class ClusterReport:
         return any(finding.severity == "error" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return dataclasses.asdict(self)
 
     def error(self, node: str, text: str, remedy: str) -> None:
@@ -117,7 +114,7 @@ def examine_cluster(
     try:
         missing = _wait_for_nodes(address, wait_for, wait_s)
     except TokenRefused as error:
-        report.error("cluster", str(error), "docs/security.md says how a node gets it")
+        report.error("cluster", str(error), "docs/operating.md says how a node gets it")
         return report
     if missing is not None:
         remedy = "see what Ray says there: ray_node.sh prints it, launch.sh keeps it in RUN_FOLDER/logs/NODE.log"
@@ -143,15 +140,11 @@ def check_access(address: str, report: ClusterReport) -> None:
     """Adds to the findings that everybody may talk to the cluster."""
     if not asks_for_token(address, _CONNECT_S):
         text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
-        report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/security.md")
+        report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md")
 
 
 def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
-    """Adds to the findings what is wrong with a node, or other there than here.
-
-    Args:
-        own: ``look`` of this machine.
-    """
+    """Adds to the findings what is wrong with a node, or other there than here; ``own``: ``look`` of this machine."""
     for node, seen in report.nodes.items():
         for check in (_check_software, _check_paths, _check_machine):
             check(node, seen, own, report)
@@ -204,7 +197,6 @@ def _problem(address: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
-    """This machine and environment, as plain values."""
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = shutil.disk_usage("/dev/shm")
     return {
@@ -262,11 +254,9 @@ class Probe:
     """Looks at the node that it is on; a Ray actor."""
 
     def look(self, packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
-        """See the function."""
         return look(packages, read, tokens)
 
     def clock(self) -> float:
-        """Seconds since 1970."""
         return time.time()
 
     def listen(self) -> int:

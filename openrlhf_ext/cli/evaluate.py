@@ -17,13 +17,14 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.inputs import reading
+from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
@@ -35,7 +36,6 @@ _ALLOWED_ERRORS = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
     silence_libraries()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("openrlhf_ext.tools.evaluate").setLevel(logging.INFO)  # progress
@@ -125,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         "the next completion to finish, seconds")  # fmt: skip
     add("--num_workers", type=positive, default=2, help="grading processes")
     add("--reward_timeout_s", type=float, default=30.0, help="deadline of one call of the reward function, seconds")
-    add("--max_failures", type=int, help="gradings that may fail; such completions count as wrong (default: 10 with "
-        "--reward, any number without)")  # fmt: skip
+    add("--max_failures", type=at_least(0), help="gradings that may fail; such completions count as wrong "
+        "(default: 10 with --reward, any number without)")  # fmt: skip
     add("--json", metavar="OUT", help="write the result, with the options, to this file")
     add("--compare", metavar="BEFORE.json", help="an earlier result on the same data, shown beside this one: a file of "
         "--json, or results.json")  # fmt: skip
@@ -148,6 +148,8 @@ def _results(request: Request) -> list[Any]:
     )
     tasks = request.tasks
     with ExitStack() as opened:
+        if request.out:
+            opened.enter_context(closing(_locked(request.out)))
         paths = [request.store_path(task.name) for task in tasks]
         settings = request.settings if request.out else [{}] * len(tasks)
         stores = [opened.enter_context(Store(*pair)) for pair in zip(paths, settings, strict=True)]
@@ -161,6 +163,13 @@ def _results(request: Request) -> list[Any]:
         open_sampler = partial(_open_vllm if given.engine == "vllm" else _open_transformers, given, sampling)
         ks = request.ks(request.samples)
         return evaluate(tasks, stores, given.model, sampling, grading, ks, open_sampler, given.short_tokens)
+
+
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder, take_over=True, remedy="give another --out")
+    except LockError as error:
+        raise ValueError(f"--out: {folder} {error}, or give another --out") from error
 
 
 def _chat_tokenizer(arguments: argparse.Namespace) -> Any:

@@ -1,7 +1,7 @@
 """``openrlhf-ext explain``: see what a method does to the tokens of a group of completions.
 
     openrlhf-ext explain --algorithm gtpo_entropy --rollouts examples/data/explain_rollouts.jsonl
-    openrlhf-ext explain --algorithm gtpo_conflict --rollouts FILE --group 2 --png picture.png
+    openrlhf-ext explain --algorithm gtpo_conflict --rollouts FILE --group 2
     openrlhf-ext explain --algorithm dapo --rollouts RUN/samples.jsonl --step 40
 
 The whole file is shaped as one batch, as in training; one group of it is shown. Options without a default take their
@@ -21,18 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
-from openrlhf_ext.tools.explain.png import write_png
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.explain.terminal import render
 from openrlhf_ext.user_code import users_part
 
-_PNG_WIDTH = 200
 _ABOUT_INPUT = (ValueError, OSError)
 _NARROWEST = 40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
     silence_libraries()
     arguments = _parser().parse_args(argv)
     try:
@@ -43,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.module_path:
             algorithm_of_file(arguments.module_path)
         explanation = explain(rollouts, arguments.algorithm, parse_options(arguments.option), arguments.group)
-        if arguments.png:
-            write_png(explanation, arguments.png, width=arguments.width or _PNG_WIDTH)
     except Exception as error:
         if not ((users := users_part("".join(traceback.format_exception(error)))) or isinstance(error, _ABOUT_INPUT)):
             raise
@@ -52,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     color = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     _print(render(explanation, width=arguments.width or shutil.get_terminal_size((100, 24)).columns, color=color))
-    if arguments.png:
-        print(f"explain: wrote {arguments.png}", file=sys.stderr)
     return 0
 
 
@@ -81,12 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
-    add("--png", metavar="OUT.png", help="also draw the picture into this file")
-    add(
-        "--width",
-        type=at_least(_NARROWEST),
-        help=f"characters of a line (default: the terminal's; {_PNG_WIDTH} in the PNG)",
-    )
+    add("--width", type=at_least(_NARROWEST), help="characters of a line (default: the terminal's)")
     add("--no_color", action="store_true", help="numbers instead of colors, as where the output is no terminal")
     return parser
 

@@ -31,7 +31,6 @@ class GpuHost:
     """What was found.
 
     Attributes:
-        cuda: of torch, such as "13.0".
         driver: the kernel module's version; None: nvidia-smi did not say.
         cudnn: version that torch has loaded.
         cudnn_libraries: every libcudnn.so that a process may load.
@@ -54,7 +53,6 @@ class GpuHost:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """For the report."""
         engine = ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
         return [
             ("CUDA of torch", self.cuda),

@@ -21,7 +21,7 @@ class Listener:
         where: address -> number of ports.
         beyond: whether other machines reach it, as far as no firewall is between.
         token: whether what Ray listens with there asks for a token. Groups of ranks, stores and engines never ask
-            (docs/security.md).
+            (docs/operating.md#security).
     """
 
     pid: int
@@ -32,7 +32,6 @@ class Listener:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """For people."""
         ports = ", ".join(f"{address} ({count} ports)" for address, count in self.where.items())
         reach = "other machines reach it" if self.beyond else "this machine only"
         return self.name, str(self.pid), ports, reach, f"Ray asks for {'a token' if self.token else 'NO token'}"

@@ -103,7 +103,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
-    """The whole plan."""
     from openrlhf_ext.tools.plan.search import binding
 
     best = found[0]

@@ -21,7 +21,6 @@ from openrlhf_ext.tools.report.read import read_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
     silence_libraries()
     arguments = _parser().parse_args(argv)
     folders = [Path(folder) for folder in arguments.folders]

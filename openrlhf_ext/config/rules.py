@@ -234,7 +234,7 @@ def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Viola
         yield Violation(
             (f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
             f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks of one copy of the "
-            f"policy, as which the model is laid out: got {ranks} and {size}; use another "
+            f"policy, whose layout the model has: got {ranks} and {size}; use another "
             "number, or leave both out for a copy in the policy's host memory",
         )
 
@@ -453,7 +453,7 @@ def _multiples(value: int, factor: int) -> str:
 
 
 def hub_names(config: RunConfig) -> Iterator[str]:
-    """What is not here is not looked at."""
+    """Names of the hub are not checked: nothing of them is on this machine."""
     path = config.actor.model_name_or_path
     if path is not None and model_folder(path) is None:
         yield (
@@ -470,7 +470,7 @@ def hub_names(config: RunConfig) -> Iterator[str]:
 
 
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
-    """What is risky."""
+    """Settings that are allowed and risky."""
     if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield (
             "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "

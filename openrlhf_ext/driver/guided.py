@@ -13,8 +13,8 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 class GuidedRequests:
     """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two sets of engines.
 
-    A group is finished when both parts are there; the policy's completions come first. Which part is the guide's says
-    ``Response.from_guide``. Requests without ``guide_samples``, those of evaluations, go to the policy's engines whole.
+    A group is finished when both parts are there; the policy's completions come first, ``Response.from_guide`` marks
+    the guide's. Requests without ``guide_samples``, those of evaluations, go to the policy's engines whole.
     """
 
     def __init__(self, policy: GroupRequests, guide: GroupRequests) -> None:

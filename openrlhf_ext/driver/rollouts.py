@@ -406,7 +406,7 @@ class Rollouts:
     # ---- records and checkpoints ------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        """What is where, and what the batch last taken was like."""
+        """Groups in flight and queued, and gauges of the last batch taken."""
         return {
             **self._taken,
             "groups/in_flight": float(len(self._in_flight)),

@@ -37,7 +37,7 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
         # NCCL's watchdog asks for a dump at any error of any group, also of the weight sync's, and 480 s later ends the
         # process for it, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says (torch 2.13 ProcessGroupNCCL.hpp:665, 1379): an
-        # engine that died would take policy and engines with it. Our own report reads the recorder (docs/deadlines.md).
+        # engine that died would take policy and engines with it. Our own report reads the recorder (docs/operating.md).
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     if config.train.full_determinism_enable:

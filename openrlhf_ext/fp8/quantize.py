@@ -84,7 +84,6 @@ def quantize(
 
     Args:
         x_RC: fp32, bf16 or fp16.
-        dtype: E4M3 or E5M2.
         grid: which entries share a scale; at the edges blocks are smaller.
         pow2: scales are powers of two.
         scale: () of Grid.TENSOR, known beforehand (delayed scaling); None: from the entries.

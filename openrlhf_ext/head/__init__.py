@@ -2,7 +2,6 @@
 
 from openrlhf_ext.head.checks import NonFiniteLogitsError
 from openrlhf_ext.head.linear import HeadOutput, TokenLossOutput, linear_logprob_entropy, linear_token_loss
-from openrlhf_ext.head.naive import naive_logprob_entropy
 from openrlhf_ext.head.passes import TokenLoss
 
 __all__ = [
@@ -12,5 +11,4 @@ __all__ = [
     "TokenLossOutput",
     "linear_logprob_entropy",
     "linear_token_loss",
-    "naive_logprob_entropy",
 ]

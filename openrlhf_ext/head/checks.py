@@ -12,11 +12,7 @@ _MOST_NAMED = 8
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Hidden states or logits are NaN or infinite.
-
-    Attributes:
-        tokens: their places in the call, ascending.
-    """
+    """Hidden states or logits are NaN or infinite; ``tokens``: their places in the call, ascending."""
 
     def __init__(self, what: str, tokens: list[int]) -> None:
         self.tokens = sorted(tokens)

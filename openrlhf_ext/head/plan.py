@@ -52,7 +52,6 @@ class TilePlan:
     keeps: bool = False
 
     def slices(self, true_rows: int) -> list[slice]:
-        """The slices of a shard with this many rows."""
         return [slice(first, min(first + self.columns, true_rows)) for first in range(0, true_rows, self.columns)]
 
 

@@ -22,13 +22,7 @@ from openrlhf_ext.head.statistics import VocabularyShard
 
 
 class Block(NamedTuple):
-    """Tokens that are computed together.
-
-    Attributes:
-        number: 0, 1, ...
-        rows: their places in the order of processing.
-        hidden_BH: their hidden states.
-    """
+    """Tokens that are computed together; ``rows``: their places in the order of processing."""
 
     number: int
     rows: slice

@@ -194,11 +194,7 @@ def _steps_in_state(inner: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
-    """Updates made so far.
-
-    Raises:
-        CheckpointError: parameters differ in it.
-    """
+    """Updates made so far. Raises CheckpointError: parameters differ in it."""
     steps = set()
     for inner in (part.optimizer for part in _single_optimizers(optimizer)):
         if inner is not None and _steps_in_state(inner):
@@ -434,7 +430,6 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restores what :func:`random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     tracker = tensor_parallel.get_cuda_rng_tracker()

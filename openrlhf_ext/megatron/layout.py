@@ -68,16 +68,13 @@ class ParallelLayout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
         return self.world_size // self.model_parallel_size
 
     def place(self, rank: int) -> RankPlace:
-        """Where a global rank is."""
         rest, at = rank, {}
         for axis in RANK_ORDER.split("-"):
             rest, at[axis] = divmod(rest, self._sizes[axis])

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
+from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.model.load import load_hf
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class MegatronPolicy(MegatronModel):
-    """A causal language model on Megatron-core, this rank's share of it."""
-
     # ---- forward ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -43,18 +41,12 @@ class MegatronPolicy(MegatronModel):
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
         """Under sequence parallelism the head itself gathers the rows it needs, while it computes others."""
-        if self._head_gathers:
+        if self.config.sequence_parallel:
             return hidden_LH
         return super().response_states(hidden_LH, part)
 
-    @property
-    def _head_gathers(self) -> bool:
-        return self.config.sequence_parallel and self.settings.megatron.head != "naive"
-
     def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
         """Log-prob and entropy of this rank's response tokens of a micro-batch, from ``response_states``."""
-        if self.settings.megatron.head == "naive":
-            return naive_logprob_entropy(states, **self._head_operands(part, temperature))
         return linear_logprob_entropy(states, **self._head_operands(part, temperature), **self._head_resources(part))
 
     def _head_operands(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
@@ -67,10 +59,11 @@ class MegatronPolicy(MegatronModel):
         }
 
     def _head_resources(self, part: PackedBatch) -> dict[str, Any]:
+        gathers = self.config.sequence_parallel
         return {
             "workspace_bytes": self.settings.megatron.head_workspace_mib << 20,
-            "sequence_rows": part.hidden_N if self._head_gathers else None,
-            "rows_per_rank": part.piece_counts if self._head_gathers else None,
+            "sequence_rows": part.hidden_N if gathers else None,
+            "rows_per_rank": part.piece_counts if gathers else None,
             "implementation": self.settings.megatron.head_kernels,
         }
 

@@ -146,7 +146,7 @@ class OptionInfo:
 def option(
     default: Any,
     help_text: str,
-    *earlier: Any,
+    *,
     path: PathKind | None = None,
     secret: bool = False,
     default_text: str | None = None,
@@ -164,12 +164,7 @@ def option(
         default_text: how the default is shown where its value says too little.
         recommended, refuses_null: as in :class:`OptionInfo`.
         constraints: pydantic bounds (``ge``, ``gt``, ``le``, ``lt``, ``min_length``, ``max_length``).
-
-    Raises:
-        TypeError: the call has the form of an earlier release.
     """
-    if earlier:  # option(KIND, DEFAULT, HELP)
-        raise TypeError("option(DEFAULT, HELP, ...) has no KIND any more: the annotation of the field is the type")
     info = OptionInfo(None, path, secret, default_text, False, recommended, refuses_null)
     return _field(default, help_text, info, constraints)
 

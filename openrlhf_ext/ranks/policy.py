@@ -151,7 +151,7 @@ class PolicyActor(TrainedActor):
         """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
         batch, shard = self.batch, self.shard
         if batch is None or shard is None or len(batch) != sum(len(mini) for mini in shard.mini_batches):
-            raise RuntimeError("fit() trains the sequences of the last forward(), and the shard is about others")
+            raise RuntimeError("fit() trains the sequences of the last forward(), and the shard has other sequences")
         self.reload_states()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
         steps = []

@@ -39,9 +39,7 @@ def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "")
     Takes some tenths of a second, the first call one second more for importing matplotlib.
 
     Args:
-        metrics_path: written by ``MetricsWriter``.
         out_png: the image; folders are made.
-        title: shown on top.
 
     Raises:
         ValueError: the file is not a metrics file.

@@ -64,7 +64,6 @@ class JsonLines:
             raise OSError(f"{self._path}: {written} of the {len(line)} bytes of a line could be written; disk full?")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

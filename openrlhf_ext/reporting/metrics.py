@@ -63,7 +63,6 @@ class MetricsWriter:
         return record
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
     def __enter__(self) -> MetricsWriter:

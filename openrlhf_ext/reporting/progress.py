@@ -76,12 +76,7 @@ class ProgressLine:
         self._step_width = max(len("step"), 2 * len(str(total_steps or "?")) + 1)
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the line of one step.
-
-        Args:
-            step: the step just finished.
-            metrics: by their names in ``names``; a missing one is shown as ``-``.
-        """
+        """Write the line of one step; ``metrics``: by their names in ``names``; a missing one is shown as ``-``."""
         if self._lines % HEADER_EVERY == 0:
             self._write(self._header())
         self._lines += 1
@@ -146,7 +141,6 @@ class RunStatus:
         self._doing, self._limit_s, self._detail, self._began = doing, limit_s, "", self._now()
 
     def detail(self, text: str) -> None:
-        """How far it is."""
         self._detail = text
 
     def step_ended(self, step: int, steps: int | None, seconds: float) -> None:

@@ -20,8 +20,6 @@ class SampleWriter:
     Args:
         path: the file; folders are made. Completions of steps after ``resume_step`` are moved aside.
         every: steps; None = a twentieth of the run, -1 = never.
-        total_steps: of the run.
-        texts: the texts of token ids.
         groups: of a step, as for ``chosen_groups``.
     """
 
@@ -53,7 +51,6 @@ class SampleWriter:
             self._lines.append({"step": step, **completion, "tokens": tokens, **numbers})
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 

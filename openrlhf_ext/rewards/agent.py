@@ -43,9 +43,7 @@ class GradedAgentExecutor(GradedExecutor):
     the place of the response. An agent that fails before it has generated anything ends the run.
 
     Args:
-        agent: the user's executor.
         timeout_s: longest time that the agent may spend outside of ``llm_engine.generate`` at a stretch.
-        failures: what happens to responses that have no reward.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
@@ -150,7 +148,6 @@ class _EngineProxy:
         return 0.0 if self._waiting else time.monotonic() - self._idle_since
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """The engine's ``generate``."""
         self._waiting += 1
         try:
             output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)

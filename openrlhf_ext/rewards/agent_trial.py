@@ -18,9 +18,7 @@ def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, com
     """One episode; says what came out of it.
 
     Args:
-        model: folder of the tokenizer.
         completion: what the model says at every turn.
-        timeout_s: see ``GradedAgentExecutor``.
 
     Raises:
         RewardError: the episode ended without a reward that can be taken.

@@ -20,7 +20,6 @@ class RewardError(Exception):
     Attributes:
         message: what happened, with the option and the remedy where there is one.
         prompt, completion: the texts that were graded, special tokens kept.
-        label: the label given to the reward function.
     """
 
     def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:
@@ -89,11 +88,7 @@ class FailurePolicy:
         return messages
 
     def tolerate(self, error: RewardError) -> None:
-        """Log and count a failure.
-
-        Raises:
-            RewardFailureLimit: this failure is one too many.
-        """
+        """Log and count a failure. Raises RewardFailureLimit: this failure is one too many."""
         self.count += 1
         self._unreported.append(f"{type(error).__name__}: {error}")
         tolerated = "any number" if self._max_failures is None else self._max_failures

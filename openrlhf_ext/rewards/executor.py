@@ -29,9 +29,6 @@ class GradedExecutor:
     A sample that cannot be graded gets ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``,
     until the policy stops the run. Records hold means of ``extra_logs``, so all have ``reward_failed`` and the keys of
     the first graded sample. A later answer with other keys is a ``RewardInvalid``; a failed sample has 0 there.
-
-    Args:
-        failures: what happens to samples that cannot be graded.
     """
 
     def __init__(self, failures: FailurePolicy) -> None:
@@ -41,10 +38,6 @@ class GradedExecutor:
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
         """The completions of one prompt, graded.
-
-        Args:
-            tokenizer: of the model.
-            engine: whose ``sampling_params`` and ``generate`` are asked.
 
         Raises:
             RewardFailureLimit: more samples failed than the run tolerates.
@@ -62,7 +55,6 @@ class GradedExecutor:
             self._under_way -= 1
 
     def take_failures(self) -> list[str]:
-        """Messages of the gradings that failed since the last call."""
         return self._failures.take_messages()
 
     async def _settle(
@@ -106,12 +98,7 @@ class GradedExecutor:
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
-    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`.
-
-    Args:
-        grader: where samples are graded; started here.
-        failures: what happens to samples that cannot be graded.
-    """
+    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`."""
 
     def __init__(self, grader: Grader, failures: FailurePolicy) -> None:
         super().__init__(failures)
@@ -154,7 +141,6 @@ class GradedSingleTurnExecutor(GradedExecutor):
         )
 
     async def aclose(self) -> None:
-        """Release the grader's processes and connections."""
         await self._grader.aclose()
 
 

@@ -51,8 +51,6 @@ class Grader(Protocol):
 
         Args:
             query: prompt and completion as one text, special tokens kept.
-            prompt: the prompt.
-            label: what the data set gives as the label.
             completion: what the model wrote, without the token that ended it; None: what follows the prompt in the
                 query.
 
@@ -74,7 +72,6 @@ def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
     Args:
         answer: ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``; ``scores`` and ``extra_logs`` are optional.
             Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one.
-        seconds: time the function took.
 
     Raises:
         InvalidAnswer: missing ``rewards``, wrong type or size, NaN, above 1e15, reserved or non-string log key.

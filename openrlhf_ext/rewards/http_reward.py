@@ -36,7 +36,6 @@ class HttpReward:
     after a pause that doubles. Bound to the event loop that first grades with it.
 
     Args:
-        urls: http(s) addresses.
         timeout_s: deadline of one request, connecting included.
         retries: further requests after a failed one.
         pause_s: the first pause between two requests.
@@ -78,7 +77,6 @@ class HttpReward:
         raise AssertionError("unreachable: the last request returned or raised")
 
     async def aclose(self) -> None:
-        """Close the connections."""
         self._closed = True
         if self._session is not None:
             await self._session.close()

@@ -120,7 +120,6 @@ class RewardPool:
             thread.join(_CLOSE_S)
 
     async def aclose(self) -> None:
-        """:meth:`close` without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> RewardPool:

@@ -66,12 +66,6 @@ class WorkerProcess:
     """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any.
 
     The owning thread must live as long as the process: Linux ends the process with the thread that started it.
-
-    Args:
-        reward_path: the user's Python file.
-        start_timeout_s: deadline for importing it.
-        memory_mib: memory that the process may take for itself.
-        environment: names of variables that it gets besides ``USUAL_VARIABLES``.
     """
 
     def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
@@ -86,7 +80,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running worker, ``None`` before the start and after the end."""
         running = self._running
         return running.process.pid if running is not None and running.process.poll() is None else None
 
@@ -128,7 +121,6 @@ class WorkerProcess:
         return self._receive(running, timeout_s)
 
     def stop(self) -> None:
-        """Kill the process and refuse to start another one."""
         with self._lock:
             self._stopped = True
         self.kill()

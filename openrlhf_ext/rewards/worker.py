@@ -48,7 +48,6 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
         stack_fd: inherited file that receives the Python stack on a crash or on request.
         parent_pid: process to die with.
         memory_mib: what this process, and each that it starts, may take for itself.
-        reward_path: the user's Python file.
     """
     die_with(parent_pid)
     # RLIMIT_DATA counts private writable memory; RLIMIT_AS would count what CUDA only reserves

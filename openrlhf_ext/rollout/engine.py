@@ -158,7 +158,6 @@ class RolloutEngine(compat.RolloutRayActor):
         )  # fmt: skip
 
     async def generate_group(self, request: GroupRequest) -> list[Response]:
-        """Graded completions of one prompt."""
         with self._responding.running():
             return await self.executor.respond(request, self._tokenizer, self)
 

@@ -71,7 +71,6 @@ class EmulatedConfig(OnlineQuantizationConfig):
         return cls(args)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """As vLLM decides."""
         method = super().get_quant_method(layer, prefix)
         return EmulatedLinear() if isinstance(method, Fp8PerBlockOnlineLinearMethod) else method
 

@@ -30,7 +30,6 @@ class _Rows(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """As they are now; a reload may replace the parameter."""
         return getattr(self.module, self.parameter).detach()[self.start : self.stop]
 
 
@@ -83,7 +82,6 @@ class HeldWeights:
         return [(total, entries, received) for total, (_, entries, received) in zip(sums, found, strict=True)]
 
     def _place(self, name: str) -> _Rows | None:
-        """Where the tensor is."""
         path, _, parameter = name.rpartition(".")
         return self._direct(path, parameter) or self._part_of_fused(path, parameter)
 

@@ -88,7 +88,6 @@ class InProcessEngine:
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
-        """Call a method of the worker, between two steps of the engine."""
         return await self._call(lambda: self._engine.collective_rpc(method, timeout, args, kwargs))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -108,23 +107,18 @@ class InProcessEngine:
         await self._call(pause)
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
-
         def resume() -> None:
             self._paused = False
 
         await self._call(resume)
 
     async def is_paused(self) -> bool:
-        """Whether `pause_generation` is in force, or the engine sleeps."""
         return self._paused or await self.is_sleeping()
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or cache have been given up."""
         return await self._call(lambda: self._engine.is_sleeping())
 
     async def sleep(self, level: int = 1) -> None:
-        """vLLM's sleep; a no-op on CPU."""
         await self._call(lambda: self._engine.sleep(level))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -137,7 +131,6 @@ class InProcessEngine:
         await self._call(wake)
 
     def shutdown(self) -> None:
-        """Stop the thread after the step it is in."""
         self._commands.put(None)
 
     async def _call(self, function: Callable[[], _T]) -> _T:
@@ -193,7 +186,6 @@ class PendingOutput:
         self._finished = finished
 
     async def get(self) -> RequestOutput:
-        """Wait for it."""
         return await asyncio.wrap_future(self._finished)
 
 

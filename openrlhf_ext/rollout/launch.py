@@ -42,7 +42,6 @@ class EngineFleet(list):
         """
         Args:
             start: begins to start engine number i, as it was the first time, and returns its handle.
-            num_engines: how many.
         """
         super().__init__(start(index) for index in range(num_engines))
         self._start = start
@@ -153,10 +152,8 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
     """Environment of an engine's process; it has to be there before vLLM is imported.
 
     Args:
-        use_gpu: whether the engine runs on GPUs.
         model_path: where the model comes from; a directory needs no hub.
         batch_invariant: see `create_rollout_engines`.
-        fp8: whether linear layers are FP8.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",

@@ -27,13 +27,9 @@ class OfflineSettings:
     """How the engine is started; ``launch.engine_env`` has to be in the environment before this module is imported.
 
     Attributes:
-        model_path: folder of a Hugging Face checkpoint.
-        dtype: of the weights.
         max_model_len: longest prompt plus completion, tokens.
-        tensor_parallel_size: workers.
         gpu_memory_utilization: share of each GPU for vLLM; without effect on CPU.
         kv_cache_mib: KV cache per worker on CPU, MiB; a GPU's follows from ``gpu_memory_utilization``.
-        use_gpu: whether it runs on GPUs.
         start_timeout_s: deadline for loading the model, seconds.
         stall_timeout_s: longest time in which no completion finishes, seconds.
     """
@@ -57,11 +53,7 @@ class OfflineEngine:
 
     @classmethod
     async def start(cls, settings: OfflineSettings) -> OfflineEngine:
-        """Load the model.
-
-        Raises:
-            EngineStartError: vLLM failed, with its error text; or the deadline passed.
-        """
+        """Load the model. Raises EngineStartError: vLLM failed, with its error text; or the deadline passed."""
         try:
             llm = await asyncio.wait_for(_start(settings), settings.start_timeout_s)
         except TimeoutError as error:
@@ -79,7 +71,6 @@ class OfflineEngine:
         """Sample one completion for each of these prompts.
 
         Args:
-            prompts: token ids.
             seeds: of each completion, below 2**63.
             temperature, top_p, max_tokens, stop_token_ids: as vLLM's.
 
@@ -126,7 +117,6 @@ class OfflineEngine:
         return requests
 
     def close(self) -> None:
-        """End the engine, and its processes."""
         self._llm.shutdown()
 
 

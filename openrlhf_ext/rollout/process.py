@@ -53,7 +53,6 @@ def log_files() -> list[Path]:
 
 
 def log_tail(lines: int = _TAIL_LINES) -> str:
-    """The end of each of these files."""
     tails = [[f"--- {path}", *path.read_text(errors="replace").splitlines()[-lines:]] for path in log_files()]
     return "\n".join(line for tail in tails for line in tail)
 

@@ -64,7 +64,6 @@ class GroupRequest:
     guide_samples: int = 0
 
     def seed_of(self, sample: int) -> int | None:
-        """Of the completion at this place in the group."""
         return None if self.seed is None else derived_seed(self.seed, sample)
 
 
@@ -95,7 +94,6 @@ class Response:
 
     @property
     def sampled(self) -> int:
-        """Completion tokens."""
         return sum(stop - start for start, stop in self.actions)
 
     @property
@@ -156,7 +154,6 @@ class ResponseRecorder:
         return getattr(self._engine, name)
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """The engine's ``generate``."""
         if self._seed is not None and sampling_params.seed is None:
             sampling_params = sampling_params.clone()
             sampling_params.seed = derived_seed(self._seed, self._turns)

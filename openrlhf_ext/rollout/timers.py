@@ -31,7 +31,6 @@ class OverlapTimer:
 
     @property
     def count(self) -> int:
-        """Activities going on now."""
         return self._running
 
     def take(self) -> float:

@@ -48,12 +48,7 @@ class WeightSyncExtension:
         require_fp8(self.model_runner.get_model(), bf16_layers)
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
-        """Join the sender's group as this worker's number within its engine says.
-
-        Args:
-            plan: `BucketPlan.to_wire()`.
-            link: the attributes of a `Link`.
-        """
+        """Join the sender's group as this worker's number within its engine says."""
         self.disconnect_weight_receiver()
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
         agreed = BucketPlan.from_wire(plan)

@@ -1,4 +1,4 @@
-"""Rows one behind the other; how they are cut into blocks never shows in a result."""
+"""Concatenated rows; how they are cut into blocks never shows in a result."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.cli.evaluate import main
+from openrlhf_ext.locks import FolderLock
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until
 
@@ -218,6 +220,16 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
     file.write_text(text.decode().replace('"line_format": 2, ', "", 1))
     assert main(options(killed)) == 2
     assert "(line_format was None, is 2)" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_write_one_folder(
+    model: Path, aime: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(FolderLock(tmp_path / "out", take_over=False, remedy="")):
+        assert main(sampling(model, aime, tmp_path / "out")) == 2
+    says = f"--out: {tmp_path}/out is in use by pid {os.getpid()} on "
+    assert says in (told := capsys.readouterr().err) and "wait until it has ended, or give another --out" in told
+    assert not (tmp_path / "out/aime24.jsonl").exists()
 
 
 def test_the_greedy_answers_of_vllm_are_those_of_transformers_and_it_goes_on_where_it_was_killed(

@@ -14,7 +14,6 @@ from openrlhf_ext.cli.explain import main, parse_options
 from openrlhf_ext.tools.explain.quantities import explain
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from tests.patience import PATIENCE_S
-from tests.tools.explain.test_drawing import size_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "data" / "explain_rollouts.jsonl"
 
@@ -140,8 +139,6 @@ def test_what_the_environment_wrote_is_shown_without_numbers_and_counts_for_noth
     same = shown(capsys, "--algorithm", "gtpo_entropy", "--rollouts", alone)
     for name in ("advantage", "shaped reward"):
         assert panel(lines, name)[1] == panel(same, name)[1]
-    picture = tmp_path / "environment.png"
-    assert main(["--algorithm", "dapo", "--rollouts", path, "--png", str(picture)]) == 0 and picture.stat().st_size
 
 
 def test_options() -> None:
@@ -223,21 +220,6 @@ def test_a_line_separator_inside_a_text_ends_no_line(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(json.dumps({**GOOD, "tokens": ["\u2028", "\x85"]}, ensure_ascii=False))
     assert read_rollouts(path)[0].record["tokens"] == ["\u2028", "\x85"]
-
-
-def test_png_of_the_example(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails: pictures need no screen
-    out = tmp_path / "new" / "picture.png"
-    arguments = ["--algorithm", "dapo", "--rollouts", str(EXAMPLE), "--group", "2", "--png", str(out)]
-    assert main(arguments) == 0
-    assert f"wrote {out}" in capsys.readouterr().err
-    wide = size_of(out)
-    assert main([*arguments, "--width", "60"]) == 0
-    narrow = size_of(out)
-    assert narrow[0] < wide[0] and narrow[1] > wide[1]
-    assert [path.name for path in out.parent.iterdir()] == ["picture.png"]
 
 
 def test_help_is_quick_and_needs_no_torch() -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from openrlhf_ext.config import option_table
 from openrlhf_ext.config.openrlhf import RENAMED, present_name
-
-MIGRATION = Path(__file__).parents[2] / "docs/migration.md"
 
 
 def test_every_present_name_is_an_option_and_no_earlier_one_is():
@@ -45,9 +40,3 @@ def test_a_whole_script_is_told_at_once(problems):
     assert "write --train.micro_batch_size" in found[1]
     assert "ds.zero_stage, which is refused here" in found[2] and "megatron.tensor_parallel_size" in found[2]
     assert len(found) == 3
-
-
-def test_the_guide_lists_every_name_of_the_table():
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([\w. ]+)`", MIGRATION.read_text(), re.MULTILINE))
-    listed = {earlier: rows[earlier].split()[0] for earlier in RENAMED if earlier in rows}
-    assert listed == {earlier: present.split()[0] for earlier, present in RENAMED.items()}

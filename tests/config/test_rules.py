@@ -90,12 +90,6 @@ def test_micro_batches_hold_the_longest_sequence(problems, load):
         assert warning.startswith(f"{option} has no effect: got 4096, and train.dynamic_batch_enable is off")
 
 
-def test_head_kernels_are_for_heads_that_have_some(load):
-    assert load("--megatron.head_kernels", "torch", "--megatron.head", "two_pass").warnings == ()
-    (warning,) = load("--megatron.head_kernels", "torch", "--megatron.head", "naive").warnings
-    assert warning.startswith("megatron.head_kernels has no effect: got torch, and megatron.head is naive")
-
-
 def test_sequence_parallelism_needs_tensor_parallelism(problems):
     (message,) = problems("--megatron.sequence_parallel_enable")
     assert "megatron.tensor_parallel_size > 1" in message
@@ -279,8 +273,6 @@ def test_warnings(load):
          ("--reward.remote_url", "reward.py")),
         (("--ds.value_head_prefix", "value"), "algo.advantage.estimator is grpo, not gae",
          ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")),
-        (("--megatron.head", "naive", "--megatron.head_workspace_mib", "64"), "megatron.head is naive",
-         ("--megatron.head", "fused")),
         (("--ckpt.max_num", "9"), "ckpt.save_steps is -1 and ckpt.best_metric_key is not set",
          ("--ckpt.save_steps", "1")),
     ],

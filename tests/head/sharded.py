@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
+from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
 from tests.head.cases import Case
 from tests.head.memory import peak_extra_bytes
+from tests.head.naive import naive_logprob_entropy
 
 
 def run(cases: list[Case], workspaces: list[int], lopsided_workspace: int) -> tuple[list[dict[str, dict]], int | None]:

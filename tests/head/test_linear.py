@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_ext.head import NonFiniteLogitsError, linear_logprob_entropy, linear_token_loss, naive_logprob_entropy
+from openrlhf_ext.head import NonFiniteLogitsError, linear_logprob_entropy, linear_token_loss
 from tests.head.cases import assert_near, expected, make_case, reference
+from tests.head.naive import naive_logprob_entropy
 
 
 @settings(max_examples=40, deadline=None)

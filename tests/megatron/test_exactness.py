@@ -18,14 +18,14 @@ FIRST, SECOND = tuple(algorithms())[::2], tuple(algorithms())[1::2]
 LAYOUTS = {
     1: [
         ("tied", {"micro_batch_size": 1}), ("untied", {"micro_batch_size": 12}), ("tied", {"max_tokens": 25}),
-        ("untied", {"micro_batch_size": 5, "head": "two_pass"}), ("tied", {"micro_batch_size": 5, "head": "naive"}),
+        ("untied", {"micro_batch_size": 5, "head": "two_pass"}), ("tied", {"micro_batch_size": 5, "head": "two_pass"}),
     ],
     4: [
         ("untied", {"micro_batch_size": 1, "algorithms": FIRST}),
         ("untied", {"micro_batch_size": 7, "lopsided": True, "algorithms": SECOND}),
         ("untied", {"tp": 2, "max_tokens": 20}), ("untied", {"tp": 4, "sp": True, "max_tokens": 70}),
         ("tied", {"tp": 2, "pp": 2, "sp": True, "max_tokens": 30, "algorithms": FIRST}),
-        ("untied", {"tp": 2, "pp": 2, "head": "naive", "algorithms": SECOND}),
+        ("untied", {"tp": 2, "pp": 2, "head": "two_pass", "algorithms": SECOND}),
         ("tied", {"pp": 2, "vp": 2, "max_tokens": 25, "lopsided": True}), ("untied", {"pp": 2, "micro_batch_size": 3}),
         ("untied", {"tp": 2, "cp": 2, "sp": True, "max_tokens": 35, "algorithms": FIRST}),
         ("tied", {"tp": 2, "cp": 2, "head": "two_pass", "micro_batch_size": 6, "algorithms": SECOND}),

@@ -21,7 +21,7 @@ CASES = {
         {"tied": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "dtype": "bf16"},
         {"tied": True, "overlap": {**GRADIENTS, **SMALL}, "lopsided": True, "recompute": {"recompute": "full"}},
         {"cp": 2, "max_tokens": 12, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass"},
-        {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "naive", "micro_batch_size": 1},
+        {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass", "micro_batch_size": 1},
     ],
     4: [
         {"pp": 2, "vp": 2, "micro_batch_size": 1, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},

@@ -28,11 +28,9 @@ class Counter:
         self._key = f"openrlhf_ext/counter/{next(_numbers)}"
 
     def add_one(self) -> None:
-        """Adds 1."""
         self._store.add(self._key, 1)
 
     def wait_for(self, number: int) -> None:
-        """Returns when the number has been reached."""
         pause_s, longest_s = _PAUSES_S
         while self._store.add(self._key, 0) < number:
             progress()

@@ -61,7 +61,6 @@ class RankState:
     """What a rank answers.
 
     Attributes:
-        rank: global rank.
         count: phases entered so far; ranks enter the same phases, so a smaller number is a rank that lags behind.
         phase: the phase it is in, nested ones joined by " > "; None between phases.
         last: the phase it left last.
@@ -89,7 +88,6 @@ class RankState:
     work: str = ""
 
     def describe(self) -> str:
-        """One line for people."""
         if self.phase is not None:
             verb = "waits in a collective at" if self.in_collective or self.waited else "is at"
             call = f", {self.waiting} is not done" if self.waiting else ""
@@ -197,7 +195,6 @@ class Watchdog:
         )
 
     def state(self) -> RankState:
-        """What this rank is doing now."""
         frames, calls = _stack(self._thread_id), nccl_calls()
         with self._lock:
             return RankState(
@@ -404,7 +401,6 @@ def start_watchdog(timeout_s: float) -> Address:
 
 
 def stop_watchdog() -> None:
-    """Ends this process's monitor, if there is one."""
     global _monitor
     if _monitor is not None:
         _monitor.close()

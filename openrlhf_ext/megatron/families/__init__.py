@@ -24,11 +24,7 @@ GROUP = "openrlhf_ext.families"
 
 @cache
 def family_of(model_type: str) -> Family:
-    """The family of checkpoints whose ``config.json`` says ``model_type``.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises InputError: there is none."""
     own = [module.name for module in pkgutil.iter_modules(__path__)]
     if model_type in own:
         return import_module(f"{__name__}.{model_type}").FAMILY

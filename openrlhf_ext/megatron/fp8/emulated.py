@@ -65,7 +65,6 @@ class Scaling:
         return {"dy": self.scales["dy"].scale.clone()}
 
     def forget_passes(self) -> None:
-        """Nothing waits to be recomputed."""
         self._to_recompute.clear()
 
 

@@ -41,7 +41,6 @@ class ScalingState:
                     yield f"layers.{number}.{rest}.{name}", tensor
 
     def reset(self) -> None:
-        """As before the first micro-batch."""
         for name, tensor in self._tensors():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
 

@@ -43,7 +43,6 @@ class FrozenCopy:
 
     @property
     def nbytes(self) -> int:
-        """Host memory taken for the copy, bytes."""
         return self._arena.nbytes
 
     @contextmanager

@@ -77,7 +77,6 @@ class ModelStates:
 
     @property
     def resident(self) -> frozenset[str]:
-        """Kinds that are on the device."""
         return frozenset(KINDS) - self._away.keys()
 
     def offload(self, *kinds: str) -> Swap:

@@ -40,7 +40,6 @@ class Rule:
 
     @property
     def axis(self) -> int:
-        """The dimension that is cut."""
         return 1 if self.split == "row" else 0
 
 
@@ -129,12 +128,10 @@ class Family:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether query, key and value have a bias."""
         return "self_attention.linear_qkv.bias" in self.layer
 
     @property
     def qk_norm(self) -> bool:
-        """Whether query and key are normalized per head."""
         return "self_attention.q_layernorm.weight" in self.layer
 
     @property
@@ -191,5 +188,4 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """The variant of the rotary embedding."""
     return rope.get("rope_type") or rope.get("type") or "default"

@@ -43,12 +43,10 @@ class ForwardFlops:
 
     @property
     def total(self) -> int:
-        """All of one forward pass."""
         return self.layers + self.attention + self.head
 
     @property
     def training(self) -> int:
-        """Forward and backward."""
         return (1 + BACKWARD) * self.total
 
 

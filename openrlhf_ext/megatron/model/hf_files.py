@@ -42,7 +42,6 @@ class HFCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self._file_of)
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
@@ -121,8 +120,6 @@ class HFRows:
     """Consecutive rows of a Hugging Face tensor.
 
     Attributes:
-        name: of the tensor.
-        start: first row.
         values: the rows; entries of a vector count as rows. Who yields them may use the memory again for the next ones.
     """
 
@@ -151,10 +148,8 @@ def save_hf(
     Args:
         rows: all rows of all tensors, in order.
         tensors: what ``rows`` make, in the same order.
-        dtype: of all of them.
         side_files: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
             folder may be gone.
-        target: folder to write.
         max_shard_bytes: size of a file, unless a tensor alone is larger.
         config_changes: overrides entries of ``config.json``.
 

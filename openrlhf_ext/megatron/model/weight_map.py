@@ -83,8 +83,6 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Name and shape of one tensor of the HF checkpoint."""
-
     name: str
     shape: tuple[int, ...]
 

@@ -24,7 +24,7 @@ from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unp
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Sequences one behind the other, without padding, and where their response tokens are.
+    """Concatenated sequences without padding, and where their response tokens are.
 
     Responses may be interrupted (several turns): a sequence may have several ranges of response tokens, or none. A
     response token at position p is predicted by the hidden state at p - 1.
@@ -60,12 +60,10 @@ class SequenceBatch:
 
     @property
     def counts_B(self) -> Tensor:
-        """(B,) int64 response tokens of each sequence."""
         return self.responses.lengths_B
 
     @property
     def targets_N(self) -> Tensor:
-        """(N,) int32 response tokens."""
         first_R = torch.from_numpy(self.sequences.bounds[:-1]).repeat_interleave(self.ranges_B)
         spans = (self.ranges_R2 + first_R[:, None]).tolist()
         return torch.cat([self.tokens_M[:0], *(self.tokens_M[start:stop] for start, stop in spans)])
@@ -99,7 +97,7 @@ def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[t
         sequences: (S_i,) int32 tokens of each sequence, prompt and response.
         actions: of each sequence the [start, stop) ranges of its response tokens, ascending.
     Raises:
-        ValueError: naming the row whose ranges do not lie one behind the other between its second token and its end.
+        ValueError: naming the row whose ranges are not in order between its second token and its end.
     """
     lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
@@ -230,5 +228,4 @@ class ValueTargets:
         return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 
     def to(self, device: torch.device) -> ValueTargets:
-        """A copy on ``device``."""
         return ValueTargets(*(value.to(device) for value in vars(self).values()))

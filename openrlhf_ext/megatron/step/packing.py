@@ -1,4 +1,4 @@
-"""The sequences of a micro-batch one behind the other, without padding, as one rank computes them.
+"""The concatenated sequences of a micro-batch, without padding, as one rank computes them.
 
 Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
 slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and FP8
@@ -51,7 +51,6 @@ class PackedBatch:
 
     @property
     def response_tokens(self) -> int:
-        """Response tokens of the micro-batch, which the context-parallel ranks predict together."""
         return self.tokens.stop - self.tokens.start
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -76,12 +75,10 @@ class PackShape:
 
     @property
     def unit(self) -> int:
-        """Slots are multiples of this."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def pack_unit(self) -> int:
-        """Packs are multiples of this."""
         return math.lcm(self.unit, self.context_parallel_size * self.pieces * self.piece_unit)
 
     def slots(self, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -91,7 +88,6 @@ class PackShape:
         return tuple(slots)
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:
-        """Tokens of each piece of a pack of sequences of these lengths."""
         return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
 
 

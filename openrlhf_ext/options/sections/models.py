@@ -250,7 +250,6 @@ class Megatron(Section):
         "megatron.overlap_grad_reduce": ("ddp_bucket_size",),
         "megatron.recompute=selective": ("recompute_modules",),
         "megatron.recompute=full": ("recompute_method", "recompute_num_layers"),
-        "megatron.head!=naive": ("head_kernels", "head_workspace_mib"),
     }
 
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
@@ -300,19 +299,17 @@ class Megatron(Section):
         "block = recompute the first megatron.recompute_num_layers layers of each model chunk, keep all of the others",
     )
     recompute_num_layers: Int = added(1, "layers, see megatron.recompute_method", ge=1)
-    head: Literal["fused", "two_pass", "naive"] = added(
+    head: Literal["fused", "two_pass"] = added(
         "fused",
         "how log-probs come from hidden states: fused = loss and gradient in one pass over blocks of logits where the "
-        "estimator's loss allows, two_pass = log-probs first, logits again in the backward pass, naive = all logits at "
-        "once, for comparison",
+        "estimator's loss allows, two_pass = log-probs first, logits again in the backward pass",
     )
     head_kernels: Literal["auto", "torch", "triton"] = added(
-        "auto", "kernels of the head (fused and two_pass): auto = Triton on GPUs where it is installed, torch elsewhere"
+        "auto", "kernels of the head: auto = Triton on GPUs where it is installed, torch elsewhere"
     )
     head_workspace_mib: Int = added(
         256,
-        "memory for the blocks of logits that the head works on (fused and two_pass), MiB on every rank; more makes "
-        "larger products",
+        "memory for the blocks of logits that the head works on, MiB on every rank; more makes larger products",
         ge=1,
         le=2**20,
     )

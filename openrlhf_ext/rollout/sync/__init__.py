@@ -36,7 +36,6 @@ def choose_transport(asked: str, *, on_gpu: bool, colocated: bool, deterministic
 
     Args:
         asked: "auto" or a transport.
-        on_gpu: whether policy and engines run on GPUs.
         colocated: whether they share them. (Transports that do not fit are refused with the configuration.)
         deterministic: whether the engines are batch-invariant. Then NCCL in them has other settings than in the policy
             (vllm 0.29.0 model_executor/determinism/batch_invariant.py:988), and ranks of one communicator must agree.

@@ -144,7 +144,6 @@ class Link:
     """How an engine's workers reach the sender.
 
     Attributes:
-        transport: its name, see ``find_transport``.
         address, port: of the sender's TCPStore.
         first_rank: rank of the engine's first worker in the group; the others follow.
         world_size: ranks of the group: the sender, which is rank 0, and every worker of every engine.
@@ -183,7 +182,6 @@ class Transport(ABC):
         """The rank's staging buffers; a collective of all policy ranks.
 
         Args:
-            plan: what is sent.
             exporting: ranks that hold the exported weights, of which rank 0 is the first.
             timeout_s: limit of collectives.
         """

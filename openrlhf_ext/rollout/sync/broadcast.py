@@ -55,11 +55,9 @@ class BroadcastTransport(Transport):
         """End transfers under way on this rank, if the group can."""
 
     def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> BroadcastEnd:
-        """Rank 0 of the process group."""
         return BroadcastEnd(self, store, link, 0)
 
     def open_receiver(self, store: dist.Store, link: Link, rank: int) -> BroadcastEnd:
-        """Another rank of it."""
         return BroadcastEnd(self, store, link, rank)
 
 
@@ -78,11 +76,9 @@ class BroadcastEnd:
         self._group: Any = transport.open_group(store, link.address, rank, link.world_size, link.timeout_s)
 
     def send(self, frame: Tensor) -> Callable[[], Tensor]:
-        """Begin to broadcast a frame; see `SendingEnd`."""
         return self.broadcast(frame)
 
     def receive(self, nbytes: int) -> Callable[[], Tensor]:
-        """Begin to receive a frame; see `ReceivingEnd`."""
         device = self._transport.device
         if device.type == "cpu":
             return self.broadcast(self._pool.take(nbytes))

@@ -92,11 +92,7 @@ class SentSums:
         self._names = [name for name, _, _ in plan.tensors]
 
     def add(self, bucket: Bucket, content: Tensor) -> None:
-        """Add what a bucket holds of its tensors.
-
-        Args:
-            content: uint8 vector holding at least the whole bucket.
-        """
+        """Add what a bucket holds of its tensors; ``content``: uint8 vector holding at least the whole bucket."""
         for slot in bucket.slots:
             rows = words(slot.view(content), slot.shape, self._workers)
             assert rows is not None, "rows of a tensor are contiguous and begin at a word"
@@ -125,7 +121,6 @@ def check_receipts(plan: BucketPlan, sent: Sequence[int], receipts: Sequence[Rec
     Args:
         sent: `SentSums.take`.
         receipts: of every engine.
-        version: number of the update, for the message.
 
     Raises:
         WeightSyncMismatch: naming engines and tensors.

@@ -222,13 +222,10 @@ class IpcSendingEnd:
             self._store.delete_key(used)
 
     def close(self) -> None:
-        """Tell the workers that nothing more will come."""
         self._store.set(_READY.format(self._announced), _LEFT)
 
 
 class IpcReceivingEnd:
-    """A worker's end."""
-
     def __init__(self, memory: CudaIpc, store: dist.Store, link: Link) -> None:
         self._memory, self._store, self._timeout_s = memory, store, link.timeout_s
         self._buffers = [memory.open(handle) for handle in link.handles[memory.key()]]
@@ -256,7 +253,6 @@ class IpcReceivingEnd:
         return frame
 
     def close(self) -> None:
-        """Close the sender's buffers. A sender in the middle of a stream learns it from the engine's error."""
         self._buffers.clear()
 
 

@@ -37,7 +37,6 @@ class Gloo(BroadcastTransport):
         return super().staging(plan, exporting, timeout_s)
 
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
-        """Connect to every other rank."""
         kind: Any = ProcessGroupGloo  # its options are in no type stub
         options = kind._Options()
         options._timeout = timedelta(seconds=timeout_s)

@@ -29,7 +29,6 @@ class Nccl(BroadcastTransport):
 
     @property
     def device(self) -> torch.device:
-        """The current GPU."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:

@@ -49,17 +49,14 @@ class Slot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all rows of the tensor."""
         return self.stop - self.start == _rows(self.shape)
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """Shape of the rows."""
         return self.shape if self.is_whole else (self.stop - self.start, *self.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        """Size of the rows in bytes."""
         return _nbytes(self.rows_shape, self.dtype)
 
     def view(self, bucket_bytes: Tensor) -> Tensor:
@@ -123,7 +120,6 @@ class BucketPlan:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> BucketPlan:
-        """The plan that `to_wire` described."""
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in wire["tensors"]]
         return cls.build(tensors, wire["bucket_bytes"])
 

@@ -68,11 +68,8 @@ class WeightSender:
     ) -> None:
         """
         Args:
-            transport: its name, see `find_transport`.
-            plan: what every update consists of.
             staging: buffers to send from, made by the transport.
             engines: Ray handles of `RolloutEngine`.
-            tensor_parallel_size: workers per engine.
             timeout_s: limit of connecting, and of one whole update.
         """
         if not engines:
@@ -87,7 +84,6 @@ class WeightSender:
 
     @property
     def connected(self) -> bool:
-        """Whether the group stands."""
         return self.end is not None
 
     def connect(self) -> None:

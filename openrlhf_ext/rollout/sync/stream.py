@@ -42,9 +42,6 @@ def send_stream(
     """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before.
 
     Args:
-        end: the group.
-        plan: what to send.
-        staging: of this rank.
         fill: called once for every bucket, in order, also after a failure.
         version: number of this set of weights.
         workers: of each engine.

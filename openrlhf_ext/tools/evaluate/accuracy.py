@@ -16,11 +16,7 @@ _QUANTILE = NormalDist().inv_cdf(0.975)
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean.
-
-    Raises:
-        ValueError: there are no values.
-    """
+    """Arithmetic mean. Raises ValueError: there are no values."""
     numbers = list(values)
     if not numbers:
         raise ValueError("the mean of no values is undefined")
@@ -81,8 +77,6 @@ class Votes:
 
     Args:
         samples: of a problem, the same for all of them.
-        k: size of the vote.
-        seed: of the drawn subsets.
 
     Raises:
         ValueError: unless ``1 <= k <= samples``.

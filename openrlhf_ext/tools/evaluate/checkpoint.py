@@ -40,7 +40,6 @@ class GradingSettings:
     """How to grade.
 
     Attributes:
-        num_workers, reward_timeout_s: see ``reward.*``.
         max_failures: gradings of a problem file that may fail; ``None``: any number. They count as wrong.
     """
 
@@ -65,11 +64,7 @@ def evaluate(
     ends in the bytes of one that was not, wherever the engine computes the same batch alike.
 
     Args:
-        tasks: what to evaluate on.
         stores: for each task, where its graded problems are kept.
-        model: the checkpoint's folder, with its tokenizer.
-        sampling, grading: how.
-        ks: sizes of pass@k and maj@k.
         open_sampler: loads the model; not called if the stores hold everything.
         short_tokens: completions of at most this many tokens are counted apart; ``None``: none are.
 
@@ -119,7 +114,6 @@ def grade_saved(
     """:func:`evaluate` of completions that are there already, without a model.
 
     Args:
-        completions: texts for each problem, equally many.
         tokenizer: for the chat template, where the task asks for it.
     """
     problems = [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
@@ -144,11 +138,7 @@ async def open_transformers(
     """Load a checkpoint in plain transformers.
 
     Args:
-        folder: the checkpoint.
-        tokenizer: its tokenizer.
-        device: where to run.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
-        entropy: measure the entropy of the completions.
         reference: folder of a checkpoint from which the divergence is measured too; ``None``: it is not.
     """
     import torch
@@ -207,7 +197,6 @@ async def _grade_groups(
 
 
 async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[str, Any]:
-    """The line of one problem."""
     completions = answers.completions
     sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
     grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label, c.body) for c in sampled))

@@ -27,7 +27,6 @@ class Grading:
     Args:
         grader: where samples are graded; started and closed by the caller.
         policy: how many may fail. A completion that is not graded is wrong.
-        num_workers: of the grader.
         by_equality: the grader compares the label, taken as an answer, with the stated answer, so that it can also tell
             which wrong answers are equal; else answers are equal if their normalized texts are.
     """

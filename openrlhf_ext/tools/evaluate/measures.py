@@ -26,7 +26,6 @@ class Measures:
     any nucleus is cut out of them; logits are taken to fp32.
 
     Args:
-        policy: what the completions were sampled from.
         reference: what it is compared with, of the same vocabulary; ``None``: nothing.
         temperature: above 0.
         batch_size: most sequences of a forward pass; fewer where their logits would be too large.
@@ -68,7 +67,6 @@ class Measures:
         return (order[start : start + size] for start in range(0, len(order), size))
 
     def _means(self, batch: Sequence[Completion]) -> list[tuple[float, float | None]]:
-        """Entropy and divergence of each completion."""
         ids_BS, mask_BS = (tensor.to(self._device) for tensor in left_padded([_ids(each) for each in batch], pad=0))
         lengths_B1 = torch.tensor([[_length(each)] for each in batch], device=self._device)
         longest = int(lengths_B1.max())

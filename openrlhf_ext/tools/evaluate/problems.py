@@ -67,7 +67,6 @@ class PromptStyle:
     Attributes:
         template: a format string around the question, for instance ``"User: {}\\nAssistant: "``.
         system_prompt: the chat's system message; without a chat template it stands in front, an empty line between.
-        chat: apply the tokenizer's chat template.
     """
 
     template: str | None = None
@@ -102,11 +101,7 @@ class Task:
     """A problem file and how it is graded.
 
     Attributes:
-        name: of the results.
-        path: the file.
-        problems: what stands in it.
         reward: Python file with ``reward_func``, or addresses of reward servers.
-        style: how its questions become prompts.
     """
 
     name: str
@@ -123,8 +118,6 @@ def load_problems(
     """Read a user's JSONL file.
 
     Args:
-        path: the file.
-        input_key, label_key: where question and label stand.
         limit: number of problems from the start of the file; all if ``None``.
         chat: a question may be a list of messages.
 
@@ -147,8 +140,6 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
     """Read a benchmark's file as it was published.
 
     Args:
-        name: one of ``BENCHMARKS``.
-        path: a JSONL file.
         limit: number of problems from the start of the file; all if ``None``.
 
     Returns:

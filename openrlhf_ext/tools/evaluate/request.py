@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from openrlhf_ext.tools.evaluate.problems import (
     load_problems,
     system_message,
 )
-from openrlhf_ext.tools.evaluate.store import digest_of, load_completions, store_fault, task_settings
+from openrlhf_ext.tools.evaluate.store import digest_of, load_completions, read_results, task_settings
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
@@ -52,19 +53,21 @@ _RESULT_MAYBE = {
     "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
 }  # fmt: skip
 
+_SHARE = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+_SECONDS = (lambda value: 0 < value < math.inf, "a positive number of seconds")
+_BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0, "at least 0"), "top_p": _SHARE, "gpu_memory_utilization": _SHARE,
+    "reward_timeout_s": _SECONDS, "engine_timeout_s": _SECONDS,
+}  # fmt: skip
+
 
 class Request:
-    """What the options of the command ask for; files are read once, when they are first needed.
-
-    Args:
-        arguments: the options, by name.
-    """
+    """What the options of the command ask for; files are read once, when they are first needed."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
 
     def faults(self) -> Iterator[str]:
-        """Everything that is wrong with them, without loading a model."""
         given = self.arguments
         found = [*self._usage_faults(), *self._number_faults(), *self._model_faults(), *self._measure_faults()]
         tasks, wrong_files = self._tasks
@@ -77,8 +80,8 @@ class Request:
         if tasks and not wrong_files and not found:
             found += self._compared_faults(tasks[0])
         if given.out and not found:
-            settings = zip(tasks, self.settings, strict=True)
-            found += filter(None, (store_fault(self.store_path(task.name), each) for task, each in settings))
+            for task, settings in zip(tasks, self.settings, strict=True):
+                found += self._attempt(partial(read_results, Path(given.out) / f"{task.name}.jsonl", settings))
         yield from found
 
     def _usage_faults(self) -> Iterator[str]:
@@ -102,16 +105,9 @@ class Request:
 
     def _number_faults(self) -> Iterator[str]:
         given = self.arguments
-        if not given.temperature >= 0:
-            yield f"--temperature must be at least 0: got {given.temperature:g}"
-        if given.max_failures is not None and given.max_failures < 0:
-            yield f"--max_failures must be at least 0: got {given.max_failures}"
-        for name in ("top_p", "gpu_memory_utilization"):
-            if not 0 < (value := getattr(given, name)) <= 1:
-                yield f"--{name} must be above 0 and at most 1: got {value:g}"
-        for name in ("reward_timeout_s", "engine_timeout_s"):
-            if not 0 < (value := getattr(given, name)) < float("inf"):
-                yield f"--{name} must be a positive number of seconds: got {value:g}"
+        for name, (holds, words) in _BOUNDS.items():
+            if not holds(value := getattr(given, name)):
+                yield f"--{name} must be {words}: got {value:g}"
         if given.out and Path(given.out).exists() and not Path(given.out).is_dir():
             yield f"--out must be a folder: {given.out} is none"
         if given.engine == "vllm" and given.device not in ("cpu", "cuda"):
@@ -185,7 +181,6 @@ class Request:
 
     @cached_property
     def before(self) -> dict[str, Any] | None:
-        """The earlier result that this one is shown beside."""
         path = self.arguments.compare
         if path is None:
             return None
@@ -213,7 +208,6 @@ class Request:
 
     @property
     def samples(self) -> int:
-        """Completions of each prompt that are sampled."""
         return self.arguments.n_samples or 4
 
     def ks(self, samples: int) -> list[int]:
@@ -222,12 +216,10 @@ class Request:
 
     @property
     def tasks(self) -> list[Task]:
-        """The problem files."""
         return self._tasks[0]
 
     @cached_property
     def _tasks(self) -> tuple[list[Task], list[str]]:
-        """The tasks whose files can be used, and what is wrong with the others."""
         given = self.arguments
         # a chat template replaces the template of a user's own data, as in OpenRLHF; in a benchmark's it goes around it
         usual = "{}" if given.system_prompt in SYSTEM_PROMPTS else MATH_TEMPLATE
@@ -262,7 +254,6 @@ class Request:
 
     @cached_property
     def completions(self) -> list[list[str]]:
-        """The saved completions."""
         found = load_completions(self.arguments.completions, self.tasks[0].problems)
         samples = len(found[0])
         faults = list(self._sample_faults(samples))
@@ -274,7 +265,6 @@ class Request:
 
     @cached_property
     def settings(self) -> list[dict[str, Any]]:
-        """For each task what its results depend on."""
         given = self.arguments
         names = [*_SAMPLING, *(_ENGINE if given.engine == "vllm" else ())]
         sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}, "entropy": self._measures}
@@ -291,7 +281,6 @@ class Request:
         return Path("runs/evaluation") / name
 
     def store_path(self, name: str) -> Path | None:
-        """Where a task's graded problems are kept."""
         return self.out / f"{name}.jsonl" if self.out else None
 
 

@@ -24,8 +24,6 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """One graded completion, for showing."""
-
     prompt: str
     completion: str
     label: Any
@@ -39,14 +37,10 @@ class EvaluationResult:
     """What an evaluation measured. Intervals are those of ``wilson_interval``, 95 %.
 
     Attributes:
-        benchmark: name of the task.
         model, dataset: what was evaluated on what; no model if saved completions were graded.
         accuracy: share of all samples whose score is at least 1, which is pass@1.
-        accuracy_interval: of the accuracy.
         standard_error: of the accuracy, samples of a prompt taken together; ``None`` for a single prompt.
-        prompts, samples_per_prompt: counts.
         score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
-        reward_mean: mean reward over all samples.
         response_length_mean: tokens; ``None`` where they are not known.
         ended: share of completions that ended by themselves, before ``max_new_tokens``; ``None`` likewise.
         short_tokens, short_share: which completions count as short, and how many are; ``None`` if that is not asked.
@@ -58,14 +52,11 @@ class EvaluationResult:
         kl_to_reference: divergence of the model from the reference, nats, mean over all tokens; ``None`` likewise.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
         pass_at_k: k -> chance that one of k samples is correct (unbiased).
-        pass_at_k_intervals: of these.
         majority_at_k: k -> chance that the most frequent stated answer of k samples is correct, see ``Votes``.
-        majority_at_k_intervals: of these.
         ties_at_k: k -> chance that several answers are the most frequent ones.
         reward_failures: completions that could not be graded, greedy ones included; they count as wrong.
         grading_error: why the first of them was not; ``None`` if all were.
         skipped_overlong: prompts left out because the model has no room for them.
-        sample_answers: the first completions of the first prompts.
         seconds: sampling and grading, with loading the model.
     """
 
@@ -104,12 +95,10 @@ class EvaluationResult:
 
     @property
     def nothing_graded(self) -> bool:
-        """Whether no completion got a grade, so that the numbers say nothing."""
         greedy = self.prompts if self.greedy_accuracy is not None else 0
         return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
         return asdict(self)
 
 
@@ -120,7 +109,6 @@ def summarize(
     """Count what the lines of a task's problems say.
 
     Args:
-        problems: the lines, with equally many completions each.
         ks: sizes of pass@k and maj@k; maj@n is counted in any case.
         short_tokens: longest completion that counts as short; needs completions whose tokens are known.
     """
@@ -214,7 +202,6 @@ def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None
     task, of everything that was measured.
 
     Args:
-        results: of tasks that were sampled alike.
         before: an earlier result in JSON, whose numbers stand beside those of the only task.
     """
     parts = [_overview(results)] if len(results) > 1 else []

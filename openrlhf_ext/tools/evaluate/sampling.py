@@ -64,12 +64,8 @@ class SamplingSettings:
     """How completions are sampled.
 
     Attributes:
-        n_samples: completions of each prompt.
         temperature: of the softmax; 0 takes the most likely token.
         top_p: nucleus size; 1 samples from the whole vocabulary.
-        max_new_tokens: longest completion, tokens.
-        batch_size: sequences generated together.
-        seed: of the sampling.
         greedy: whether one completion of the most likely tokens is wanted beside the others.
     """
 
@@ -82,7 +78,6 @@ class SamplingSettings:
     greedy: bool = False
 
     def of_greedy(self) -> SamplingSettings:
-        """The settings of the completion of the most likely tokens."""
         return replace(self, n_samples=1, temperature=0.0)
 
 
@@ -97,7 +92,6 @@ class Sampler(Protocol):
         """Answers to some prompts, in the given order: a function of the arguments and of nothing sampled before.
 
         Args:
-            prompts: texts.
             places: where their problems stand in the file; seeds are derived from it.
         """
 
@@ -117,20 +111,15 @@ class TransformersSampler:
         self._measure = measure
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        """See :class:`Sampler`."""
-        settings, seed = self._settings, derived_seed(self._settings.seed, places[0])
-        sampled = self._sample(prompts, settings, seed)
+        settings = replace(self._settings, seed=derived_seed(self._settings.seed, places[0]))
+        sampled = self._sample(prompts, settings)
         if self._measure is not None:
             measured = iter(self._measure([completion for group in sampled for completion in group]))
             sampled = [[next(measured) for _ in group] for group in sampled]
-        return _answers(sampled, self._sample(prompts, settings.of_greedy(), seed) if settings.greedy else None)
+        return _answers(sampled, self._sample(prompts, settings.of_greedy()) if settings.greedy else None)
 
-    def _sample(self, prompts: Sequence[str], settings: SamplingSettings, seed: int) -> list[list[Completion]]:
-        return sample_completions(
-            self._model, self._tokenizer, prompts, n_samples=settings.n_samples, temperature=settings.temperature,
-            top_p=settings.top_p, max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size, seed=seed,
-            device=self._device,
-        )  # fmt: skip
+    def _sample(self, prompts: Sequence[str], settings: SamplingSettings) -> list[list[Completion]]:
+        return sample_completions(self._model, self._tokenizer, prompts, settings, self._device)
 
 
 class CompletionEngine(Protocol):
@@ -157,7 +146,6 @@ class EngineSampler:
         self._eos = _eos_ids(_saved_generation_config(folder), tokenizer)
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        """See :class:`Sampler`."""
         settings = self._settings
         sampled = await self._sample(prompts, places, settings)
         return _answers(sampled, await self._sample(prompts, places, settings.of_greedy()) if settings.greedy else None)
@@ -189,50 +177,32 @@ def _answers(sampled: Sequence[list[Completion]], greedy: Sequence[list[Completi
 
 
 def sample_completions(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    n_samples: int = 1,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    max_new_tokens: int = 64,
-    batch_size: int = 256,
-    seed: int = 0,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: SamplingSettings,
     device: str | torch.device = "cpu",
-) -> list[list[Completion]]:
-    """Sample ``n_samples`` completions of each prompt.
+) -> list[list[Completion]]:  # fmt: skip
+    """Completions of each prompt, in the given order.
 
     The model's own sampling defaults (top-k, repetition penalty, ...) are not used: the distribution is exactly that of
     the options, as in a rollout. The same seed, batch size and device give the same completions; the global random
     state is left as it was.
 
     Args:
-        model: a causal language model; moved to ``device``.
-        tokenizer: its tokenizer; no special tokens are added to the prompts.
-        prompts: texts; each at least one token long.
-        n_samples: completions per prompt.
-        temperature: of the softmax; 0 takes the most likely token.
-        top_p: nucleus size; 1 samples from the whole vocabulary.
-        max_new_tokens: longest completion, tokens.
-        batch_size: sequences generated together; prompts of similar length share a batch.
-        seed: of the sampling.
-        device: where to run.
-
-    Returns:
-        For each prompt, in the given order, its completions.
+        model: moved to ``device``.
+        prompts: no special tokens are added to them; those of similar length share a batch.
 
     Raises:
         ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
     """
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
-    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, max_new_tokens))
-    config = _generation_config(model, tokenizer, temperature, top_p, max_new_tokens)
-    order = sorted((i for i in range(len(prompts)) for _ in range(n_samples)), key=lambda i: len(prompt_ids[i]))
+    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, settings.max_new_tokens))
+    config = _generation_config(model, tokenizer, settings)
+    order = sorted(
+        (i for i in range(len(prompts)) for _ in range(settings.n_samples)), key=lambda i: len(prompt_ids[i])
+    )
     completions: list[list[Completion]] = [[] for _ in prompts]
     nn.Module.to(model, device)  # transformers' own wrapper of it has no type
-    with _evaluating(model, config), _seeded(seed, torch.device(device)), threads_for(model):
-        for rows in _chunks(order, batch_size):
+    with _evaluating(model, config), _seeded(settings.seed, torch.device(device)), threads_for(model):
+        for rows in _chunks(order, settings.batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
                 completions[i].append(_completion(tokenizer, prompt_ids[i], new_ids, config.eos_token_id))
@@ -255,19 +225,17 @@ def _check_lengths(prompts: Sequence[str], prompt_ids: list[list[int]], limit: i
 
 
 def _generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, top_p: float, max_new_tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings
 ) -> GenerationConfig:
     from transformers import GenerationConfig
 
     eos = _eos_ids(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        **(sampling if temperature > 0 else {"do_sample": False}),
-    )
+        max_new_tokens=settings.max_new_tokens, eos_token_id=eos, pad_token_id=pad,
+        **(sampling if settings.temperature > 0 else {"do_sample": False}),
+    )  # fmt: skip
 
 
 def _saved_generation_config(folder: str) -> GenerationConfig | None:

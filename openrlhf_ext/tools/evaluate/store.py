@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +27,7 @@ from openrlhf_ext.inputs import (
     or_null,
 )
 from openrlhf_ext.redaction import redact
+from openrlhf_ext.reporting.lines import JsonLines, read_lines
 from openrlhf_ext.tools.evaluate.problems import Problem, Task
 
 _SETTINGS = "settings"
@@ -52,32 +51,20 @@ _HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
 
 class Store:
-    """The results of one problem file: those of an earlier, killed command, and what is appended now.
-
-    Lines go to the file whole, in one write; the rest of one that a kill cut off is removed. The file is locked, so
-    that a second command cannot append to it. A context manager.
+    """The results of one problem file: those of an earlier, killed command, and those appended now; a context manager.
 
     Args:
-        path: the JSONL file; ``None`` keeps results in memory only.
-        settings: what the results depend on; plain data.
+        path: the JSONL file, in a folder that no other process works in; ``None`` keeps results in memory only.
 
     Raises:
-        ValueError: the file holds results of other settings (which, it says), something else than results, or another
-            process is writing it.
+        InputError: as :func:`read_results`.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
-        self.results: list[dict[str, Any]] = []
-        self._file: int | None = None
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            self._open(path, dict(settings))
-        except BaseException:
-            self.close()
-            raise
+        self.results = [] if path is None else read_results(path, settings)
+        self._lines = None if path is None else JsonLines(path, keep=lambda line: True)
+        if self._lines is not None and path is not None and not path.stat().st_size:
+            self._lines.append({_SETTINGS: dict(settings)})
 
     def __enter__(self) -> Store:
         return self
@@ -85,48 +72,42 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def append(self, results: Sequence[Mapping[str, Any]]) -> None:
-        """Keep more graded problems, each a JSON object."""
-        for result in results:
-            self.results.append(dict(result))
-            self._write(result)
+        for result in map(dict, results):
+            self.results.append(result)
+            if self._lines is not None:
+                self._lines.append(result)
 
-    def close(self) -> None:
-        """Give the file back."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
-    def _open(self, path: Path, settings: dict[str, Any]) -> None:
-        assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{path} is being written by another process: wait for it, or give another --out"
-            ) from error
-        text = path.read_bytes()
-        _require_same(path, text, settings)
-        whole = text[: text.rfind(b"\n") + 1]
-        self.results = [
-            check(decode(line, where), where, _LINE, {"greedy": _COMPLETION}, _ANOTHER)
-            for number, line in enumerate(whole.splitlines()[1:], start=2)
-            for where in [f"{path}, line {number}"]
-        ]
-        if len({len(result["completions"]) for result in self.results}) > 1:
-            raise InputError(f"{path}: its problems have different numbers of completions; {_ANOTHER}")
-        os.ftruncate(self._file, len(whole))
-        if not whole:
-            self._write({_SETTINGS: settings})
+def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The graded problems that a file holds; a line that a kill cut off is left out. Changes nothing.
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
-            return
-        rest = memoryview((json.dumps(line) + "\n").encode())
-        while rest:  # one call writes 2 GiB at most
-            rest = rest[os.write(self._file, rest) :]
+    Raises:
+        InputError: the file holds results of other settings (which, it says), or something else than results.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    first, newline, _ = text.partition(b"\n")
+    ours = json.dumps({_SETTINGS: dict(settings)})
+    if not newline and ours.encode().startswith(first):  # nothing yet, or killed within the first write
+        return []
+    where = f"{path} does not hold results of an evaluation"
+    before = check(decode(first, where), where, {_SETTINGS: MAP}, remedy=_ANOTHER)[_SETTINGS]
+    pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
+    if different := [f"{name} was {was!r}, is {now!r}" for name, was, now in pairs if was != now]:
+        raise InputError(
+            f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
+        )
+    results = [
+        check(line, f"{path}, line {number}", _LINE, {"greedy": _COMPLETION}, _ANOTHER)
+        for number, line in read_lines(path)
+        if number > 1
+    ]
+    if len({len(result["completions"]) for result in results}) > 1:
+        raise InputError(f"{path}: its problems have different numbers of completions; {_ANOTHER}")
+    return results
 
 
 def task_settings(
@@ -136,7 +117,6 @@ def task_settings(
 
     Args:
         sampling: how completions are sampled: every option that changes them, the engine's included.
-        model: folder of the checkpoint.
         completions: file of saved completions that are graded instead; then the others do not matter.
         reference: folder of the checkpoint that the model is compared with; ``None``: there is none.
     """
@@ -162,7 +142,6 @@ def digest_of(content: Any) -> str:
 
 
 def _file_digest(path: str | Path) -> str:
-    """SHA-256 of a file."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -183,38 +162,12 @@ def _model_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def store_fault(path: Path | None, settings: Mapping[str, Any]) -> str | None:
-    """Why a file cannot go on with these settings; ``None`` if it can, or is not there. Changes nothing."""
-    if path is None:
-        return None
-    try:
-        _require_same(path, path.read_bytes() if path.exists() else b"", settings)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _require_same(path: Path, text: bytes, settings: Mapping[str, Any]) -> None:
-    ours = json.dumps({_SETTINGS: dict(settings)}) + "\n"
-    first, newline, _ = text.partition(b"\n")
-    if not newline and ours.encode().startswith(first):  # nothing yet, or killed within the first write
-        return
-    where = f"{path} does not hold results of an evaluation"
-    before = check(decode(first, where), where, {_SETTINGS: MAP}, remedy=_ANOTHER)[_SETTINGS]
-    pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
-    if different := [f"{name} was {was!r}, is {now!r}" for name, was, now in pairs if was != now]:
-        raise InputError(
-            f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
-        )
-
-
 def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
     """Read saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order.
 
     A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
 
     Args:
-        path: the file.
         problems: what they are of; lines of later ones are left out.
 
     Raises:

@@ -35,7 +35,6 @@ class Quantity:
 
     @property
     def numbers(self) -> list[float]:
-        """All numbers in one list."""
         return [value for row in self.values for value in row if value is not None]
 
 
@@ -64,5 +63,4 @@ class Explanation:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion."""
         return max(len(completion.tokens) for completion in self.completions)

@@ -1,4 +1,4 @@
-"""What both drawings lay out alike: texts of tokens, widths of columns, lines of positions, the lines on top."""
+"""The layout of the picture: texts of tokens, widths of columns, lines of positions, the lines on top."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def printable(text: str) -> str:
 
 
 def columns_of(text: str) -> int:
-    """Terminal columns of a printable text."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
     combining = sum(unicodedata.combining(letter) > 0 for letter in text)
     return len(text) + wide - combining
@@ -84,7 +83,6 @@ def head(explanation: Explanation) -> list[str]:
 
 
 def row_name(row: int, completion: Completion) -> str:
-    """What stands before a row: its number and mark."""
     return f"{row + 1} {completion.mark}"
 
 

@@ -56,7 +56,6 @@ class Palette:
         self.decimals = _decimals(max((abs(value) for value in quantity.numbers), default=0.0))
 
     def color(self, value: float | None) -> Color:
-        """Background of a token."""
         if value is None:
             return _WHITE
         offset = value - self.center
@@ -79,7 +78,6 @@ class Palette:
         return (_PALEST + _DEEPEST) / 2 + contrast * (place - 0.5)
 
     def text(self, value: float | None) -> str:
-        """The number as shown in a cell."""
         if value is None:
             return ""
         if self.scale == "choice":
@@ -91,7 +89,6 @@ class Palette:
         return f"{value:{'' if self.scale == 'amount' else '+'}.{self.decimals}f}"
 
     def legend(self) -> Iterator[Swatch]:
-        """What the colors stand for, smallest value first."""
         if self.scale == "amount":
             yield self._swatch(0.0, self.up[1] if self.up else 0.0)
             return

@@ -22,7 +22,6 @@ def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], gro
 
     Args:
         rollouts: complete groups.
-        name: of the algorithm.
         options: of the algorithm; published values stand in for options without a default.
         group: the group to show, None for the first.
 

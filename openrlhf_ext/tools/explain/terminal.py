@@ -13,7 +13,6 @@ def render(explanation: Explanation, *, width: int = 100, color: bool = True) ->
     """The picture as text.
 
     Args:
-        width: characters of a line.
         color: ANSI background colors (24 bit) behind the tokens; otherwise the numbers below the tokens.
     """
     palettes = [Palette(quantity) for quantity in explanation.quantities]

@@ -56,7 +56,6 @@ class CheckReport:
     Attributes:
         different: names of exported tensors that are not bit for bit those of the files (cast to the dtype).
         missing: names of tensors of the files that were not exported, apart from those that no model reads.
-        max_logprob_difference: over all tokens, nats.
     """
 
     tensors: int
@@ -167,7 +166,6 @@ def _same_rows(part: HFRows, checkpoint: HFCheckpoint) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     integers = {2: torch.int16, 4: torch.int32}[one.element_size()]

@@ -57,7 +57,6 @@ class States:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return sum(self.parts.values())
 
     @property
@@ -117,7 +116,7 @@ def chunk_parameters(
 
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
-    """States of the ranks of a stage; of those that share the optimizer's states, the one with most of them."""
+    """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
     shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
     parameters, entries, owned = 0, 0, np.zeros(shards, dtype=np.int64)
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
@@ -229,7 +228,6 @@ class LayerActivations:
 
     @property
     def total(self) -> int:
-        """Without recomputation."""
         return self.attention + self.core + self.mlp
 
 
@@ -255,7 +253,6 @@ class Pass:
 
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
-    """Of one layer."""
     tokens = work.tokens
     tp, cp, e = layout.tensor_parallel_size, layout.context_parallel_size, work.param_bytes
     rows = tokens // tp if layout.sequence_parallel else tokens  # between tensor-parallel regions

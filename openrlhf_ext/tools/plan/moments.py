@@ -28,12 +28,10 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All parts."""
         return sum(self.parts.values())
 
     @property
     def largest(self) -> str:
-        """The part that takes most."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
@@ -47,17 +45,14 @@ class TrainedModel:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
         return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
 
     @property
     def fullest(self) -> States:
-        """Of the stage with the largest states."""
         return max(self.states, key=lambda one: one.total)
 
 
 def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
-    """The policy as the configuration lays it out."""
     megatron, layout = config.megatron, config.layout
     buckets = megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_parallel_size)
     options = StateOptions(
@@ -163,8 +158,7 @@ def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -
     kept, states = activation_bytes(config, work, model, stage, model.training.megatron), model.states[stage]
     working = {"activations": kept, "fragments (estimate)": int(_FRAGMENTS * kept)}
     if stage == len(model.states) - 1 and model.shape.value_head is None:
-        name = "logits" if config.megatron.head == "naive" else "head: workspace, hidden states and their gradient"
-        working[name] = _head(config, work, model)
+        working["head: workspace, hidden states and their gradient"] = _head(config, work, model)
     return states.parts, working
 
 
@@ -185,14 +179,10 @@ def _tokens(config: RunConfig, training: Training) -> int:
 
 
 def _head(config: RunConfig, work: Workload, model: TrainedModel) -> int:
-    """Its workspace; hidden states of response tokens and their gradient; all logits, four times, where it is naive
-    (docs/head.md)."""
-    shape, ranks = model.shape, model.training.layout.tensor_parallel_size
+    """Its workspace; hidden states of response tokens and their gradient (docs/head.md)."""
     tokens = _tokens(config, model.training) * work.response_tokens // work.length
-    naive = config.megatron.head == "naive"
-    logits = 4 * tokens * shape.padded_vocab_size(ranks) // ranks
-    room = 4 * logits if naive else config.megatron.head_workspace_mib << 20
-    return room + tokens * shape.hidden_size * 2 * param_bytes(config.megatron)
+    states = tokens * model.shape.hidden_size * 2 * param_bytes(config.megatron)
+    return (config.megatron.head_workspace_mib << 20) + states
 
 
 # ---- elsewhere ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ class Candidate:
         host: bytes of a node's memory, by part.
         share: of a GPU for its engine (``vllm.gpu_memory_utilization``).
         concurrency: requests that an engine works on at a time; 0 if its cache does not hold the longest sequence.
-        memory: bytes of a GPU.
         short: bytes that a GPU or an engine's share lacks; 0 where the layout fits.
         seconds: of a step; None where the layout does not fit.
     """
@@ -151,11 +150,7 @@ class Planner:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Of the policy.
-
-        Raises:
-            PlanError: the model is a hub name, of which nothing is known here.
-        """
+        """Of the policy. Raises PlanError: the model is a hub name, of which nothing is known here."""
         return read_model_shape(self._folder(self.config.actor.model_name_or_path or ""))
 
     @staticmethod
@@ -166,12 +161,10 @@ class Planner:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole policy."""
         return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
 
     @cached_property
     def work(self) -> Workload:
-        """One step."""
         config, rollout = self.config, self.config.rollout
         longest = rollout.max_new_tokens or config.data.max_len // 2
         return Workload(
@@ -264,7 +257,6 @@ class Planner:
         return next(filter(self.fits, range(failed + per_node, 2 * failed + 1, per_node)))
 
     def fits(self, gpus: int) -> bool:
-        """Whether a layout fits on so many GPUs."""
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
@@ -410,7 +402,6 @@ class Planner:
         return {name: activation_bytes(config, self.work, candidate.policy, 0, mode) for name, mode in modes.items()}
 
     def disk(self) -> dict[str, int]:
-        """Bytes of checkpoints that are kept."""
         return checkpoints(self.config, self.parameters)
 
     def _seconds(

@@ -30,7 +30,6 @@ class Gpu:
         hbm: of its memory.
         near: between GPUs of a node.
         far: between nodes, for each GPU.
-        host: to and from host memory.
     """
 
     memory: int
@@ -94,7 +93,6 @@ class Workload:
         prompt_tokens, response_tokens: their mean lengths; every sequence is taken to be that long.
         longest: tokens of the longest response.
         batch: samples of an optimizer update.
-        epochs: passes over the batch.
         scored_by: models that compute log-probs before training: the policy, a reference, a guide.
     """
 
@@ -109,12 +107,10 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Responses of a batch."""
         return self.prompts * self.group
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
         return self.prompt_tokens + self.response_tokens
 
     def forward(self, shape: ModelShape) -> ForwardFlops:
@@ -129,7 +125,6 @@ class Training:
     Attributes:
         budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
         forward_budget, forward_sequences: the same for log-probs.
-        near_ranks: ranks of a node.
         fp8: linear layers multiply in FP8.
     """
 
@@ -166,7 +161,6 @@ class Engines:
         kv_bytes: of the KV cache on one GPU.
         most: requests that an engine works on at a time.
         prefix_caching: a group's prompt is computed once.
-        fp8: weights are in FP8.
     """
 
     count: int
@@ -202,7 +196,6 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """All phases, one after the other."""
         return sum(dataclasses.astuple(self))
 
 
@@ -260,11 +253,9 @@ class Clock:
     # ---- log-probs and training ---------------------------------------------------------------------------------
 
     def logprobs(self, training: Training) -> float:
-        """Forward passes of every model that scores."""
         return self.work.scored_by * self._schedule(training, self.work.samples, forward_only=True)
 
     def train(self, training: Training, states: States) -> float:
-        """All updates of a step: passes, gradients over the replicas, the optimizer."""
         updates = math.ceil(self.work.samples / self.work.batch)
         one = self._schedule(training, min(self.work.batch, self.work.samples), forward_only=False)
         return self.work.epochs * updates * (one + self._update(training, states))

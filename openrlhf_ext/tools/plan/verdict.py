@@ -24,7 +24,6 @@ class Verdict:
     """Of a dry run.
 
     Attributes:
-        text: one line.
         details: model, GPUs and memory.
         starts: whether a run would, once it has what it was not given.
     """

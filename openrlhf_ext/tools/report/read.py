@@ -47,7 +47,6 @@ class Run:
 
     Attributes:
         name: its folder's name, made unique among the runs of a page.
-        records: of metrics.jsonl, in order.
         events: of events.jsonl; empty if there is none.
         samples: completions of samples.jsonl; empty if there is none.
         missing: what the folder does not hold or what of it cannot be read, as sentences.

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from openrlhf_ext.tools.evaluate.sampling import max_prompt_tokens, sample_completions
+from openrlhf_ext.tools.evaluate.sampling import Completion, SamplingSettings, max_prompt_tokens, sample_completions
 from tests.tools.evaluate.conftest import POSITIONS
 
 PROMPTS = ["1+2=?", "3=?", "12+34+56=?", "9"]
+
+
+def sample(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **options: Any
+) -> list[list[Completion]]:
+    return sample_completions(model, tokenizer, prompts, SamplingSettings(**{"n_samples": 1, **options}))
 
 
 def greedy_alone(model: Qwen2ForCausalLM, ids: list[int], count: int, eos: int) -> list[int]:
@@ -23,7 +30,7 @@ def greedy_alone(model: Qwen2ForCausalLM, ids: list[int], count: int, eos: int) 
 
 @torch.no_grad()
 def test_batching_and_padding_change_nothing(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    found = sample_completions(model, tokenizer, PROMPTS, temperature=0, max_new_tokens=12, batch_size=3)
+    found = sample(model, tokenizer, PROMPTS, temperature=0, max_new_tokens=12, batch_size=3)
     model.eval()
     for prompt, (completion,) in zip(PROMPTS, found, strict=True):
         expected = greedy_alone(model, tokenizer(prompt)["input_ids"], 12, tokenizer.eos_token_id)
@@ -39,7 +46,7 @@ def test_samples_follow_the_distribution_of_the_options_alone(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, temperature: float, top_p: float
 ) -> None:
     draws = 4000
-    (found,) = sample_completions(
+    (found,) = sample(
         model, tokenizer, ["1+2=?"], n_samples=draws, temperature=temperature, top_p=top_p, max_new_tokens=1,
         batch_size=draws,
     )  # fmt: skip
@@ -55,7 +62,7 @@ def test_samples_follow_the_distribution_of_the_options_alone(
 
 
 def test_a_completion_ends_with_its_end_token(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    found = sample_completions(model, tokenizer, PROMPTS, n_samples=20, temperature=3.0, max_new_tokens=30)
+    found = sample(model, tokenizer, PROMPTS, n_samples=20, temperature=3.0, max_new_tokens=30)
     completions = [completion for group in found for completion in group]
     finished = [completion for completion in completions if not completion.truncated]
     assert finished and all(completion.text.count("<|im_end|>") == 1 for completion in finished)
@@ -64,7 +71,7 @@ def test_a_completion_ends_with_its_end_token(model: Qwen2ForCausalLM, tokenizer
 
 
 def test_every_prompt_gets_its_samples(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    found = sample_completions(model, tokenizer, PROMPTS, n_samples=5, max_new_tokens=4, batch_size=3)
+    found = sample(model, tokenizer, PROMPTS, n_samples=5, max_new_tokens=4, batch_size=3)
     for prompt, group in zip(PROMPTS, found, strict=True):
         assert len(group) == 5 and all(completion.query.startswith(prompt) for completion in group)
 
@@ -75,7 +82,7 @@ def test_the_seed_decides_and_nothing_global_changes(
     model.train()
     own_config, state, threads = model.generation_config, torch.random.get_rng_state(), torch.get_num_threads()
     first, again, other = (
-        sample_completions(model, tokenizer, PROMPTS, n_samples=3, max_new_tokens=8, seed=seed) for seed in (1, 1, 2)
+        sample(model, tokenizer, PROMPTS, n_samples=3, max_new_tokens=8, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
     assert model.training and model.generation_config is own_config
@@ -88,8 +95,8 @@ def test_a_prompt_that_does_not_fit_is_named(
 ) -> None:
     assert max_prompt_tokens(model.config, 8) == POSITIONS - 8
     with pytest.raises(ValueError, match=f"between 1 and {POSITIONS - 8} tokens.* has {len(prompt)}"):
-        sample_completions(model, tokenizer, ["1", prompt], max_new_tokens=8)
+        sample(model, tokenizer, ["1", prompt], max_new_tokens=8)
 
 
 def test_no_prompts_no_completions(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert sample_completions(model, tokenizer, []) == []
+    assert sample(model, tokenizer, []) == []

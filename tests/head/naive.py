@@ -1,7 +1,7 @@
 """Log-probability and entropy from the logits of all tokens at once: what the head is compared with.
 
-Plain differentiable torch, in about 4 fp32 tensors of (tokens, vocabulary shard). For ``--megatron.head naive``, for
-tests and for benchmarks. Shape suffixes: T = tokens, V = rows of this rank's vocabulary shard, H = hidden size.
+Plain differentiable torch, in about 4 fp32 tensors of (tokens, vocabulary shard).
+Shape suffixes: T = tokens, V = rows of this rank's vocabulary shard, H = hidden size.
 """
 
 from __future__ import annotations
