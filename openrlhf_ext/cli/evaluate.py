@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
