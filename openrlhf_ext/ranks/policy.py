@@ -19,7 +19,6 @@ from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.agreement import agreed, sum_over_replicas
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
@@ -248,6 +247,8 @@ def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, 
         seed: of random choices in the first update; later ones have their own, the same on all ranks.
         update: number of the optimizer update since the rollout; 0 is made by the policy of the old log-probs.
     """
+    from openrlhf_ext.megatron.step.agreement import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
+
     if update == 0 or not shaped.algorithm.needs_prepare:
         return shaped
     new_N = agreed(policy.logprobs(batch).logprobs_N, policy.device)
