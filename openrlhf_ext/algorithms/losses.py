@@ -309,8 +309,9 @@ class SequenceAlgorithm(Algorithm):
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         fields = self.checked_advantages(inputs)
-        token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
-        return self.shaped(inputs, advantages=token_N, **fields)
+        if "advantages" not in fields:
+            fields["advantages"] = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+        return self.shaped(inputs, **fields)
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         denominators = {

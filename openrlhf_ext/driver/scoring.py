@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import LossBatch
-from openrlhf_ext.algorithms.gae import explained_variance
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
+from openrlhf_ext.algorithms.values import explained_variance
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
 from openrlhf_ext.ranks.messages import CriticMiniBatch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
-from openrlhf_ext.algorithms.gae import value_loss
+from openrlhf_ext.algorithms.values import value_loss
 from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer, reference_kl, value_metrics, value_shards
 from tests.megatron.reference import make_batch
 from tests.ranks.helpers import LocalGroup, get

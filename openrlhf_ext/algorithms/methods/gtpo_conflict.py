@@ -25,6 +25,7 @@ from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
 from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, usable_rows
 from openrlhf_ext.algorithms.losses import TokenAlgorithm
+from openrlhf_ext.algorithms.metrics import mean_entropies
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
     Ddof,
@@ -56,15 +57,6 @@ def conflict_weights(
             product_n = torch.where(forward_n, weight_n, one) * torch.where(backward_n, weight_n, one)
             lambda_N[block.tokens] = product_n
     return lambda_N
-
-
-def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
-    """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
-
-    `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
-    sampled at training temperature before the first step.
-    """
-    return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
 
 
 FILTER_ANYWAY = "to filter all the same leave h_ini out and set initial_entropy_prompts 0"

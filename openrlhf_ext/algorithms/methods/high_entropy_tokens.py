@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.base import LossBatch
-from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.groups import Inputs
+from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,
@@ -39,7 +40,7 @@ class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOption
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
-class HighEntropyTokens(GroupRelative):
+class HighEntropyTokens(TokenAlgorithm):
     """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv 2506.01939).
 
         tau = (1 - top_rho) quantile of H over all tokens of the mini-batch
@@ -49,9 +50,10 @@ class HighEntropyTokens(GroupRelative):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
+        return {**group_relative(self, inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)

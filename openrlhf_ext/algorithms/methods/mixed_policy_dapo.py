@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, LossBatch
-from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
+from openrlhf_ext.algorithms.base import MOST_LOGPROB, LossBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
+from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.groups import Inputs
+from openrlhf_ext.algorithms.losses import TokenAlgorithm, clipped_surrogate
+from openrlhf_ext.algorithms.methods.dapo import DapoOptions
 from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.options import Float, option
 
@@ -35,12 +37,13 @@ class MixedPolicyOptions(DapoOptions):
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
-class MixedPolicyDapo(GroupRelative):
+class MixedPolicyDapo(TokenAlgorithm):
     """EXPERIMENTAL RECONSTRUCTION: DAPO with ratios to a guiding policy on its completions (a), and optionally a
     loss over groups without any success, guided by that policy (b).
     """
 
     loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
     tokenwise: ClassVar[bool] = True
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
@@ -54,7 +57,7 @@ class MixedPolicyDapo(GroupRelative):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, groups = inputs.batch, inputs.groups
-        fields = super().advantages(inputs)
+        fields: dict[str, Any] = group_relative(self, inputs)
         if batch.from_guide is not None and batch.guide_logprobs is not None:
             guided_N = batch.segments.spread(batch.from_guide)
             fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch.old_logprobs)
@@ -82,6 +85,6 @@ class MixedPolicyDapo(GroupRelative):
         tokens_N = shaped.segments.spread(shaped.exposed["zero_group"])
         log_ratio_N = torch.where(tokens_N, new_N - shaped["guide_logprobs"], 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_N.dtype, device=log_ratio_N.device)
-        objective_N, _ = losses.clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
+        objective_N, _ = clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
         factor = self.options.zero_weight / shaped.denominators["zero_tokens"].clamp(min=1.0)
         return {"zero_batch_loss": -torch.where(tokens_N, objective_N, 0.0) * factor.to(log_ratio_N.dtype)}

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from openrlhf_ext.algorithms.baselines import GroupRelative
+from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.groups import Inputs
+from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipOptions,
@@ -35,7 +36,7 @@ class EntropyAdvantageOptions(GroupOptions, ClipOptions, KLOptions, AggregationO
 
 
 @register_algorithm("entropy_advantage", EntropyAdvantageOptions)
-class EntropyAdvantage(GroupRelative):
+class EntropyAdvantage(TokenAlgorithm):
     """Entropy-shaped advantage (Cheng et al., arXiv 2506.14758): uncertain tokens get a bonus that never turns the sign
     of the advantage. The formula is from a secondary description.
 
@@ -44,9 +45,10 @@ class EntropyAdvantage(GroupRelative):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        fields = super().advantages(inputs)
+        fields = group_relative(self, inputs)
         limit_B = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)
         live_B = inputs.part.live_B.to(limit_B.dtype)
         for block in inputs.segments.blocks():
