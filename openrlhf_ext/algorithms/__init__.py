@@ -11,7 +11,6 @@ with its options, formulas and advantages, `losses` the losses of all of them; `
 in, who belongs together, what comes out.
 """
 
-from openrlhf_ext.algorithms import methods  # noqa: F401
 from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Inputs
@@ -42,3 +41,6 @@ __all__ = [
     "register_algorithm",
     "with_published_values",
 ]
+
+# last: a method may import from here, as the file of a user does
+from openrlhf_ext.algorithms import methods  # noqa: E402, F401
