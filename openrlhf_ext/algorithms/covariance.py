@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.base import LossBatch, Total
 from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.groups import group_index
 from openrlhf_ext.algorithms.losses import TokenAlgorithm, masked_log_ratio, promote
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
@@ -58,10 +59,10 @@ class CovarianceControl(TokenAlgorithm):
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)
-        completions = torch.tensor(float(len(shaped)), dtype=torch.float64, device=shaped.rows.device)
+        completions = torch.tensor(float(len(shaped)), dtype=torch.float64, device=shaped.kept.device)
         return dataclasses.replace(
             shaped,
-            exposed={**shaped.exposed, "place": natural_places(shaped.group_ids)},
+            of_rows=shaped.of_rows | {"place": natural_places(shaped.group_ids)},
             denominators={**shaped.denominators, "completions": completions},
         )
 
@@ -76,8 +77,8 @@ class CovarianceControl(TokenAlgorithm):
             total = total or (lambda tensor: tensor)
             cov_N = self.covariances(promote(new_logprobs), shaped, total)
             selection_N, pools = self.choose(cov_N, log_ratio_N, shaped, seed, total)
-        exposed, pools = {**shaped.exposed, "cov": cov_N}, {**shaped.pools, **pools}
-        return dataclasses.replace(shaped, selection=selection_N, exposed=exposed, pools=pools)
+        of_tokens = shaped.of_tokens | {"cov": cov_N}
+        return dataclasses.replace(shaped, selection=selection_N, of_tokens=of_tokens, pools=shaped.pools | pools)
 
     def covariances(self, new_logprobs: Tensor, shaped: LossBatch, total: Total) -> Tensor:
         """(N,) covariance per token, 0 outside kept groups; means in float64."""
@@ -105,10 +106,11 @@ def natural_places(group_ids_B: Tensor) -> Tensor:
 
     Natural order is by group id, inside a group that of the mini-batch.
     """
-    _, index_B, counts_Q = group_ids_B.unique(return_inverse=True, return_counts=True)
+    index_B = group_index(group_ids_B)
     order_B = index_B.argsort(stable=True)
     rank_B = torch.empty_like(order_B)
     rank_B[order_B] = torch.arange(len(order_B), device=order_B.device)
+    counts_Q = torch.zeros_like(index_B).index_add_(0, index_B, torch.ones_like(index_B))
     return torch.stack([rank_B, index_B, rank_B - (counts_Q.cumsum(0) - counts_Q)[index_B]], dim=1)
 
 
@@ -131,7 +133,7 @@ class FlaggedTokens:
     @classmethod
     def of(cls, flags_N: Tensor, shaped: LossBatch, total: Total) -> FlaggedTokens:
         """The shares tell each other how many tokens each completion has, and nothing else."""
-        rank_B, place_B2 = shaped.exposed["place"][:, 0], shaped.exposed["place"][:, 1:]
+        rank_B, place_B2 = shaped["place"][:, 0], shaped["place"][:, 1:]
         count_B = shaped.segments.sums(flags_N).long()
         counts = rank_B.new_zeros(int(shaped.denominators["completions"]))
         counts[rank_B] = count_B

@@ -195,7 +195,7 @@ class GtpoConflict(TokenAlgorithm):
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         loss_mask_N = self.loss_mask(shaped)
-        denominator_B = shaped.lengths * shaped.exposed["divisor"]
+        denominator_B = shaped.lengths * shaped["divisor"]
         if self.options.group_reduce == "mean":
             denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped)
         return dataclasses.replace(
@@ -208,7 +208,7 @@ class GtpoConflict(TokenAlgorithm):
 
     def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {
-            "A_tilde": lambda shaped: shaped.seq_advantages,
+            "A_tilde": lambda shaped: shaped["seq_advantages"],
             "lambda": lambda shaped: (
                 torch.ones_like(shaped.advantages) if shaped.token_weights is None else shaped.token_weights
             ),

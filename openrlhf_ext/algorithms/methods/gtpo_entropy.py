@@ -256,17 +256,17 @@ class GtpoEntropy(TokenAlgorithm):
 
     def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {
-            "Rpos": lambda shaped: self._rewards(shaped, ~shaped.inverted),
-            "Rneg": lambda shaped: self._rewards(shaped, shaped.inverted),
-            "rho_pos": lambda shaped: _on(shaped, shaped.success, shaped.shares),
-            "rho_neg": lambda shaped: _on(shaped, shaped.inverted, shaped.shares),
+            "Rpos": lambda shaped: self._rewards(shaped, ~shaped["inverted"]),
+            "Rneg": lambda shaped: self._rewards(shaped, shaped["inverted"]),
+            "rho_pos": lambda shaped: _on(shaped, shaped["success"], shaped["shares"]),
+            "rho_neg": lambda shaped: _on(shaped, shaped["inverted"], shaped["shares"]),
         }
 
     def _rewards(self, shaped: LossBatch, rows_B: Tensor) -> Tensor:
         """(N,) shaped rewards of these completions, 0 elsewhere."""
-        reward = TokenReward(self.options, shaped.reward_offset, shaped.reward_weight, shaped.success)
+        reward = TokenReward(self.options, shaped["reward_offset"], shaped["reward_weight"], shaped["success"])
         whole = shaped.segments.block(slice(None))
-        rewards_N = reward.rewards(shaped.shares.to(torch.float64), whole).to(shaped.shares.dtype)
+        rewards_N = reward.rewards(shaped["shares"].to(torch.float64), whole).to(shaped["shares"].dtype)
         return _on(shaped, rows_B, rewards_N)
 
 

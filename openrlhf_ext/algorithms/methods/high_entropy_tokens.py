@@ -57,7 +57,7 @@ class HighEntropyTokens(TokenAlgorithm):
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)
-        tau, cut = upper_threshold(shaped.exposed["entropies"], pool_N, self.options.top_rho)
+        tau, cut = upper_threshold(shaped["entropies"], pool_N, self.options.top_rho)
         return super().loss_level(dataclasses.replace(shaped, pools={"tau": tau, "cut": cut}))
 
     def loss_mask(self, shaped: LossBatch) -> Tensor:
@@ -76,4 +76,4 @@ class HighEntropyTokens(TokenAlgorithm):
 
     def _selected(self, shaped: LossBatch) -> Tensor:
         """(N,) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
-        return shaped.exposed["entropies"] >= shaped.pools["cut"]
+        return shaped["entropies"] >= shaped["cut"]

@@ -42,7 +42,7 @@ class MixedPolicyDapo(TokenAlgorithm):
     loss over groups without any success, guided by that policy (b).
     """
 
-    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
+    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group", "guide_logprobs")
     kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
     tokenwise: ClassVar[bool] = True
 
@@ -62,8 +62,8 @@ class MixedPolicyDapo(TokenAlgorithm):
             guided_N = batch.segments.spread(batch.from_guide)
             fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch.old_logprobs)
         if self.options.zero_batch:
-            fields["guide_logprobs"] = batch.guide_logprobs
-            fields["exposed"] = {"zero_group": ~groups.any(inputs.part.success_B)[groups.index_B]}
+            without_success_B = ~groups.any(inputs.part.success_B)[groups.index_B]
+            fields["exposed"] = {"zero_group": without_success_B, "guide_logprobs": batch["guide_logprobs"]}
         return fields
 
     def corrected_rows(self, inputs: Inputs) -> Tensor:
@@ -75,14 +75,14 @@ class MixedPolicyDapo(TokenAlgorithm):
         shaped = super().loss_level(shaped)
         if not self.options.zero_batch:
             return shaped
-        tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
+        tokens = torch.where(shaped["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
         return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
 
     def extra_terms(self, new_N: Tensor, shaped: LossBatch) -> dict[str, Tensor]:
         """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
         if not self.options.zero_batch:
             return {}
-        tokens_N = shaped.segments.spread(shaped.exposed["zero_group"])
+        tokens_N = shaped.segments.spread(shaped["zero_group"])
         log_ratio_N = torch.where(tokens_N, new_N - shaped["guide_logprobs"], 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_N.dtype, device=log_ratio_N.device)
         objective_N, _ = clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
