@@ -1,12 +1,7 @@
 """`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits exactly.
 
 `LossBatch` is what the loss reads, `Loss` what it returns. A method is a small class: `TokenAlgorithm` (one ratio per
-token) and `SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages:
-
-    @register_algorithm("my_method", MyOptions)
-    class MyMethod(TokenAlgorithm):
-        def advantages(self, inputs: Inputs) -> dict[str, Any]:
-            return {"advantages": ...}          # fields of LossBatch, (N,)
+token) and `SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = some of them, Q = groups (prompts).
 """
@@ -19,7 +14,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -115,12 +109,10 @@ class Algorithm:
     def prepare(
         self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
     ) -> LossBatch:
-        """Fix what the loss needs to know about the whole mini-batch under the *current* policy.
+        """Choose tokens by statistics of the new log-probs over the whole mini-batch, where `needs_prepare`.
 
-        Algorithms with `needs_prepare` choose tokens by statistics of the new log-probs over the whole mini-batch;
-        call this once per optimizer step, then `select` shares of the result. A no-op for all others.
-
-        Processes that hold a share each choose together: every one calls this with its share and a `total`.
+        Call this once per optimizer step, then `select` shares of the result. Processes that hold a share each choose
+        together: every one calls this with its share and a `total`.
 
         Args:
             new_logprobs: (N,) of the mini-batch, or of the share; no gradient is used.
@@ -147,18 +139,16 @@ class Algorithm:
     def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
         """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block by block.
 
-        A fused output layer computes log-probs, loss and gradient of a block of tokens and then forgets the block's
-        logits; it needs each token's loss without the others'. Summed over the tokens of `shaped` the
-        terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which
-        also reports what is not finite (the terms do not check, to cost no synchronization per block).
+        A fused output layer needs each token's loss without the others'. Summed over the tokens of `shaped` the terms
+        are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which also reports
+        what is not finite (the terms do not check, to cost no synchronization per block).
 
         Args:
             shaped: a mini-batch, or a share of one made by `select`; prepared, where `needs_prepare`.
         Returns:
             `terms(new_logprobs_n, index_n) -> loss_n` for the tokens at `index_n` (int64) of the N of `shaped`,
-            differentiable in `new_logprobs_n`, 0 for tokens without loss; all denominators are those of the mini-batch.
-            None where a token's loss depends on other tokens (sequence ratios), or the algorithm does not say
-            otherwise (`tokenwise`).
+            differentiable in `new_logprobs_n`, 0 for tokens without loss. None where a token's loss depends on other
+            tokens (sequence ratios), or the algorithm does not say otherwise (`tokenwise`).
         Raises:
             ValueError: `shaped` has not been prepared.
         """
@@ -175,7 +165,10 @@ class Algorithm:
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
-        return self.shaped(inputs, **self.checked_advantages(inputs))
+        fields = dict(self.checked_advantages(inputs))
+        if "advantages" not in fields:
+            fields["advantages"] = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+        return self.shaped(inputs, **fields)
 
     def checked_advantages(self, inputs: Inputs) -> dict[str, Any]:
         """What `advantages` returns.
@@ -251,21 +244,14 @@ class Algorithm:
         """(B,) completions that the importance correction applies to."""
         return torch.ones_like(inputs.part.kept_B)
 
-    def shaped(
-        self,
-        inputs: Inputs,
-        *,
-        metrics: Mapping[str, Tensor] = MappingProxyType({}),
-        exposed: Mapping[str, Tensor] = MappingProxyType({}),
-        **fields: Any,
-    ) -> LossBatch:
+    def shaped(self, inputs: Inputs, **fields: Any) -> LossBatch:
         """A LossBatch with the fields every algorithm shares filled in.
 
-        Args:
-            exposed: tensors of N entries are `of_tokens`, the others `of_rows`. Where every completion is one token
-                both have N entries, and mean the same.
+        Tensors of N entries in `exposed` become `of_tokens`, the others `of_rows`. Where every completion is one token
+        both have N entries, and mean the same.
         """
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
+        exposed, metrics = fields.pop("exposed", {}), fields.pop("metrics", {})
         weights_N, correction_metrics = self._correction(inputs)
         of_tokens = {name: tensor for name, tensor in exposed.items() if len(tensor) == inputs.segments.tokens}
         common: dict[str, Any] = {
@@ -285,7 +271,7 @@ class Algorithm:
             "of_rows": {name: tensor for name, tensor in exposed.items() if name not in of_tokens},
             "of_tokens": of_tokens,
         }
-        return LossBatch(**{**common, **fields}, metrics={**correction_metrics, **metrics})
+        return LossBatch(**(common | fields), metrics=correction_metrics | metrics)
 
     def _correction(self, inputs: Inputs) -> tuple[Tensor | None, dict[str, Tensor]]:
         """(N,) importance-correction factors, None for 1, and their metrics."""
@@ -449,10 +435,8 @@ class LossBatch(Named):
         into mini-batches any more.
         """
         needed = self.algorithm.loss_inputs
-        of_rows, of_tokens = (
-            {name: tensor for name, tensor in tensors.items() if name in needed}
-            for tensors in (self.of_rows, self.of_tokens)
-        )
+        of_rows = {name: tensor for name, tensor in self.of_rows.items() if name in needed}
+        of_tokens = {name: tensor for name, tensor in self.of_tokens.items() if name in needed}
         return dataclasses.replace(self, of_rows=of_rows, of_tokens=of_tokens, pools={}, metrics={}, slim=True)
 
     def to(self, device: torch.device | str) -> LossBatch:

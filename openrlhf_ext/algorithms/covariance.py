@@ -55,14 +55,14 @@ class CovarianceControl(TokenAlgorithm):
     """
 
     needs_prepare: ClassVar[bool] = True
-    loss_inputs: ClassVar[tuple[str, ...]] = ("place",)
+    loss_inputs: ClassVar[tuple[str, ...]] = ("order",)
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)
         completions = torch.tensor(float(len(shaped)), dtype=torch.float64, device=shaped.kept.device)
         return dataclasses.replace(
             shaped,
-            of_rows=shaped.of_rows | {"place": natural_places(shaped.group_ids)},
+            of_rows=shaped.of_rows | {"order": natural_order(shaped.group_ids)},
             denominators={**shaped.denominators, "completions": completions},
         )
 
@@ -101,7 +101,7 @@ class CovarianceControl(TokenAlgorithm):
         return max(1, int(self.options.cov_ratio * tokens)) if tokens else 0
 
 
-def natural_places(group_ids_B: Tensor) -> Tensor:
+def natural_order(group_ids_B: Tensor) -> Tensor:
     """(B, 3) int64 of each completion: its rank in natural order, its group's, and its own within the group.
 
     Natural order is by group id, inside a group that of the mini-batch.
@@ -121,19 +121,19 @@ class FlaggedTokens:
     Attributes:
         index_n: which of the share's tokens, in natural order.
         number_n: their numbers in natural order among those of all shares.
-        place_n3: group, completion and position of each.
+        token_n3: group, completion and position of each.
         count: of all shares together.
     """
 
     index_n: Tensor
     number_n: Tensor
-    place_n3: Tensor
+    token_n3: Tensor
     count: int
 
     @classmethod
     def of(cls, flags_N: Tensor, shaped: LossBatch, total: Total) -> FlaggedTokens:
         """The shares tell each other how many tokens each completion has, and nothing else."""
-        rank_B, place_B2 = shaped["place"][:, 0], shaped["place"][:, 1:]
+        rank_B, own_B2 = shaped["order"][:, 0], shaped["order"][:, 1:]
         count_B = shaped.segments.sums(flags_N).long()
         counts = rank_B.new_zeros(int(shaped.denominators["completions"]))
         counts[rank_B] = count_B
@@ -143,6 +143,6 @@ class FlaggedTokens:
         first_B, own_B = (counts.cumsum(0) - counts)[rank_B], count_B.cumsum(0) - count_B
         number_n = torch.arange(len(index_n), device=index_n.device) + (first_B - own_B)[row_n]
         start_B = shaped.lengths.cumsum(0) - shaped.lengths
-        place_n3 = torch.cat([place_B2[row_n], (index_n - start_B[row_n])[:, None]], dim=1)
+        token_n3 = torch.cat([own_B2[row_n], (index_n - start_B[row_n])[:, None]], dim=1)
         order_n = number_n.argsort()
-        return cls(index_n[order_n], number_n[order_n], place_n3[order_n], int(counts.sum()))
+        return cls(index_n[order_n], number_n[order_n], token_n3[order_n], int(counts.sum()))

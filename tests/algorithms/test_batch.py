@@ -292,7 +292,7 @@ def test_shares_carry_what_the_loss_reads_and_nothing_else(name: str) -> None:
     algorithm = build(name)
     mini_batch = algorithm.prepare(batch.old_logprobs[:8], algorithm.shape(batch).mini_batch([0, 1]))
     part = mini_batch.lean().select([1])
-    assert not part.pools and not part.metrics and set(part.of_rows) <= {"place"}
+    assert not part.pools and not part.metrics and set(part.of_rows) <= {"order"}
     assert not part.of_tokens
     shipped = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     floats = {n for n, t in shipped.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and len(t) == 4}

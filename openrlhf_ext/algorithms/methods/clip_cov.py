@@ -13,13 +13,12 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import LossBatch, Total
+from openrlhf_ext.algorithms import Inputs, LossBatch, option, register_algorithm
+from openrlhf_ext.algorithms.base import Total
 from openrlhf_ext.algorithms.covariance import CovarianceControl, CovarianceOptions, FlaggedTokens
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.option_blocks import clip_high, clip_low
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, Int, Violation, Words, option
+from openrlhf_ext.options import Float, Int, Violation, Words
 
 
 def _distinct(indices: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,7 +73,7 @@ class ClipCov(CovarianceControl):
         chosen_n = torch.isin(candidates.number_n, order.to(cov_N.device))
         selection_N = torch.zeros_like(shaped.loss_mask)
         selection_N[candidates.index_n[chosen_n]] = True
-        return selection_N, {"candidates": candidates.place_n3, "chosen": candidates.place_n3[chosen_n]}
+        return selection_N, {"candidates": candidates.token_n3, "chosen": candidates.token_n3[chosen_n]}
 
     def _selection_order(self, candidates: int, seed: int | None) -> Tensor:
         """Indices into the candidate list: `perm`, a seeded permutation, or natural order."""

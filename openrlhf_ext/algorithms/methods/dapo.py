@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
-from openrlhf_ext.algorithms.option_blocks import (
-    AggregationOptions,
-    ClipOptions,
-    Degenerate,
-    GroupOptions,
-    KLOptions,
-    clip_high,
-    degenerate,
-)
-from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.option_blocks import Degenerate, TokenGroupOptions, clip_high, degenerate
 from openrlhf_ext.options import Float
 
 
-class DapoOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
+class DapoOptions(TokenGroupOptions):
     degenerate: Degenerate = degenerate("drop")
     clip_high: Float | None = clip_high(0.28)
 

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
-from openrlhf_ext.algorithms.option_blocks import (
-    Aggregation,
-    AggregationOptions,
-    ClipOptions,
-    Degenerate,
-    GroupOptions,
-    KLOptions,
-    agg,
-    degenerate,
-)
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import option
+from openrlhf_ext.algorithms.option_blocks import Aggregation, Degenerate, TokenGroupOptions, agg, degenerate
 
 
-class DrGrpoOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
+class DrGrpoOptions(TokenGroupOptions):
     degenerate: Degenerate = degenerate("literal")
     normalize_std: bool = option(False, "divide by the group's standard deviation")
     agg: Aggregation = agg("seq-mean-token-sum-norm")

@@ -14,15 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch
-from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition
+from openrlhf_ext.algorithms import Inputs, RolloutBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
-from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.options import Float
 
 _ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
 

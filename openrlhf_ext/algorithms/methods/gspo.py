@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from openrlhf_ext.algorithms import Inputs, SequenceAlgorithm, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.losses import SequenceAlgorithm
-from openrlhf_ext.algorithms.option_blocks import (
-    ClipOptions,
-    Degenerate,
-    GroupOptions,
-    clip_high,
-    clip_low,
-    degenerate,
-)
-from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, GroupOptions, clip_high, clip_low, degenerate
 from openrlhf_ext.options import Float
 
 

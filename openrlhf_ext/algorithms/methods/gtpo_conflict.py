@@ -2,7 +2,6 @@
 
 M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy Control", arXiv
 2508.03772.
-The conflict masks themselves are in `conflict_mask`.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
 """
@@ -18,14 +17,19 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import LossBatch
-from openrlhf_ext.algorithms.batch import RolloutBatch
+from openrlhf_ext.algorithms import (
+    Inputs,
+    LossBatch,
+    RolloutBatch,
+    TokenAlgorithm,
+    losses,
+    mean_entropies,
+    option,
+    register_algorithm,
+)
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
-from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, usable_rows
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
-from openrlhf_ext.algorithms.metrics import mean_entropies
+from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
     Ddof,
@@ -34,9 +38,8 @@ from openrlhf_ext.algorithms.option_blocks import (
     clip_high,
     clip_low,
 )
-from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.options import Float, Int, no_effect, option
+from openrlhf_ext.options import Float, Int, no_effect
 
 LN2 = math.log(2.0)
 

@@ -14,10 +14,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import LossBatch
+from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,
@@ -28,8 +26,7 @@ from openrlhf_ext.algorithms.option_blocks import (
     degenerate,
 )
 from openrlhf_ext.algorithms.quantiles import upper_threshold
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.options import Float
 
 
 class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOptions):

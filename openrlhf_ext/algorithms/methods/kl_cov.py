@@ -12,15 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import LossBatch, Total
+from openrlhf_ext.algorithms import Inputs, LossBatch, option, register_algorithm
+from openrlhf_ext.algorithms.base import Total
 from openrlhf_ext.algorithms.covariance import CovarianceControl, CovarianceOptions, FlaggedTokens
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
 from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.algorithms.option_blocks import KLOptions
 from openrlhf_ext.algorithms.quantiles import order_statistic
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, Violation, no_effect, option
+from openrlhf_ext.options import Float, Violation, no_effect
 
 
 class KLCovOptions(CovarianceOptions, KLOptions):
@@ -67,7 +66,7 @@ class KLCov(CovarianceControl):
             # of equal ones the first in natural order
             ties = FlaggedTokens.of((cov_N == least) & shaped.loss_mask, shaped, total)
             selection_N[ties.index_n[ties.number_n < count - (tokens - up_to_least)]] = True
-        return selection_N, {"chosen": FlaggedTokens.of(selection_N, shaped, total).place_n3}
+        return selection_N, {"chosen": FlaggedTokens.of(selection_N, shaped, total).token_n3}
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         objective_N, clipped_N = clipped_surrogate(log_ratio_N, shaped.advantages, None, factor=self.factor(shaped))

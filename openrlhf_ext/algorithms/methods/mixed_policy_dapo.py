@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import MOST_LOGPROB, LossBatch
-from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
+from openrlhf_ext.algorithms import Inputs, LossBatch, RolloutBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.base import MOST_LOGPROB
+from openrlhf_ext.algorithms.batch import check_values
 from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.losses import TokenAlgorithm, clipped_surrogate
+from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.algorithms.methods.dapo import DapoOptions
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.options import Float
 
 
 class MixedPolicyOptions(DapoOptions):
