@@ -5,29 +5,17 @@
     shaped = algorithm.shape(batch)                     # whole groups
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
-This package imports torch and pydantic, nothing else of the stack. To read it: a method's own file (`baselines`,
-`gtpo_entropy`, `grpo_s`, `gtpo_conflict`, `entropy_advantage`, `high_entropy_tokens`, `covariance`, `mixed_policy`,
-`gae`) holds its formulas, `losses` the losses of all of them; `group_advantage`, `entropy_shaping`, `conflict_mask` and
-`length_penalty` what methods share; `batch`, `groups` and `base` the frame: what goes in, who belongs together, what
-comes out.
+This package imports torch and pydantic, nothing else of the stack. To read it: `methods/` has a file for each method
+with its options, formulas and advantages, `losses` the losses of all of them; `group_advantage`, `entropy_shaping`,
+`covariance`, `conflict_mask` and `length_penalty` what methods share; `batch`, `groups` and `base` the frame: what goes
+in, who belongs together, what comes out.
 """
 
-from openrlhf_ext.algorithms import (  # noqa: F401
-    baselines,
-    covariance,
-    entropy_advantage,
-    gae,
-    grpo_s,
-    gtpo_conflict,
-    gtpo_entropy,
-    high_entropy_tokens,
-    mixed_policy,
-)
 from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch
 from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.gtpo_conflict import mean_entropies
 from openrlhf_ext.algorithms.losses import SequenceAlgorithm, TokenAlgorithm
+from openrlhf_ext.algorithms.metrics import mean_entropies
 from openrlhf_ext.algorithms.registry import (
     algorithm_names,
     describe_options,
@@ -53,3 +41,6 @@ __all__ = [
     "register_algorithm",
     "with_published_values",
 ]
+
+# last: a method may import from here, as the file of a user does
+from openrlhf_ext.algorithms import methods  # noqa: E402, F401

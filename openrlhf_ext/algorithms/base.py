@@ -1,12 +1,7 @@
 """`Algorithm`, the frame of all methods: validate, shape whole groups, compute a loss that splits exactly.
 
 `LossBatch` is what the loss reads, `Loss` what it returns. A method is a small class: `TokenAlgorithm` (one ratio per
-token) and `SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages:
-
-    @register_algorithm("my_method", MyOptions)
-    class MyMethod(TokenAlgorithm):
-        def advantages(self, inputs: Inputs) -> dict[str, Any]:
-            return {"advantages": ...}          # fields of LossBatch, (N,)
+token) and `SequenceAlgorithm` (one per completion, both in `losses`) do everything but the advantages.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = some of them, Q = groups (prompts).
 """
@@ -25,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch, check_rewards, check_values
-from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, partition
+from openrlhf_ext.algorithms.batch import Named, RolloutBatch, check_rewards, check_values
+from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, group_index, partition
 from openrlhf_ext.algorithms.importance import Correction, correction_weights
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
@@ -52,8 +47,8 @@ class Algorithm:
         name: registry name.
         Options: options class.
         needs: optional RolloutBatch tensors that `shape` requires.
-        loss_inputs: names in `LossBatch.exposed` that `prepare` and the loss read (kept by `LossBatch.lean`); what
-            only `loss_level` reads is not among them.
+        loss_inputs: names in `of_rows` and `of_tokens` of a LossBatch that `prepare` and the loss read (kept by
+            `LossBatch.lean`); what only `loss_level` reads is not among them.
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch before it computes
             the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
@@ -114,12 +109,10 @@ class Algorithm:
     def prepare(
         self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
     ) -> LossBatch:
-        """Fix what the loss needs to know about the whole mini-batch under the *current* policy.
+        """Choose tokens by statistics of the new log-probs over the whole mini-batch, where `needs_prepare`.
 
-        Algorithms with `needs_prepare` choose tokens by statistics of the new log-probs over the whole mini-batch;
-        call this once per optimizer step, then `select` shares of the result. A no-op for all others.
-
-        Processes that hold a share each choose together: every one calls this with its share and a `total`.
+        Call this once per optimizer step, then `select` shares of the result. Processes that hold a share each choose
+        together: every one calls this with its share and a `total`.
 
         Args:
             new_logprobs: (N,) of the mini-batch, or of the share; no gradient is used.
@@ -146,18 +139,16 @@ class Algorithm:
     def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
         """The loss as a sum of terms of single tokens, for a caller that meets the log-probs block by block.
 
-        A fused output layer computes log-probs, loss and gradient of a block of tokens and then forgets the block's
-        logits; it needs each token's loss without the others'. Summed over the tokens of `shaped` the
-        terms are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which
-        also reports what is not finite (the terms do not check, to cost no synchronization per block).
+        A fused output layer needs each token's loss without the others'. Summed over the tokens of `shaped` the terms
+        are `loss(new_logprobs, shaped).value`; metrics come from `loss` on the detached log-probs, which also reports
+        what is not finite (the terms do not check, to cost no synchronization per block).
 
         Args:
             shaped: a mini-batch, or a share of one made by `select`; prepared, where `needs_prepare`.
         Returns:
             `terms(new_logprobs_n, index_n) -> loss_n` for the tokens at `index_n` (int64) of the N of `shaped`,
-            differentiable in `new_logprobs_n`, 0 for tokens without loss; all denominators are those of the mini-batch.
-            None where a token's loss depends on other tokens (sequence ratios), or the algorithm does not say
-            otherwise (`tokenwise`).
+            differentiable in `new_logprobs_n`, 0 for tokens without loss. None where a token's loss depends on other
+            tokens (sequence ratios), or the algorithm does not say otherwise (`tokenwise`).
         Raises:
             ValueError: `shaped` has not been prepared.
         """
@@ -174,7 +165,10 @@ class Algorithm:
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
-        return self.shaped(inputs, **self.checked_advantages(inputs))
+        fields = dict(self.checked_advantages(inputs))
+        if "advantages" not in fields:
+            fields["advantages"] = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
+        return self.shaped(inputs, **fields)
 
     def checked_advantages(self, inputs: Inputs) -> dict[str, Any]:
         """What `advantages` returns.
@@ -250,13 +244,18 @@ class Algorithm:
         """(B,) completions that the importance correction applies to."""
         return torch.ones_like(inputs.part.kept_B)
 
-    def shaped(self, inputs: Inputs, *, metrics: dict[str, Tensor] | None = None, **fields: Any) -> LossBatch:
-        """A LossBatch with the fields every algorithm shares filled in."""
+    def shaped(self, inputs: Inputs, **fields: Any) -> LossBatch:
+        """A LossBatch with the fields every algorithm shares filled in.
+
+        Tensors of N entries in `exposed` become `of_tokens`, the others `of_rows`. Where every completion is one token
+        both have N entries, and mean the same.
+        """
         batch, groups, part = inputs.batch, inputs.groups, inputs.part
+        exposed, metrics = fields.pop("exposed", {}), fields.pop("metrics", {})
         weights_N, correction_metrics = self._correction(inputs)
+        of_tokens = {name: tensor for name, tensor in exposed.items() if len(tensor) == inputs.segments.tokens}
         common: dict[str, Any] = {
             "algorithm": self,
-            "rows": torch.arange(len(batch.rewards), device=batch.rewards.device),
             "group_ids": batch.group_ids,
             "group_sizes": groups.sizes_B,
             "segments": inputs.segments,
@@ -269,8 +268,10 @@ class Algorithm:
             "weights": torch.zeros_like(batch.rewards),
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
             "correction": weights_N,
+            "of_rows": {name: tensor for name, tensor in exposed.items() if name not in of_tokens},
+            "of_tokens": of_tokens,
         }
-        return LossBatch(**{**common, **fields}, metrics={**correction_metrics, **(metrics or {})})
+        return LossBatch(**(common | fields), metrics=correction_metrics | metrics)
 
     def _correction(self, inputs: Inputs) -> tuple[Tensor | None, dict[str, Tensor]]:
         """(N,) importance-correction factors, None for 1, and their metrics."""
@@ -300,7 +301,7 @@ def _per_token(**kwargs: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class LossBatch:
+class LossBatch(Named):
     """What the loss needs, plus what a user wants to look at.
 
     A copy made by pickle is on the CPU; its tensors travel out of band.
@@ -309,13 +310,11 @@ class LossBatch:
     (`loss_mask`, `weights`, `denominators`) are those of the mini-batch, which is the rollout batch after `shape` and
     the given rows after `mini_batch`. `select` keeps them, so that the losses of disjoint selections add up.
 
-    Names of method-specific quantities (`Rpos`, `rho_neg`, `delta`, `tau`, ...) are read as attributes or, for
-    `lambda`, as `shaped["lambda"]`; `names()` lists them.
+    Method-specific quantities are read as `shaped["Rpos"]`, `shaped["lambda"]`, ...; `names()` lists them.
 
     Attributes:
         algorithm: the algorithm that made it (its options travel along).
         segments: which of the N tokens are whose; `lengths` are the (B,) completion tokens.
-        rows: (B,) int64 row of the rollout batch each row came from.
         group_ids: (B,) integer prompt id.
         group_sizes: (B,) int64 completions of the row's group in the rollout batch.
         kept: (B,) bool, the row's group was not dropped.
@@ -327,13 +326,13 @@ class LossBatch:
         old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions for
             `mixed_policy_dapo`).
         ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the loss; else None.
-        guide_logprobs: (N,) floating point, under the guiding policy (`mixed_policy_dapo`), or None.
         token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for 1.
         correction: (N,) floating point, importance-correction factor, or None for 1.
         weights: (B,) float64 aggregation weight of each token (or completion) of a row.
         denominators: float64 scalars of the mini-batch, e.g. `tokens`.
         selection: (N,) bool, tokens chosen by `prepare` (covariance methods), or None.
-        exposed: method-specific tensors whose first dimension is B or N.
+        of_rows: method-specific tensors, (B, ...) each.
+        of_tokens: method-specific tensors, (N, ...) each.
         pools: method-specific tensors that belong to no row.
         metrics: 0-d float64 tensors describing the rollout batch.
         complete: False for a share made by `select`.
@@ -342,7 +341,6 @@ class LossBatch:
 
     algorithm: Algorithm
     segments: Segments
-    rows: Tensor = _per_row()
     group_ids: Tensor = _per_row()
     group_sizes: Tensor = _per_row()
     kept: Tensor = _per_row()
@@ -354,11 +352,11 @@ class LossBatch:
     weights: Tensor = _per_row()
     seq_advantages: Tensor | None = _per_row(default=None)
     ref_logprobs: Tensor | None = _per_token(default=None)
-    guide_logprobs: Tensor | None = _per_token(default=None)
     token_weights: Tensor | None = _per_token(default=None)
     correction: Tensor | None = _per_token(default=None)
     selection: Tensor | None = _per_token(default=None)
-    exposed: dict[str, Tensor] = field(default_factory=dict)
+    of_rows: dict[str, Tensor] = field(default_factory=dict)
+    of_tokens: dict[str, Tensor] = field(default_factory=dict)
     denominators: dict[str, Tensor] = field(default_factory=dict)
     pools: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -366,19 +364,7 @@ class LossBatch:
     slim: bool = False
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getattr__(self, name: str) -> Tensor:
-        # Reached only for names that are no dataclass field. Guard: pickle asks before `exposed` exists.
-        if name.startswith("__") or "exposed" not in self.__dict__:
-            raise AttributeError(name)
-        for source in (self.exposed, self.pools):
-            if name in source:
-                return source[name]
-        derived = self.algorithm.derived()
-        if name in derived:
-            return derived[name](self)
-        raise AttributeError(f"{self.algorithm.name} exposes no {name!r}; it has: {', '.join(self.names())}")
+        return len(self.segments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: packed(getattr(self, f.name)) for f in dataclasses.fields(self)}
@@ -392,20 +378,18 @@ class LossBatch:
         return self.segments.lengths_B
 
     def __getitem__(self, name: str) -> Tensor:
-        """The quantity of that name: a field, or a method-specific one; AttributeError if this batch has none."""
-        value = getattr(self, name)
-        if value is None:
-            raise AttributeError(f"{name} is not set for {self.algorithm.name} with these options")
+        """The method-specific quantity of that name, or the tensor of a field; LookupError if this batch has none."""
+        stored, derived = self.of_rows | self.of_tokens | self.pools, self.algorithm.derived()
+        if name in derived:
+            return derived[name](self)
+        value = stored[name] if name in stored else self.__dict__.get(name)
+        if not isinstance(value, Tensor):
+            raise LookupError(f"{self.algorithm.name} has no {name!r} here, only {', '.join(self.names())} and fields")
         return value
 
     def names(self) -> list[str]:
         """Names of the method-specific quantities of this batch."""
-        return sorted({*self.exposed, *self.pools, *self.algorithm.derived()})
-
-    @property
-    def kept_groups(self) -> Tensor:
-        """Ids of the groups that were not dropped, ascending."""
-        return self.group_ids[self.kept].unique()
+        return sorted({*self.of_rows, *self.of_tokens, *self.pools, *self.algorithm.derived()})
 
     def select(self, rows: RowSelection) -> LossBatch:
         """A share of this mini-batch: these rows with the denominators of the whole.
@@ -442,7 +426,7 @@ class LossBatch:
 
     @cached_property
     def _row_of_token(self) -> Tensor:
-        return self.segments.spread(torch.arange(len(self), device=self.rows.device))
+        return self.segments.spread(torch.arange(len(self), device=self.kept.device))
 
     def lean(self) -> LossBatch:
         """A copy with what the loss and `prepare` read; what to ship to the workers.
@@ -451,8 +435,9 @@ class LossBatch:
         into mini-batches any more.
         """
         needed = self.algorithm.loss_inputs
-        exposed = {name: tensor for name, tensor in self.exposed.items() if name in needed}
-        return dataclasses.replace(self, exposed=exposed, pools={}, metrics={}, slim=True)
+        of_rows = {name: tensor for name, tensor in self.of_rows.items() if name in needed}
+        of_tokens = {name: tensor for name, tensor in self.of_tokens.items() if name in needed}
+        return dataclasses.replace(self, of_rows=of_rows, of_tokens=of_tokens, pools={}, metrics={}, slim=True)
 
     def to(self, device: torch.device | str) -> LossBatch:
         """A copy with all tensors on `device`."""
@@ -467,7 +452,7 @@ class LossBatch:
     def _take(self, rows: RowSelection) -> LossBatch:
         if not isinstance(rows, slice):
             rows = row_index(rows, len(self))
-        index, segments = (rows if isinstance(rows, slice) else rows.to(self.rows.device)), self.segments
+        index, segments = (rows if isinstance(rows, slice) else rows.to(self.kept.device)), self.segments
         return self._each(
             lambda of_B: of_B[index], lambda of_N: segments.take(of_N, rows), segments=segments.select(rows)
         )
@@ -479,12 +464,9 @@ class LossBatch:
         maps = {"row": of_rows, "token": of_tokens}
         fields = ((f.name, f.metadata.get("of"), getattr(self, f.name)) for f in dataclasses.fields(self))
         mapped: dict[str, Any] = {name: maps[of](tensor) for name, of, tensor in fields if of and tensor is not None}
-        # where N = B every row is one token, and both maps give the same
-        exposed = {
-            name: (of_tokens if len(tensor) == self.segments.tokens else of_rows)(tensor)
-            for name, tensor in self.exposed.items()
-        }
-        return dataclasses.replace(self, exposed=exposed, **mapped, **changes)
+        mapped["of_rows"] = {name: of_rows(tensor) for name, tensor in self.of_rows.items()}
+        mapped["of_tokens"] = {name: of_tokens(tensor) for name, tensor in self.of_tokens.items()}
+        return dataclasses.replace(self, **mapped, **changes)
 
 
 def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
@@ -501,7 +483,7 @@ def _field_faults(fields: Any, main: str, inputs: Inputs) -> Iterator[str]:
         if name not in known:
             near = nearest(str(name), known)
             yield f"{name!r} is no field of LossBatch ({f'did you mean {near!r}?' if near else ', '.join(known)})"
-        elif (holds := of[name]) and value is not None:
+        elif (holds := of.get(name)) and value is not None:
             yield from _shape_faults(name, value, [sizes[holds]])
         elif name == "exposed":
             for key, tensor in value.items():
@@ -562,12 +544,12 @@ def row_index(rows: Tensor | Sequence[int], count: int) -> Tensor:
 
 
 def _require_whole_groups(part: LossBatch) -> None:
-    ids_Q, index_B, counts_Q = part.group_ids.unique(return_inverse=True, return_counts=True)
-    wrong = (counts_Q[index_B] != part.group_sizes).nonzero().flatten()
+    index_B = group_index(part.group_ids)
+    there_B = torch.zeros_like(index_B).index_add_(0, index_B, torch.ones_like(index_B))[index_B]
+    wrong = (there_B != part.group_sizes).nonzero().flatten()  # the one thing that is read back from a device
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"group {int(part.group_ids[row])} has {int(counts_Q[index_B][row])} of its "
-            f"{int(part.group_sizes[row])} completions in this mini-batch: mini-batches consist of whole groups "
-            "(use `select` for micro-batches)"
+            f"group {int(part.group_ids[row])} has {int(there_B[row])} of its {int(part.group_sizes[row])} completions "
+            "in this mini-batch: mini-batches consist of whole groups (use `select` for micro-batches)"
         )

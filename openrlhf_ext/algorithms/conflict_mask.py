@@ -26,9 +26,7 @@ MOST_LEADER_ROUNDS = 8
 SLOTS_PER_ROUND = 16
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Which tokens of a window are in conflict
-# --------------------------------------------------------------------------------------------------------------------
+# ---- Which tokens of a window are in conflict ----
 
 
 def conflicting_tokens(tokens_gSW: Tensor, valid_gSW: Tensor | None, positive_gS: Tensor) -> Tensor:
@@ -97,18 +95,16 @@ def _conflicts_by_sorting(tokens_cS: Tensor, open_cS: Tensor, positive_cS: Tenso
     return torch.zeros_like(open_cS).scatter_(1, slot_cS, conflict_cS) & open_cS
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Runs of conflicts
-# --------------------------------------------------------------------------------------------------------------------
+# ---- Runs of conflicts ----
 
 
 @dataclasses.dataclass
 class _Scan:
-    """Signed completions whose run may still grow, and their place in a padded (group, slot) table.
+    """Signed completions whose run may still grow, in a padded (group, slot) table.
 
     Attributes:
         row_R: batch row. first_R: flat index of its first token. length_R: tokens. positive_R: sign.
-        group_R, slot_R: place in the table.
+        group_R, slot_R: where in the table.
         alive_R: the run may still grow. started_R: the run has begun.
     """
 
@@ -127,7 +123,7 @@ class _Scan:
         both_Q = groups.any(sign_B > 0) & groups.any(sign_B < 0)
         order_B = groups.natural_order()
         row_R = order_B[((sign_B != 0) & both_Q[groups.index_B])[order_B]]
-        group_R, slot_R = _places(groups.index_B[row_R])
+        group_R, slot_R = _slots(groups.index_B[row_R])
         return cls(
             row_R=row_R,
             first_R=(groups.lengths_B.cumsum(0) - groups.lengths_B)[row_R],
@@ -147,7 +143,7 @@ class _Scan:
         if bool(keep_R.all()):
             return self
         kept = {f.name: getattr(self, f.name)[keep_R] for f in dataclasses.fields(self)}
-        kept["group_R"], kept["slot_R"] = _places(kept["group_R"])
+        kept["group_R"], kept["slot_R"] = _slots(kept["group_R"])
         return _Scan(**kept)
 
     @property
@@ -155,7 +151,7 @@ class _Scan:
         return int(self.group_R[-1]) + 1, int(self.slot_R.max()) + 1
 
 
-def _places(group_R: Tensor) -> tuple[Tensor, Tensor]:
+def _slots(group_R: Tensor) -> tuple[Tensor, Tensor]:
     """Renumber sorted group indices to 0.. and number the rows of each group."""
     _, dense_R, counts = group_R.unique_consecutive(return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts
@@ -207,17 +203,17 @@ def _extend_runs(
 ) -> None:
     """Scan one window: lengthen the runs (`start_B`, `count_B` in scan direction) and update the scan's state."""
     width = min(width, int(scan.length_R.max()) - position)
-    place_W = torch.arange(width, device=tokens_N.device, dtype=torch.int32)
+    position_W = torch.arange(width, device=tokens_N.device, dtype=torch.int32)
     token_RW = _window_tokens(tokens_N, scan, position, width, backward)
     covered = int(scan.length_R.min()) >= position + width
-    valid_RW = None if covered else place_W < (scan.length_R - position)[:, None]
+    valid_RW = None if covered else position_W < (scan.length_R - position)[:, None]
     conflict_RW = _conflicts_in_window(token_RW, valid_RW, scan)
     if bool(scan.started_R.all()):
         first_R = torch.zeros_like(scan.row_R)
-        stop_R = _first(~conflict_RW, place_W)
+        stop_R = _first(~conflict_RW, position_W)
     else:
-        first_R = _first(conflict_RW, place_W).masked_fill(scan.started_R, 0)
-        stop_R = _first(~conflict_RW & (place_W >= first_R[:, None]), place_W)
+        first_R = _first(conflict_RW, position_W).masked_fill(scan.started_R, 0)
+        stop_R = _first(~conflict_RW & (position_W >= first_R[:, None]), position_W)
         fresh_R = scan.alive_R & ~scan.started_R & (first_R < width)
         start_B[scan.row_R[fresh_R]] = position + first_R[fresh_R].long()
         scan.started_R = scan.started_R | (first_R < width)
@@ -225,10 +221,10 @@ def _extend_runs(
     scan.alive_R = scan.alive_R & (stop_R == width) & (scan.length_R > position + width)
 
 
-def _first(flags_RW: Tensor, place_W: Tensor) -> Tensor:
-    """(R,) int32 place of the first True, W where there is none."""
-    width = len(place_W)
-    return (place_W + width * (~flags_RW).to(torch.int32)).amin(dim=1).clamp_(max=width)
+def _first(flags_RW: Tensor, position_W: Tensor) -> Tensor:
+    """(R,) int32 index of the first True, W where there is none."""
+    width = len(position_W)
+    return (position_W + width * (~flags_RW).to(torch.int32)).amin(dim=1).clamp_(max=width)
 
 
 def _window_tokens(tokens_N: Tensor, scan: _Scan, position: int, width: int, backward: bool) -> Tensor:
@@ -254,10 +250,10 @@ def _conflicts_in_window(token_RW: Tensor, valid_RW: Tensor | None, scan: _Scan)
         # Groups of equal size fill the table as they stand.
         valid_gSW = None if valid_RW is None else valid_RW.view(table)
         return conflicting_tokens(token_RW.view(table), valid_gSW, scan.positive_R.view(table[:2])).view(token_RW.shape)
-    place = (scan.group_R, scan.slot_R)
+    slots = (scan.group_R, scan.slot_R)
     token_gSW = token_RW.new_zeros(table)
     valid_gSW = scan.positive_R.new_zeros(table)
     positive_gS = scan.positive_R.new_zeros(table[:2])
-    token_gSW[place], positive_gS[place] = token_RW, scan.positive_R
-    valid_gSW[place] = True if valid_RW is None else valid_RW
-    return conflicting_tokens(token_gSW, valid_gSW, positive_gS)[place]
+    token_gSW[slots], positive_gS[slots] = token_RW, scan.positive_R
+    valid_gSW[slots] = True if valid_RW is None else valid_RW
+    return conflicting_tokens(token_gSW, valid_gSW, positive_gS)[slots]

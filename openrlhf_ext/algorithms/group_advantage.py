@@ -2,7 +2,7 @@
 
     A_i = (r_i - mean r)/(std r + adv_eps)                  over the completions of one prompt
 
-Shape suffixes: B = completions, Q = groups.
+Shape suffixes: B = completions, N = tokens of all completions, Q = groups.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from openrlhf_ext.algorithms.length_penalty import length_penalty
 
 
 def group_relative(algorithm: Algorithm, inputs: Inputs) -> dict[str, Tensor]:
-    """The fields `rewards` and `seq_advantages` of a LossBatch, (B,) float64.
+    """The fields `rewards` and `seq_advantages` (B,) float64 and `advantages` (N,) of a LossBatch.
 
     r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in groups that were dropped
-    or zeroed.
+    or zeroed, and the same on all tokens of a completion.
     """
     batch, groups, part, kl = inputs.batch, inputs.groups, inputs.part, algorithm.kl
     rewards_B = batch.rewards + length_penalty(groups, part, algorithm.options)
     if kl is not None and kl.place == "reward":
         rewards_B = rewards_B - batch.segments.sums(reward_kl(kl, batch))
-    return {
-        "rewards": rewards_B,
-        "seq_advantages": group_advantages(rewards_B, groups, algorithm.options, part.live_B),
-    }
+    a_B = group_advantages(rewards_B, groups, algorithm.options, part.live_B)
+    a_N = batch.segments.spread(a_B.to(batch.float_dtype))
+    return {"rewards": rewards_B, "seq_advantages": a_B, "advantages": a_N}
 
 
 def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Tensor) -> Tensor:

@@ -75,6 +75,14 @@ class Groups(Named):
         return torch.argsort(self.index_B, stable=True)
 
 
+def group_index(ids_B: Tensor) -> Tensor:
+    """(B,) int64 position of each row's group in the ascending order of ids; reads nothing back from a device."""
+    order_B = ids_B.argsort()
+    index_B, sorted_B = torch.zeros_like(order_B), ids_B[order_B]
+    index_B[order_B[1:]] = (sorted_B[1:] != sorted_B[:-1]).cumsum(0)
+    return index_B
+
+
 def segment_sum(values_B: Tensor, index_B: Tensor, segments: int) -> Tensor:
     """Float64 sums of the rows of each segment."""
     total = torch.zeros(segments, *values_B.shape[1:], dtype=torch.float64, device=values_B.device)

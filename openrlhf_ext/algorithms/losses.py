@@ -24,7 +24,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch, TokenLoss
 from openrlhf_ext.algorithms.batch import check_values
-from openrlhf_ext.algorithms.groups import Inputs, segment_sum
+from openrlhf_ext.algorithms.groups import group_index, segment_sum
 
 
 def promote(logprobs: Tensor) -> Tensor:
@@ -97,20 +97,15 @@ def token_weights(shaped: LossBatch, counted_B: Tensor, *, agg: str, agg_scope: 
     if agg == "seq-mean-token-mean":
         return reciprocal(prompts(shaped) * shaped.group_sizes * counted_B, shaped.active)  # Q G c_i
     if agg_scope == "group":
-        ids_Q, index_B = shaped.group_ids.unique(return_inverse=True)
-        in_group_B = segment_sum(counted_B, index_B, len(ids_Q))[index_B]
+        index_B = group_index(shaped.group_ids)
+        in_group_B = segment_sum(counted_B, index_B, len(shaped))[index_B]
         return reciprocal(prompts(shaped) * in_group_B, shaped.active)
     return reciprocal(counted_B.sum(), shaped.active)
 
 
-def sequence_weights(shaped: LossBatch) -> Tensor:
-    """Weight 1/(Q G) of every completion in a sequence objective, 0 for inactive ones."""
-    return reciprocal(prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active)
-
-
-def prompts(shaped: LossBatch) -> int:
-    """Q, the number of groups of the mini-batch that were not dropped."""
-    return len(shaped.kept_groups)
+def prompts(shaped: LossBatch) -> Tensor:
+    """Q, the number of groups of the mini-batch that were not dropped; float64, exact, not read from a device."""
+    return torch.where(shaped.kept, 1.0 / shaped.group_sizes.double(), 0.0).sum().round()
 
 
 def reciprocal(denominator: Tensor, where_B: Tensor) -> Tensor:
@@ -307,11 +302,6 @@ class SequenceAlgorithm(Algorithm):
         """ "geometric" or "arithmetic" mean of the token ratios."""
         return "geometric"
 
-    def rollout_level(self, inputs: Inputs) -> LossBatch:
-        fields = self.checked_advantages(inputs)
-        token_N = inputs.segments.spread(fields["seq_advantages"].to(inputs.batch.float_dtype))
-        return self.shaped(inputs, advantages=token_N, **fields)
-
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         denominators = {
             "tokens": torch.where(shaped.active, shaped.lengths, 0).sum().to(torch.float64),
@@ -321,7 +311,7 @@ class SequenceAlgorithm(Algorithm):
             shaped,
             # Truncated-masked completions have a ratio to look at, but weight 0.
             loss_mask=shaped.segments.spread(shaped.kept),
-            weights=sequence_weights(shaped),
+            weights=reciprocal(prompts(shaped) * shaped.group_sizes.to(torch.float64), shaped.active),  # 1/(Q G)
             denominators=denominators,
             complete=True,
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.groups import Inputs
+from openrlhf_ext.algorithms.segments import Segments
 
 SAMPLE = 1 << 16
 """Completion tokens the quantile metrics look at: all of a small batch, evenly spaced ones of a large batch."""
@@ -36,6 +37,15 @@ def rollout_metrics(inputs: Inputs, rewards_B: Tensor, advantages_N: Tensor) -> 
         metrics.update(_entropy_by_class(inputs))
         metrics.update(_mass_by_entropy_quantile(inputs, advantages_N))
     return metrics
+
+
+def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
+    """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
+
+    `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
+    sampled at training temperature before the first step.
+    """
+    return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
 
 
 def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:

@@ -331,3 +331,13 @@ class EntropyOptions(Options):
 
 class GroupOptions(PartitionOptions, TruncationOptions, SequenceAdvantageOptions, PenaltyOptions):
     """What the group-relative advantage reads."""
+
+
+class TokenGroupOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
+    """What methods read that put the group-relative advantage on every token."""
+
+
+class EntropyShapingOptions(
+    PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptions, EntropyOptions, ClipOptions
+):
+    """What `gtpo_entropy` and `grpo_s` read."""

@@ -19,6 +19,8 @@ from openrlhf_ext.user_code import told
 
 logger = logging.getLogger(__name__)
 
+METHODS = "openrlhf_ext.algorithms.methods"
+"""The folder of the methods that come with the package; each has the name of its file."""
 _ALGORITHMS: dict[str, type[Algorithm]] = {}
 A = TypeVar("A", bound=type[Algorithm])
 
@@ -27,13 +29,16 @@ def register_algorithm(name: str, options: type[Options]) -> Callable[[A], A]:
     """Class decorator: make an algorithm known under `name`, configured by the fields of `options`.
 
     Raises:
-        ValueError: the name is taken by another class.
+        ValueError: the name is taken by another class, or is not that of its file in `methods/`.
     """
 
     def register(cls: A) -> A:
         known = _ALGORITHMS.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"algorithm {name!r} is already registered by {known.__module__}.{known.__qualname__}")
+        package, _, file = cls.__module__.rpartition(".")
+        if package == METHODS and file != name:
+            raise ValueError(f"algorithm {name!r} must be in methods/{name}.py, not in {file}.py: files name methods")
         cls.name = name
         cls.Options = options
         _ALGORITHMS[name] = cls

@@ -26,8 +26,8 @@ DIFFERENCES = (
     Difference(
         "algo.advantage.estimator",
         "gae (and six others)",
-        "grpo (and twelve others)",
-        "the estimators are those of openrlhf_ext.algorithms",
+        "grpo (and others)",
+        "the estimators are those of docs/methods.md",
     ),
     Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
@@ -17,7 +17,7 @@ from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
-from openrlhf_ext.options.sections.algo import CUSTOM, GUIDED, Estimator
+from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
 RESERVED_KEYS = {
@@ -390,7 +390,7 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
 
 def reserved_keys(config: RunConfig) -> Iterator[Violation]:
     """The maps of the estimators hold their options only, not the other arguments of ``get_algorithm``."""
-    for name in get_args(Estimator):
+    for name in (*ESTIMATORS, CUSTOM):
         for key in RESERVED_KEYS.keys() & config.algo.of(name).keys():
             yield Violation(
                 (f"algo.{name}.{key}",),

@@ -368,7 +368,7 @@ class RunConfig(Section):
         """
         if self.algo.advantage.estimator != "gtpo_conflict":
             return 0
-        from openrlhf_ext.algorithms.gtpo_conflict import GtpoConflictOptions  # late, as above
+        from openrlhf_ext.algorithms.methods.gtpo_conflict import GtpoConflictOptions  # late, as above
 
         given = {key: value for key, value in self.own_options.items() if key in GtpoConflictOptions.model_fields}
         options = GtpoConflictOptions.model_validate(given)

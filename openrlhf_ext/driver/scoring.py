@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import LossBatch
-from openrlhf_ext.algorithms.gae import explained_variance
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
+from openrlhf_ext.algorithms.values import explained_variance
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
 from openrlhf_ext.ranks.messages import CriticMiniBatch
 
@@ -177,7 +177,7 @@ def value_shards(
     attention_length: float = math.inf,
 ) -> list[list[CriticMiniBatch]]:
     """For each data-parallel rank of the critic, its part of every optimizer step."""
-    values_N, returns_N = (shaped.exposed[name].float() for name in ("values", "returns"))
+    values_N, returns_N = (shaped[name].float() for name in ("values", "returns"))
     whole = ValueTargets(values_N, returns_N, shaped.segments, torch.tensor(0))
     chunks = list(group_chunks(len(batch), group_size, mini_batch_size))
     deals = deal(batch.lengths_B, chunks, replicas, attention_length)
@@ -192,7 +192,7 @@ def value_shards(
 
 def value_metrics(shaped: LossBatch) -> dict[str, float]:
     """Means over completion tokens under the names of docs/metrics.md; ``explained_variance`` only if it is defined."""
-    values_N, returns_N = shaped.exposed["values"], shaped.exposed["returns"]
+    values_N, returns_N = shaped["values"], shaped["returns"]
     means = {"value/mean": float64_sum(values_N), "value/return_mean": float64_sum(returns_N)}
     metrics = {name: float(total) / len(values_N) for name, total in means.items()}
     explained = explained_variance(values_N, returns_N)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
+from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
 from openrlhf_ext.megatron.decoder import MegatronModel
 from openrlhf_ext.megatron.model.accounting import new_value_head
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint

@@ -123,7 +123,7 @@ def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
     batch = simple_batch()
     batch = dataclasses.replace(batch, old_logprobs=batch.old_logprobs.to(dtype), entropies=batch.entropies.to(dtype))
     shaped = build("gtpo_entropy").shape(batch)
-    assert {shaped.advantages.dtype, shaped.rho_pos.dtype, shaped.Rpos.dtype} == {dtype}
+    assert {shaped.advantages.dtype, shaped["rho_pos"].dtype, shaped["Rpos"].dtype} == {dtype}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -271,11 +271,11 @@ def test_a_shaped_batch_pickles(name: str) -> None:
 
 
 def test_selections_take_indices_slices_and_masks() -> None:
-    shaped = build("dapo").shape(simple_batch())
-    assert shaped.select([3, 0]).rows.tolist() == [3, 0]
-    assert shaped.select(slice(1, 3)).rows.tolist() == [1, 2]
-    assert shaped.select(torch.tensor([True, False, True, False])).rows.tolist() == [0, 2]
-    assert shaped.select([3, 0]).select([1]).rows.tolist() == [0]
+    shaped = build("dapo").shape(simple_batch((0.0, 1.0, 2.0, 3.0)))
+    assert shaped.select([3, 0]).rewards.tolist() == [3, 0]
+    assert shaped.select(slice(1, 3)).rewards.tolist() == [1, 2]
+    assert shaped.select(torch.tensor([True, False, True, False])).rewards.tolist() == [0, 2]
+    assert shaped.select([3, 0]).select([1]).rewards.tolist() == [0]
 
 
 @pytest.mark.parametrize("take", ["select", "mini_batch"])
@@ -292,7 +292,8 @@ def test_shares_carry_what_the_loss_reads_and_nothing_else(name: str) -> None:
     algorithm = build(name)
     mini_batch = algorithm.prepare(batch.old_logprobs[:8], algorithm.shape(batch).mini_batch([0, 1]))
     part = mini_batch.lean().select([1])
-    assert not part.pools and not part.metrics and set(part.exposed) <= {"zero_group", "place"}
+    assert not part.pools and not part.metrics and set(part.of_rows) <= {"order"}
+    assert not part.of_tokens
     shipped = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     floats = {n for n, t in shipped.items() if isinstance(t, torch.Tensor) and t.is_floating_point() and len(t) == 4}
     more = {"gtpo_conflict": {"token_weights"}}.get(name, set())
@@ -363,7 +364,7 @@ def test_a_mini_batch_of_a_prepared_batch_is_prepared_anew() -> None:
 
 def test_a_reward_at_the_threshold_is_no_success() -> None:
     shaped = build("gtpo_entropy").shape(simple_batch((1.0, 0.5, 1.0, 0.5)))
-    assert shaped.success.tolist() == [True, False, True, False]
+    assert shaped["success"].tolist() == [True, False, True, False]
 
 
 def test_failures_without_a_pool_of_successes_get_nothing() -> None:
@@ -378,7 +379,7 @@ def test_clip_cov_draws_depend_on_the_seed_only() -> None:
     batch, new, _ = to_batch(mixed_groups(3, max_length=20))
     algorithm = build("clip_cov", cov_lb=-5.0, cov_ratio=0.1)
     shaped = algorithm.shape(batch)
-    draws = [algorithm.prepare(new.detach(), shaped, seed=seed).chosen.tolist() for seed in (1, 1, 2)]
+    draws = [algorithm.prepare(new.detach(), shaped, seed=seed)["chosen"].tolist() for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -391,7 +392,7 @@ def test_kl_cov_breaks_ties_in_natural_order() -> None:
     # All tokens have the same covariance.
     new = torch.where(rewards > 0, -1.0, -2.0).repeat_interleave(positions)
     algorithm = build("kl_cov", cov_ratio=50 / (rows * positions))
-    chosen = algorithm.prepare(new, algorithm.shape(batch)).chosen.tolist()
+    chosen = algorithm.prepare(new, algorithm.shape(batch))["chosen"].tolist()
     ties = [[group, completion, t] for group in (0, 1) for completion in range(4) for t in range(positions)]
     assert chosen == ties[:50]
 
@@ -400,9 +401,9 @@ def test_perm_selects_candidates_by_their_number() -> None:
     batch, new, _ = to_batch(mixed_groups(3, max_length=20))
     options = {"cov_lb": -5.0, "cov_ratio": 1.0}
     candidates = build("clip_cov", **options)
-    places = candidates.prepare(new.detach(), candidates.shape(batch)).candidates.tolist()
+    places = candidates.prepare(new.detach(), candidates.shape(batch))["candidates"].tolist()
     algorithm = build("clip_cov", perm=[3, 1], **options)
-    assert algorithm.prepare(new.detach(), algorithm.shape(batch)).chosen.tolist() == [places[1], places[3]]
+    assert algorithm.prepare(new.detach(), algorithm.shape(batch))["chosen"].tolist() == [places[1], places[3]]
     with pytest.raises(ValueError, match="perm must hold distinct indices"):
         algorithm = build("clip_cov", perm=[10_000], **options)
         algorithm.prepare(new.detach(), algorithm.shape(batch))
@@ -410,13 +411,27 @@ def test_perm_selects_candidates_by_their_number() -> None:
 
 def test_unknown_quantities_are_refused_with_the_known_ones() -> None:
     shaped = build("gtpo_entropy").shape(simple_batch())
-    with pytest.raises(AttributeError, match="gtpo_entropy exposes no 'rho_posi'; it has: .*rho_pos"):
-        _ = shaped.rho_posi
+    with pytest.raises(LookupError, match="gtpo_entropy has no 'rho_posi' here, only .*rho_pos, .* and fields"):
+        _ = shaped["rho_posi"]
+    with pytest.raises(LookupError, match="gtpo_entropy has no 'ref_logprobs' here"):
+        _ = shaped["ref_logprobs"]
+    with pytest.raises(AttributeError, match=r"LossBatch has no attribute 'advantage' \(did you mean advantages\?\)"):
+        _ = shaped.advantage
 
 
-def test_kept_groups_are_listed() -> None:
-    shaped = build("dapo").shape(simple_batch((1.0, 0.0, 1.0, 1.0), group_ids=torch.tensor([8, 8, 3, 3])))
-    assert shaped.kept_groups.tolist() == [8]
+def test_an_exposed_tensor_is_of_rows_or_of_tokens_for_good() -> None:
+    """Also in a share whose rows are single tokens, where its length says nothing."""
+    groups = random_groups(5)
+    for completion in (completion for group in groups for completion in group[1:]):
+        completion.update({key: value[:1] for key, value in completion.items() if isinstance(value, list)})
+    batch, _, _ = to_batch(groups)
+    shaped = build("gtpo_entropy").shape(batch)
+    assert {"success", "pool_mean"} <= set(shaped.of_rows) and set(shaped.of_tokens) == {"shares"}
+    single = (batch.lengths == 1).nonzero().flatten()
+    share = shaped.select(single)
+    assert share.segments.tokens == len(share) > 1
+    assert set(share.of_rows) == set(shaped.of_rows) and set(share.of_tokens) == {"shares"}
+    assert torch.equal(share["Rpos"], shaped.segments.take(shaped["Rpos"], single))
 
 
 def test_metrics_of_a_batch() -> None:
@@ -470,4 +485,4 @@ def test_the_loss_waits_for_no_device(name: str) -> None:
 
 def test_another_device_is_reached_with_to() -> None:
     shaped = build("gtpo_entropy").shape(simple_batch()).to("meta")
-    assert shaped.advantages.device.type == "meta" and shaped.exposed["shares"].device.type == "meta"
+    assert shaped.advantages.device.type == "meta" and shaped["shares"].device.type == "meta"

@@ -105,7 +105,7 @@ def test_full_cover_keeps_the_completion_in_the_count() -> None:
     new = batch.old_logprobs.clone().requires_grad_()
     (grad,) = torch.autograd.grad(algorithm.loss(new, shaped).value, new)
     assert grad[2:4].tolist() == [0.0, 0.0]
-    a = (2 / 3) / (shaped.A.new_tensor([2 / 3, -1 / 3, -1 / 3]).std() + 1e-6)
+    a = (2 / 3) / (shaped["A"].new_tensor([2 / 3, -1 / 3, -1 / 3]).std() + 1e-6)
     assert grad[:2].tolist() == pytest.approx([float(-2.0 * a / (3 * 2))] * 2)
 
 
@@ -113,11 +113,11 @@ def test_the_filter_switches_on_below_ln_2_only() -> None:
     batch = batch_of([[1, 2], [3, 4]], [1.0, 0.0])
     batch = dataclasses.replace(batch, entropies=torch.tensor([0.9, 0.9, 0.8, 0.8], dtype=torch.float64))
     for h_ini, wanted in ((None, [0.0, 0.0]), (0.5, [0.0, 0.0]), (0.6931471805599453, [1.0, 1.0]), (0.9, [1.0, 1.0])):
-        assert get_algorithm("gtpo_conflict", h_ini=h_ini).shape(batch).delta.tolist() == wanted
+        assert get_algorithm("gtpo_conflict", h_ini=h_ini).shape(batch)["delta"].tolist() == wanted
     only_negative = get_algorithm("gtpo_conflict", filter="only_neg").shape(batch)
-    assert only_negative.delta.tolist() == [1.0, 0.0]
+    assert only_negative["delta"].tolist() == [1.0, 0.0]
     at_threshold = get_algorithm("gtpo_conflict", entropy_threshold=0.9).shape(batch)
-    assert at_threshold.delta.tolist() == [1.0, 1.0]
+    assert at_threshold["delta"].tolist() == [1.0, 1.0]
 
 
 def test_many_distinct_ids_take_the_sorting_path() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.algorithms.gae import gae, token_rewards, value_clip_fraction, value_loss
+from openrlhf_ext.algorithms.methods.gae import gae, token_rewards
+from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
 from tests.algorithms.helpers import random_groups, to_batch
 
 
@@ -48,8 +49,8 @@ def test_gae_algorithm_whitens_over_all_tokens_and_exposes_returns() -> None:
         for rows in ([0], slice(1, None))
     ]
     assert sum(halves) == pytest.approx(whole)
-    assert shaped.returns.shape == batch.tokens.shape
-    assert not shaped.lean().exposed, "returns and values are for the critic's ranks"
+    assert shaped["returns"].shape == batch.tokens.shape
+    assert not shaped.lean().of_tokens, "returns and values are for the critic's ranks"
 
 
 def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:

@@ -74,12 +74,12 @@ def test_entropy_shares_conserve_mass(axis: str, scope: str, seed: int) -> None:
     shape = {"entropy_axis": axis, "entropy_scope": scope}
     positive, negative = tokens_where(groups, True), tokens_where(groups, False)
     v1 = get_algorithm("gtpo_entropy", version="v1", alpha=0.3, **shape).shape(batch)
-    assert_close(v1.Rpos.sum().item(), 1.3 * positive, 1e-9, "v1 mass of R+")
+    assert_close(v1["Rpos"].sum().item(), 1.3 * positive, 1e-9, "v1 mass of R+")
     v2 = get_algorithm("gtpo_entropy", version="v2", alpha=0.3, **shape).shape(batch)
-    assert_close(v2.Rneg.sum().item(), -negative, 1e-9, "v2 mass of R-")
+    assert_close(v2["Rneg"].sum().item(), -negative, 1e-9, "v2 mass of R-")
     v6 = get_algorithm("gtpo_entropy", version="v6", alpha1=0.9, alpha2=0.2, **shape).shape(batch)
-    assert_close(v6.Rpos.sum().item(), 1.1 * positive, 1e-9, "v6 mass of R+")
-    assert_close(v6.Rneg.sum().item(), -1.1 * negative, 1e-9, "v6 mass of R-")
+    assert_close(v6["Rpos"].sum().item(), 1.1 * positive, 1e-9, "v6 mass of R+")
+    assert_close(v6["Rneg"].sum().item(), -1.1 * negative, 1e-9, "v6 mass of R-")
 
 
 @FEW
@@ -90,8 +90,8 @@ def test_column_shares_conserve_mass_at_every_position(seed: int) -> None:
     shaped = get_algorithm("gtpo_entropy", version="v1", alpha=0.25).shape(batch)
     for group_id in batch.group_ids.unique():
         rows = (batch.group_ids == group_id) & (batch.rewards > 0.5)
-        alive = padded(torch.ones_like(shaped.Rpos), batch.lengths)[rows].sum(dim=0)
-        mass = padded(shaped.Rpos, batch.lengths)[rows].sum(dim=0)
+        alive = padded(torch.ones_like(shaped["Rpos"]), batch.lengths)[rows].sum(dim=0)
+        mass = padded(shaped["Rpos"], batch.lengths)[rows].sum(dim=0)
         assert_close(mass.tolist(), (1.25 * alive).tolist(), 1e-9, "mass per position")
 
 
@@ -102,7 +102,7 @@ def test_grpo_s_conserves_mass(seed: int) -> None:
     batch, _, _ = to_batch(groups)
     shaped = get_algorithm("grpo_s", version="v1", beta=0.4).shape(batch)
     n = sum(c["reward"] > 0.5 for group in groups for c in group)
-    assert_close(shaped.Rpos.sum().item(), 1.4 * n, 1e-9, "mass of r+")
+    assert_close(shaped["Rpos"].sum().item(), 1.4 * n, 1e-9, "mass of r+")
 
 
 @FEW
@@ -265,7 +265,7 @@ def test_a_single_success_has_share_one_everywhere(seed: int) -> None:
     batch, _, _ = to_batch(groups)
     shaped = build("gtpo_entropy").shape(batch)
     success = batch.segments.spread(batch.rewards > 0.5)
-    assert (shaped.rho_pos[success] - 1).abs().max() < 1e-12
+    assert (shaped["rho_pos"][success] - 1).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -274,12 +274,12 @@ def test_shape_of_conflict_masks(seed: int) -> None:
     batch, _, _ = to_batch(mixed_groups(seed, vocabulary=2, max_length=9))
     shaped = build("gtpo_conflict").shape(batch)
     lengths = batch.lengths
-    everything = torch.ones_like(shaped.forward_mask)
-    fw, bw, mask = (padded(x, lengths) for x in (shaped.forward_mask, shaped.backward_mask, everything))
+    everything = torch.ones_like(shaped["forward_mask"])
+    fw, bw, mask = (padded(x, lengths) for x in (shaped["forward_mask"], shaped["backward_mask"], everything))
     assert not (fw[:, 1:] & ~fw[:, :-1]).any()
     inner = mask[:, 1:]
     assert not (bw[:, :-1] & ~bw[:, 1:] & inner).any(), "a backward run reaches the last token"
-    weight, sign = torch.where(mask, padded(shaped["lambda"], lengths), 1.0), shaped.A.sign()
+    weight, sign = torch.where(mask, padded(shaped["lambda"], lengths), 1.0), shaped["A"].sign()
     assert set(weight[mask].tolist()) <= {0.0, 1.0, 2.0}
     assert (sign[(weight == 0).any(dim=1)] < 0).all()
     assert (sign[(weight == 2).any(dim=1)] > 0).all()

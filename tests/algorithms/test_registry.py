@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from openrlhf_ext.algorithms import (
     algorithm_names,
     describe_options,
     get_algorithm,
+    methods,
     register_algorithm,
     registry,
 )
 from openrlhf_ext.algorithms.__main__ import attributes, tables
-from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
 from openrlhf_ext.algorithms.groups import Groups, Partition
+from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.algorithms.registry import algorithm_of_file, with_published_values
 from openrlhf_ext.algorithms.trial import try_algorithm
 from openrlhf_ext.user_code import told
@@ -72,18 +74,26 @@ def test_a_users_module_adds_an_algorithm(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_taken_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'grpo' is already registered by openrlhf_ext.algorithms.baselines.Grpo"):
+    with pytest.raises(ValueError, match="'grpo' is already registered by openrlhf_ext.algorithms.methods.grpo.Grpo"):
 
         @register_algorithm("grpo", GrpoOptions)
         class Other(Grpo):
             pass
 
 
+def test_a_method_of_the_package_has_the_name_of_its_file() -> None:
+    own = {name for name, cls in registry._ALGORITHMS.items() if cls.__module__.startswith(registry.METHODS)}
+    assert own == {module.name for module in pkgutil.iter_modules(methods.__path__)}
+    elsewhere = type("Elsewhere", (Grpo,), {"__module__": "openrlhf_ext.algorithms.methods.grpo2"})
+    with pytest.raises(ValueError, match="'grpo3' must be in methods/grpo3.py, not in grpo2.py"):
+        register_algorithm("grpo3", GrpoOptions)(elsewhere)
+
+
 # ---- a file of the user's own ----
 
 METHOD = """
 from openrlhf_ext.algorithms import register_algorithm
-from openrlhf_ext.algorithms.baselines import Grpo, GrpoOptions
+from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 
 @register_algorithm("{name}", GrpoOptions)
 class Negated(Grpo):
@@ -127,7 +137,7 @@ def test_a_file_that_gives_no_algorithm_is_refused(tmp_path, text, problem):
 
 OWN = """
 from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.baselines import GrpoOptions
+from openrlhf_ext.algorithms.methods.grpo import GrpoOptions
 @register_algorithm("{name}", GrpoOptions)
 class Own(TokenAlgorithm):
     def advantages(self, inputs):

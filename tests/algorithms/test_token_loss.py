@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.algorithms.baselines import Grpo
+from openrlhf_ext.algorithms.methods.grpo import Grpo
 from tests.algorithms.helpers import check_terms_add_up, random_groups, to_batch
 from tests.algorithms.test_batch import simple_batch
 from tests.algorithms.test_invariants import NAMES, build, mixed_groups

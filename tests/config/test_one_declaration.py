@@ -22,7 +22,7 @@ from tests.algorithms.helpers import random_groups, to_batch
 
 METHOD = """
 from openrlhf_ext.algorithms import option, register_algorithm
-from openrlhf_ext.algorithms.baselines import Dapo, DapoOptions
+from openrlhf_ext.algorithms.methods.dapo import Dapo, DapoOptions
 
 class LoudOptions(DapoOptions):
     loudness: float = option(2.0, "factor of every advantage", gt=0, le=10)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
-from openrlhf_ext.algorithms.gae import value_loss
+from openrlhf_ext.algorithms.values import value_loss
 from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer, reference_kl, value_metrics, value_shards
 from tests.megatron.reference import make_batch
 from tests.ranks.helpers import LocalGroup, get
@@ -59,7 +59,7 @@ def test_shares_of_the_replicas_add_up_to_the_loss_of_each_mini_batch(rollout, r
             shares.append(value_loss(new_N, targets.old_values_N, targets.returns_N, clip=0.2, tokens=targets.tokens))
         tokens = batch.responses.span(slice(rows[0], rows[-1] + 1))
         wanted = value_loss(
-            batch.targets_N[tokens] / 61.0, whole.values[tokens], shaped.returns[tokens].float(), clip=0.2,
+            batch.targets_N[tokens] / 61.0, whole.values[tokens], shaped["returns"][tokens].float(), clip=0.2,
             tokens=torch.tensor(tokens.stop - tokens.start),
         )  # fmt: skip
         assert sum(shares).item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -83,7 +83,7 @@ def test_metrics_of_values(rollout):
     shaped = algorithm.shape(whole)
     metrics = value_metrics(shaped)
     assert metrics["value/mean"] == pytest.approx(whole.values.mean().item(), rel=1e-5)
-    assert metrics["value/return_mean"] == pytest.approx(shaped.returns.mean().item(), rel=1e-5)
+    assert metrics["value/return_mean"] == pytest.approx(shaped["returns"].mean().item(), rel=1e-5)
     # a critic that is right everywhere explains all; one that knows only the mean explains nothing
     right = algorithm.shape(dataclasses.replace(whole, values=whole.segments.spread(whole.rewards)))
     assert value_metrics(right)["value/explained_variance"] == pytest.approx(1.0)

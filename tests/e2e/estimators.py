@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
+from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.waits import call_ranks
@@ -18,20 +19,14 @@ from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
 
 OPTIONS = {
-    "grpo": {},
+    **{name: {} for name in ESTIMATORS if name != "gae"},  # which has a critic: see test_ppo.py
     "dapo": {"algo__dapo__length_penalty": "{kind: dapo, l_max: 12, l_cache: 4}"},
-    "dr_grpo": {},
-    "gspo": {},
-    "gtpo_entropy": {},
-    "grpo_s": {},
     "gtpo_conflict": {"algo__gtpo_conflict__initial_entropy_prompts": 4},
-    "entropy_advantage": {},
-    "high_entropy_tokens": {},
     # two optimizer steps for each rollout batch: their token choices follow the current policy
     "clip_cov": {"train__batch_size": 16},
     "kl_cov": {"train__batch_size": 16},
     "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
-    "custom": {"algo__custom__strength": 0.5},
+    CUSTOM: {"algo__custom__strength": 0.5},
 }
 SAME_FOR_ALL = {
     "logger__samples_every": 1,

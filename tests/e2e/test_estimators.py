@@ -43,7 +43,7 @@ REPORTED_BY = {
 
 def test_every_estimator_is_covered():
     assert set(ESTIMATORS) <= set(algorithm_names())
-    assert set(OPTIONS) | {"gae"} == {*ESTIMATORS, CUSTOM}, "gae has a critic: see test_ppo.py"
+    assert set(OPTIONS) | {"gae"} == {*ESTIMATORS, CUSTOM}
 
 
 @pytest.mark.e2e

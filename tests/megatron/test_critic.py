@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from openrlhf_ext.algorithms.gae import value_clip_fraction, value_loss
 from openrlhf_ext.algorithms.segments import Segments
+from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
 from openrlhf_ext.megatron.critic import ValueTargets
 from tests.launch import launch
 from tests.megatron.critic_parity import CLIP, EPS, LR, STEPS

@@ -215,11 +215,11 @@ class Schedule:
     def sum_metrics(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Adds the shares of all micro-batches and data-parallel ranks; identical on every rank."""
         totals: dict[str, float] = {}
-        for share in shares if self._counts_metrics() else []:
-            values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in share.values()]
-            # all numbers of a share leave the device at once
-            for name, value in zip(share, torch.stack(values).tolist() if values else [], strict=True):
-                totals[name] = totals.get(name, 0.0) + value
+        numbers = [item for share in shares for item in share.items()] if self._counts_metrics() else []
+        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for _, value in numbers]
+        # all numbers of a schedule leave the device at once, and are added in its order
+        for (name, _), value in zip(numbers, torch.stack(values).tolist() if values else [], strict=True):
+            totals[name] = totals.get(name, 0.0) + value
         everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, totals)
         names = sorted({name for part in everyone for name in part})

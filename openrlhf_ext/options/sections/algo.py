@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import create_model
+
+import openrlhf_ext
 from openrlhf_ext.options import Float, Int, Pair, Section, Violation, added, no_effect, option
 
-Estimator = Literal[
-    "grpo", "dapo", "dr_grpo", "gspo", "gtpo_entropy", "grpo_s", "gtpo_conflict", "entropy_advantage",
-    "high_entropy_tokens", "clip_cov", "kl_cov", "mixed_policy_dapo", "gae", "custom",
-]  # fmt: skip
+_METHODS = Path(openrlhf_ext.__file__).parent / "algorithms/methods"
+ESTIMATORS = tuple(module.name for module in pkgutil.iter_modules([str(_METHODS)]))
+"""The methods of the package: names of their files, which are not imported here, since they import torch."""
 CUSTOM = "custom"
 """The estimator that the file of ``algo.module_path`` registers."""
 GUIDED = "mixed_policy_dapo"
 """The one estimator that has a guide."""
-ESTIMATORS = tuple(name for name in get_args(Estimator) if name != CUSTOM)
+if TYPE_CHECKING:
+    Estimator = str
+else:
+    Estimator = Literal[(*ESTIMATORS, CUSTOM)]
 
 # Names that are known elsewhere, and what to use here: OpenRLHF's estimators, and one name of two papers.
 UPSTREAM_ESTIMATORS = {
@@ -102,10 +109,6 @@ class Kl(Section):
             )
 
 
-def _method(name: str) -> Any:
-    return added(dict, f"options of the estimator {name} (docs/methods.md)", default_text="")
-
-
 class Algo(Section):
     """The algorithm; every estimator has an open map of its own options, which are declared beside the method."""
 
@@ -123,20 +126,6 @@ class Algo(Section):
     module_path: str | None = added(
         None, "a .py file that registers an algorithm of your own, for the estimator custom", path="input"
     )
-    grpo: dict[str, Any] = _method("grpo")
-    dapo: dict[str, Any] = _method("dapo")
-    dr_grpo: dict[str, Any] = _method("dr_grpo")
-    gspo: dict[str, Any] = _method("gspo")
-    gtpo_entropy: dict[str, Any] = _method("gtpo_entropy")
-    grpo_s: dict[str, Any] = _method("grpo_s")
-    gtpo_conflict: dict[str, Any] = _method("gtpo_conflict")
-    entropy_advantage: dict[str, Any] = _method("entropy_advantage")
-    high_entropy_tokens: dict[str, Any] = _method("high_entropy_tokens")
-    clip_cov: dict[str, Any] = _method("clip_cov")
-    kl_cov: dict[str, Any] = _method("kl_cov")
-    mixed_policy_dapo: dict[str, Any] = _method("mixed_policy_dapo")
-    gae: dict[str, Any] = _method("gae")
-    custom: dict[str, Any] = _method(CUSTOM)
 
     def of(self, estimator: str) -> dict[str, Any]:
         """The map of an estimator's options."""
@@ -154,7 +143,15 @@ class Algo(Section):
 
     def cautions(self) -> Iterator[str]:
         estimator = self.advantage.estimator
-        for name in get_args(Estimator):
+        for name in (*ESTIMATORS, CUSTOM):
             if name != estimator and self.of(name):
                 keys = " ".join(self.of(name))
                 yield no_effect(f"algo.{name}.*", keys, f"algo.advantage.estimator is {estimator}")
+
+
+if not TYPE_CHECKING:
+    _MAPS = {
+        name: (dict[str, Any], added(dict, f"options of the estimator {name} (docs/methods.md)", default_text=""))
+        for name in (*ESTIMATORS, CUSTOM)
+    }
+    Algo = create_model("Algo", __base__=Algo, __module__=__name__, __doc__=Algo.__doc__, **_MAPS)

@@ -2,7 +2,6 @@
 
 M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy Control", arXiv
 2508.03772.
-The conflict masks themselves are in `conflict_mask`.
 
 Shape suffixes: B = completions, N = tokens of all completions, Q = groups, n = tokens of one block.
 """
@@ -18,13 +17,19 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import LossBatch
-from openrlhf_ext.algorithms.batch import RolloutBatch
+from openrlhf_ext.algorithms import (
+    Inputs,
+    LossBatch,
+    RolloutBatch,
+    TokenAlgorithm,
+    losses,
+    mean_entropies,
+    option,
+    register_algorithm,
+)
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
-from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, usable_rows
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
+from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
 from openrlhf_ext.algorithms.option_blocks import (
     ClipIntervalOptions,
     Ddof,
@@ -33,9 +38,8 @@ from openrlhf_ext.algorithms.option_blocks import (
     clip_high,
     clip_low,
 )
-from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.options import Float, Int, no_effect, option
+from openrlhf_ext.options import Float, Int, no_effect
 
 LN2 = math.log(2.0)
 
@@ -56,15 +60,6 @@ def conflict_weights(
             product_n = torch.where(forward_n, weight_n, one) * torch.where(backward_n, weight_n, one)
             lambda_N[block.tokens] = product_n
     return lambda_N
-
-
-def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
-    """(B,) float64 `<H>_i`, the mean entropy of each completion in nats.
-
-    `<H>_ini` (option `h_ini`) is the mean of these numbers over the completions of the first 100 training prompts,
-    sampled at training temperature before the first step.
-    """
-    return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
 
 
 FILTER_ANYWAY = "to filter all the same leave h_ini out and set initial_entropy_prompts 0"
@@ -203,7 +198,7 @@ class GtpoConflict(TokenAlgorithm):
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         loss_mask_N = self.loss_mask(shaped)
-        denominator_B = shaped.lengths * shaped.exposed["divisor"]
+        denominator_B = shaped.lengths * shaped["divisor"]
         if self.options.group_reduce == "mean":
             denominator_B = denominator_B * shaped.group_sizes * losses.prompts(shaped)
         return dataclasses.replace(
@@ -216,7 +211,7 @@ class GtpoConflict(TokenAlgorithm):
 
     def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {
-            "A_tilde": lambda shaped: shaped.seq_advantages,
+            "A_tilde": lambda shaped: shaped["seq_advantages"],
             "lambda": lambda shaped: (
                 torch.ones_like(shaped.advantages) if shaped.token_weights is None else shaped.token_weights
             ),

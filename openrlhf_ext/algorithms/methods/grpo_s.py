@@ -14,29 +14,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from openrlhf_ext.algorithms import Inputs, SequenceAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.entropy_shaping import Classes, PreparedEntropy, base_rewards, class_pools, no_share_error
 from openrlhf_ext.algorithms.group_advantage import divide_by_std
-from openrlhf_ext.algorithms.groups import Inputs, Moments, segment_sum
+from openrlhf_ext.algorithms.groups import Moments, segment_sum
 from openrlhf_ext.algorithms.length_penalty import length_penalty
-from openrlhf_ext.algorithms.losses import SequenceAlgorithm
-from openrlhf_ext.algorithms.option_blocks import (
-    ClipOptions,
-    Ddof,
-    Degenerate,
-    EntropyOptions,
-    EpsOptions,
-    PartitionOptions,
-    PenaltyOptions,
-    TruncationOptions,
-    clip_high,
-    degenerate,
-)
-from openrlhf_ext.algorithms.registry import register_algorithm
+from openrlhf_ext.algorithms.option_blocks import Ddof, Degenerate, EntropyShapingOptions, clip_high, degenerate
 from openrlhf_ext.algorithms.segments import Segments
-from openrlhf_ext.options import Float, Violation, no_effect, option
+from openrlhf_ext.options import Float, Violation, no_effect
 
 
-class GrpoSOptions(PartitionOptions, TruncationOptions, PenaltyOptions, EpsOptions, EntropyOptions, ClipOptions):
+class GrpoSOptions(EntropyShapingOptions):
     version: Literal["v1", "v2", "v6"] = option("v6", "formula of the shaped reward")
     beta: Float = option(0.1, "v1, v2: entropy weight", ge=0)
     beta1: Float | None = option(None, "base weight; required for v6", recommended=1.0, ge=0)

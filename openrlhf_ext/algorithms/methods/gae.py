@@ -1,4 +1,4 @@
-"""PPO with a critic: generalized advantage estimation, value loss, and the `gae` algorithm.
+"""`gae`: PPO with a critic.
 
 J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", arXiv 1506.02438, and
 "Proximal Policy Optimization Algorithms", arXiv 1707.06347.
@@ -9,24 +9,20 @@ of the longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.batch import RolloutBatch
-from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition
+from openrlhf_ext.algorithms import Inputs, RolloutBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import AggregationOptions, ClipOptions, KLOptions, PenaltyOptions
-from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, Segments, float64_sum
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.options import Float
 
 _ROWS = 1024  # go through the positions together: enough for each step to be worth its call, few enough for the memory
-_ROUNDING = 1e-12  # relative variance of equal numbers that went through fp32 sums
 
 
 def token_rewards(rewards_B: Tensor, segments: Segments) -> Tensor:
@@ -71,55 +67,6 @@ def _backwards(rewards_TR: Tensor, values_TR: Tensor, *, gamma: float, lambd: fl
         advantages_TR[t] = following_R
         next_value_R = values_TR[t]
     return advantages_TR
-
-
-def value_loss(
-    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float | None, tokens: Tensor
-) -> Tensor:
-    """`1/2` mean of the (clipped) squared error over `tokens` tokens of the whole mini-batch: shares add up.
-
-    With `clip`, the larger of the errors of V and of V clipped to `old +- clip`, as in PPO.
-    """
-    error_N = (values_N - returns_N) ** 2
-    if clip is not None:
-        near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
-        error_N = torch.maximum(error_N, (near_N - returns_N) ** 2)
-    return 0.5 * error_N.sum() / tokens.to(error_N.dtype)
-
-
-@torch.no_grad()
-def value_clip_fraction(
-    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float, tokens: Tensor
-) -> Tensor:
-    """Share of the `tokens` tokens whose value gets no gradient, because the clipped value has the larger error."""
-    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
-    cut_N = (near_N - returns_N) ** 2 > (values_N - returns_N) ** 2
-    return cut_N.sum() / tokens.to(values_N.dtype)
-
-
-def explained_variance(values_N: Tensor, returns_N: Tensor) -> Tensor | None:
-    """`1 - Var(returns - values) / Var(returns)` over the completion tokens, float64; None if the returns are equal
-    up to rounding.
-
-    1: the critic knows the returns; 0: it is as good as their mean; negative: worse.
-    """
-    variance, mean = _moments(returns_N)
-    if variance <= _ROUNDING * (variance + mean * mean):
-        return None
-    return 1.0 - _moments(returns_N, values_N)[0] / variance
-
-
-def _moments(values_N: Tensor, minus_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Population variance and mean of `values - minus`, float64, in two passes over blocks."""
-
-    def blocks() -> Iterator[Tensor]:
-        for start in range(0, len(values_N), BLOCK_TOKENS):
-            n = slice(start, start + BLOCK_TOKENS)
-            yield values_N[n].double() - (0.0 if minus_N is None else minus_N[n])
-
-    zero = torch.zeros((), dtype=torch.float64, device=values_N.device)
-    mean = sum((block_n.sum() for block_n in blocks()), zero) / len(values_N)
-    return sum((((block_n - mean) ** 2).sum() for block_n in blocks()), zero) / len(values_N), mean
 
 
 class GaeOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):

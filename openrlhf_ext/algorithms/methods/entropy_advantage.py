@@ -1,7 +1,6 @@
 """`entropy_advantage`: uncertain tokens get a bonus on their advantage.
 
-D. Cheng et al., "Reasoning with Exploration: An Entropy Perspective", arXiv 2506.14758; the formula is from a secondary
-description.
+D. Cheng et al., "Reasoning with Exploration: An Entropy Perspective", arXiv 2506.14758.
 
 Shape suffixes: B = completions, N = tokens of all completions, n = tokens of one block.
 """
@@ -12,22 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.groups import Inputs
-from openrlhf_ext.algorithms.option_blocks import (
-    AggregationOptions,
-    ClipOptions,
-    Degenerate,
-    GroupOptions,
-    KLOptions,
-    clip_high,
-    degenerate,
-)
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.option_blocks import Degenerate, TokenGroupOptions, clip_high, degenerate
+from openrlhf_ext.options import Float
 
 
-class EntropyAdvantageOptions(GroupOptions, ClipOptions, KLOptions, AggregationOptions):
+class EntropyAdvantageOptions(TokenGroupOptions):
     ent_alpha: Float = option(0.4, "entropy weight (published: 0.4 with GRPO, 0.1 with PPO)", ge=0)
     ent_kappa: Float = option(2.0, "the bonus is at most |A| / kappa, so it never turns the sign", ge=1)
     degenerate: Degenerate = degenerate("zero")
@@ -35,7 +25,7 @@ class EntropyAdvantageOptions(GroupOptions, ClipOptions, KLOptions, AggregationO
 
 
 @register_algorithm("entropy_advantage", EntropyAdvantageOptions)
-class EntropyAdvantage(GroupRelative):
+class EntropyAdvantage(TokenAlgorithm):
     """Entropy-shaped advantage (Cheng et al., arXiv 2506.14758): uncertain tokens get a bonus that never turns the sign
     of the advantage. The formula is from a secondary description.
 
@@ -44,9 +34,10 @@ class EntropyAdvantage(GroupRelative):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        fields = super().advantages(inputs)
+        fields = group_relative(self, inputs)
         limit_B = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)
         live_B = inputs.part.live_B.to(limit_B.dtype)
         for block in inputs.segments.blocks():

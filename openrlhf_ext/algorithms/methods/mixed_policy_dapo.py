@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import losses
-from openrlhf_ext.algorithms.base import MOST_LOGPROB, Inputs, LossBatch
-from openrlhf_ext.algorithms.baselines import DapoOptions, GroupRelative
-from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.algorithms import Inputs, LossBatch, RolloutBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.base import MOST_LOGPROB
+from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.losses import clipped_surrogate
+from openrlhf_ext.algorithms.methods.dapo import DapoOptions
+from openrlhf_ext.options import Float
 
 
 class MixedPolicyOptions(DapoOptions):
@@ -35,12 +36,13 @@ class MixedPolicyOptions(DapoOptions):
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
-class MixedPolicyDapo(GroupRelative):
+class MixedPolicyDapo(TokenAlgorithm):
     """EXPERIMENTAL RECONSTRUCTION: DAPO with ratios to a guiding policy on its completions (a), and optionally a
     loss over groups without any success, guided by that policy (b).
     """
 
-    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group",)
+    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group", "guide_logprobs")
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
     tokenwise: ClassVar[bool] = True
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
@@ -54,13 +56,13 @@ class MixedPolicyDapo(GroupRelative):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, groups = inputs.batch, inputs.groups
-        fields = super().advantages(inputs)
+        fields: dict[str, Any] = group_relative(self, inputs)
         if batch.from_guide is not None and batch.guide_logprobs is not None:
             guided_N = batch.segments.spread(batch.from_guide)
             fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch.old_logprobs)
         if self.options.zero_batch:
-            fields["guide_logprobs"] = batch.guide_logprobs
-            fields["exposed"] = {"zero_group": ~groups.any(inputs.part.success_B)[groups.index_B]}
+            without_success_B = ~groups.any(inputs.part.success_B)[groups.index_B]
+            fields["exposed"] = {"zero_group": without_success_B, "guide_logprobs": batch["guide_logprobs"]}
         return fields
 
     def corrected_rows(self, inputs: Inputs) -> Tensor:
@@ -72,16 +74,16 @@ class MixedPolicyDapo(GroupRelative):
         shaped = super().loss_level(shaped)
         if not self.options.zero_batch:
             return shaped
-        tokens = torch.where(shaped.exposed["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
+        tokens = torch.where(shaped["zero_group"], shaped.lengths, 0).sum().to(torch.float64)
         return dataclasses.replace(shaped, denominators={**shaped.denominators, "zero_tokens": tokens})
 
     def extra_terms(self, new_N: Tensor, shaped: LossBatch) -> dict[str, Tensor]:
         """Part (b): constant advantage -1 on all tokens of groups without a success, ratio to the guide."""
         if not self.options.zero_batch:
             return {}
-        tokens_N = shaped.segments.spread(shaped.exposed["zero_group"])
+        tokens_N = shaped.segments.spread(shaped["zero_group"])
         log_ratio_N = torch.where(tokens_N, new_N - shaped["guide_logprobs"], 0.0)
         minus_one = torch.full((), -1.0, dtype=log_ratio_N.dtype, device=log_ratio_N.device)
-        objective_N, _ = losses.clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
+        objective_N, _ = clipped_surrogate(log_ratio_N, minus_one, self.options.clip_low, self.options.clip_high)
         factor = self.options.zero_weight / shaped.denominators["zero_tokens"].clamp(min=1.0)
         return {"zero_batch_loss": -torch.where(tokens_N, objective_N, 0.0) * factor.to(log_ratio_N.dtype)}

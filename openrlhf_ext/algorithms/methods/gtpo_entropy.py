@@ -3,7 +3,6 @@
 H. Tan and J. Pan, "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv 2508.04349:
 T1 is the first text, T6 the version v6.
 
-A correct completion earns more where the policy was uncertain, a wrong one loses more where it was sure.
 Shape suffixes: B = completions, N = tokens of all completions, R = completions of a cohort, b and n = completions and
 tokens of one block.
 """
@@ -17,41 +16,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import LossBatch
+from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.entropy_shaping import Classes, TokenShares, base_rewards, class_pools, make_cohorts
 from openrlhf_ext.algorithms.group_advantage import require_positive_std
-from openrlhf_ext.algorithms.groups import Inputs, Moments
+from openrlhf_ext.algorithms.groups import Moments
 from openrlhf_ext.algorithms.length_penalty import length_penalty
-from openrlhf_ext.algorithms.losses import TokenAlgorithm
 from openrlhf_ext.algorithms.option_blocks import (
-    ClipOptions,
     Ddof,
     Degenerate,
-    EntropyOptions,
-    EpsOptions,
+    EntropyShapingOptions,
     KLOptions,
-    PartitionOptions,
-    PenaltyOptions,
     ScopeOptions,
-    TruncationOptions,
     clip_high,
     degenerate,
 )
-from openrlhf_ext.algorithms.registry import register_algorithm
 from openrlhf_ext.algorithms.segments import Block
-from openrlhf_ext.options import Float, Violation, no_effect, option
+from openrlhf_ext.options import Float, Violation, no_effect
 
 
-class GtpoEntropyOptions(
-    PartitionOptions,
-    TruncationOptions,
-    PenaltyOptions,
-    EpsOptions,
-    EntropyOptions,
-    ClipOptions,
-    KLOptions,
-    ScopeOptions,
-):
+class GtpoEntropyOptions(EntropyShapingOptions, KLOptions, ScopeOptions):
     version: Literal["v1", "v1u", "v2", "v6"] = option("v6", "formula of the shaped reward")
     alpha: Float = option(0.1, "v1, v2: entropy weight", ge=0)
     alpha1: Float | None = option(None, "base weight; required for v6, v1u and v2_positive v1u", recommended=1.0, ge=0)
@@ -231,13 +214,7 @@ class GtpoEntropy(TokenAlgorithm):
         return TokenReward(options, offset_B, classes.select(positive[1], negative[1]), classes.success_B)
 
     def _standardized(
-        self,
-        reward: TokenReward,
-        rho_n: Tensor,
-        block: Block,
-        mean_b: Tensor,
-        std_b: Tensor,
-        classes: Classes,
+        self, reward: TokenReward, rho_n: Tensor, block: Block, mean_b: Tensor, std_b: Tensor, classes: Classes
     ) -> Tensor:
         """(n,) A = (R - mean R)/(std R + adv_eps) as `slope x + shift`, with R = offset + weight x; 0 if not live."""
         rows = block.rows
@@ -256,17 +233,17 @@ class GtpoEntropy(TokenAlgorithm):
 
     def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         return {
-            "Rpos": lambda shaped: self._rewards(shaped, ~shaped.inverted),
-            "Rneg": lambda shaped: self._rewards(shaped, shaped.inverted),
-            "rho_pos": lambda shaped: _on(shaped, shaped.success, shaped.shares),
-            "rho_neg": lambda shaped: _on(shaped, shaped.inverted, shaped.shares),
+            "Rpos": lambda shaped: self._rewards(shaped, ~shaped["inverted"]),
+            "Rneg": lambda shaped: self._rewards(shaped, shaped["inverted"]),
+            "rho_pos": lambda shaped: _on(shaped, shaped["success"], shaped["shares"]),
+            "rho_neg": lambda shaped: _on(shaped, shaped["inverted"], shaped["shares"]),
         }
 
     def _rewards(self, shaped: LossBatch, rows_B: Tensor) -> Tensor:
         """(N,) shaped rewards of these completions, 0 elsewhere."""
-        reward = TokenReward(self.options, shaped.reward_offset, shaped.reward_weight, shaped.success)
+        reward = TokenReward(self.options, shaped["reward_offset"], shaped["reward_weight"], shaped["success"])
         whole = shaped.segments.block(slice(None))
-        rewards_N = reward.rewards(shaped.shares.to(torch.float64), whole).to(shaped.shares.dtype)
+        rewards_N = reward.rewards(shaped["shares"].to(torch.float64), whole).to(shaped["shares"].dtype)
         return _on(shaped, rows_B, rewards_N)
 
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.base import LossBatch
-from openrlhf_ext.algorithms.baselines import GroupRelative
-from openrlhf_ext.algorithms.groups import Inputs
+from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,
@@ -27,8 +26,7 @@ from openrlhf_ext.algorithms.option_blocks import (
     degenerate,
 )
 from openrlhf_ext.algorithms.quantiles import upper_threshold
-from openrlhf_ext.algorithms.registry import register_algorithm
-from openrlhf_ext.options import Float, option
+from openrlhf_ext.options import Float
 
 
 class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOptions):
@@ -39,7 +37,7 @@ class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOption
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
-class HighEntropyTokens(GroupRelative):
+class HighEntropyTokens(TokenAlgorithm):
     """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv 2506.01939).
 
         tau = (1 - top_rho) quantile of H over all tokens of the mini-batch
@@ -49,13 +47,14 @@ class HighEntropyTokens(GroupRelative):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
+        return {**group_relative(self, inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)
-        tau, cut = upper_threshold(shaped.exposed["entropies"], pool_N, self.options.top_rho)
+        tau, cut = upper_threshold(shaped["entropies"], pool_N, self.options.top_rho)
         return super().loss_level(dataclasses.replace(shaped, pools={"tau": tau, "cut": cut}))
 
     def loss_mask(self, shaped: LossBatch) -> Tensor:
@@ -74,4 +73,4 @@ class HighEntropyTokens(GroupRelative):
 
     def _selected(self, shaped: LossBatch) -> Tensor:
         """(N,) tokens of the mini-batch with an entropy of at least tau, dropped groups included."""
-        return shaped.exposed["entropies"] >= shaped.pools["cut"]
+        return shaped["entropies"] >= shaped["cut"]
