@@ -9,10 +9,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from openrlhf_ext.config.schema import SCHEMA, format_schema, modeline
-from openrlhf_ext.config.sections.algo import ESTIMATORS
 from openrlhf_ext.config.show import format_markdown
 from openrlhf_ext.config.sources import ConfigLoader
 from openrlhf_ext.config.table import find_option, nearest_option, option_table
+from openrlhf_ext.options.sections.algo import ESTIMATORS
 
 FROZEN = Path(__file__).with_name("options.txt")
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"

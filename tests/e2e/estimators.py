@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
-from openrlhf_ext.config.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.waits import call_ranks
+from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import EventLog
 from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
