@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from benchmarks.study.outcomes import OUTCOMES, is_outcome
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.config import ConfigError, RunConfig, build_config
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.sources import ConfigLoader, flattened
 from openrlhf_ext.inputs import InputError, nearest, read_text, reading
 
@@ -279,7 +280,7 @@ def _option_faults(study: Study, arm: Arm) -> Iterator[str]:
         yield f"{arm.name}: placebo must be false with backend stack, which does not exchange entropies; got true"
     try:
         config = resolve({name: value for name, value in options.items() if name not in _GIVEN_BY_THE_STUDY}, seed=0)
-        method, own, _ = config.algorithm_options()
+        method, own, _ = algorithm_options(config)
         get_algorithm(method, warn=False, **own)
     except ConfigError as error:
         yield from (f"{arm.name}: {violation.message}" for violation in error.violations)

@@ -26,6 +26,7 @@ from benchmarks.study.settings import Evaluation, resolve
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, mean_entropies
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
 from openrlhf_ext.megatron.step.optimizer import warmup_steps
 from openrlhf_ext.rewards.grading import parse_answer
 from openrlhf_ext.rewards.worker import call_reward, load_reward_function
@@ -262,9 +263,9 @@ class StudyRun:
         return warmup_steps(actor, self.steps * len(list(chunks)) * train.max_epochs)
 
     def _build_algorithm(self) -> Algorithm:
-        name, options, _ = self.config.algorithm_options()
+        name, options, _ = algorithm_options(self.config)
         measured: dict[str, Any] = {}
-        if prompts := self.config.initial_entropy_prompts:
+        if prompts := initial_entropy_prompts(self.config):
             rollout = self._rollout(self.train_problems[:prompts], derived_seed(self._seed(_TRAINING), 0))
             entropies_N, segments = rollout.sampled.entropies_N, rollout.sampled.segments
             measured["h_ini"] = float(mean_entropies(entropies_N, segments).mean())

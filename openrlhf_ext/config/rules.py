@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf_ext.config.estimator import flag_options
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
 from openrlhf_ext.config.model_rules import local_shape, model_violations
@@ -419,7 +420,7 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
             f"algo.kl.init_coef and algo.{estimator}.kl_coef both set a KL penalty: got {config.algo.kl.init_coef:g} "
             f"and {own['kl_coef']}; keep one of them",
         )
-    for flag in config.flag_options():
+    for flag in flag_options(config):
         if flag.key in own and own[flag.key] != flag.value:
             other = f"algo.{estimator}.{flag.key}"
             yield Violation(

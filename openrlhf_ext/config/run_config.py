@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
@@ -30,33 +28,11 @@ from openrlhf_ext.options.sections import (
     Vllm,
     WeightSync,
 )
-from openrlhf_ext.options.sections.algo import CUSTOM, GUIDED
+from openrlhf_ext.options.sections.algo import GUIDED
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
 _FP8_THRESHOLD = (2.0,)  # token-level, clipped: as verl publishes FP8 rollouts (its docs/low_precision/fp8.md)
-
-# OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
-# estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
-FLAG_KEYS: dict[str, tuple[str, ...]] = {
-    "actor.eps_clip": ("clip_low", "clip_high"),
-    "actor.eps_clip_low_high": ("clip_low", "clip_high"),
-    "actor.dual_clip": ("dual_clip",),
-    "actor.loss_agg_mode": ("agg",),
-    "algo.advantage.no_std_norm": ("normalize_std",),
-    "algo.advantage.gamma": ("gamma",),
-    "algo.advantage.lambd": ("lambd",),
-    "reward.overlong_buffer_len": ("length_penalty",),
-}
-
-
-@dataclass(frozen=True)
-class FlagOption:
-    """An option of the estimator that was set by one of OpenRLHF's flags."""
-
-    key: str
-    value: Any
-    flag: str
 
 
 class RunConfig(Section):
@@ -281,97 +257,3 @@ class RunConfig(Section):
         if clips and not is_set(self, "algo.advantage.is_correction_threshold"):
             threshold = _FP8_THRESHOLD
         return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
-
-    def flag_options(self) -> Iterator[FlagOption]:
-        """The estimator's options that were set by OpenRLHF's flags."""
-        actor, advantage = self.actor, self.algo.advantage
-        if actor.eps_clip_low_high is not None:
-            yield FlagOption("clip_low", actor.eps_clip_low_high[0], "actor.eps_clip_low_high")
-            yield FlagOption("clip_high", actor.eps_clip_low_high[1], "actor.eps_clip_low_high")
-        elif is_set(self, "actor.eps_clip"):
-            yield FlagOption("clip_low", actor.eps_clip, "actor.eps_clip")
-            yield FlagOption("clip_high", actor.eps_clip, "actor.eps_clip")
-        if actor.dual_clip is not None:
-            yield FlagOption("dual_clip", actor.dual_clip, "actor.dual_clip")
-        if is_set(self, "actor.loss_agg_mode"):
-            yield FlagOption("agg", actor.loss_agg_mode, "actor.loss_agg_mode")
-        if advantage.no_std_norm:
-            yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
-        for key in ("gamma", "lambd"):
-            if self.has_critic and is_set(self, f"algo.advantage.{key}"):
-                yield FlagOption(key, getattr(advantage, key), f"algo.advantage.{key}")
-        if self.reward.overlong_buffer_len is not None:
-            yield FlagOption("length_penalty", self._overlong_penalty(), "reward.overlong_buffer_len")
-
-    def _overlong_penalty(self) -> dict[str, Any]:
-        """DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max."""
-        return {
-            "kind": "dapo",
-            "l_max": self.rollout.max_new_tokens,
-            "l_cache": int(self.reward.overlong_buffer_len or 0),
-            "factor": self.reward.overlong_penalty_factor,
-        }
-
-    def algorithm_name(self) -> str:
-        """The name under which the estimator is registered; for ``custom`` after running the file that registers it.
-
-        Raises:
-            ValueError: the file of ``algo.module_path`` cannot be run, or does not register one algorithm.
-        """
-        if self.algo.advantage.estimator != CUSTOM:
-            return self.algo.advantage.estimator
-        from openrlhf_ext.algorithms.registry import algorithm_of_file  # late: algorithms import torch
-
-        return algorithm_of_file(self.algo.module_path or "")
-
-    def algorithm_options(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-        """Arguments of ``get_algorithm``: (name, options, importance correction or None).
-
-        A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
-        flags; the checks refuse a configuration in which they disagree. What the estimator does not read is left out; a
-        warning says so at the start of a run.
-        """
-        from openrlhf_ext.algorithms.registry import foreign_keys, option_keys, with_published_values  # late, as above
-
-        name = self.algorithm_name()
-        known, foreign = option_keys(name), foreign_keys(name)
-        options = {option.key: option.value for option in self.flag_options() if option.key in known}
-        options |= {key: value for key, value in self.own_options.items() if key not in foreign}
-        options |= self._kl_penalty()
-        options = with_published_values(name, options, max_length=self.rollout.max_new_tokens)
-        return name, options, self._correction()
-
-    def _kl_penalty(self) -> dict[str, Any]:
-        kl = self.algo.kl
-        if kl.init_coef == 0:
-            return {}
-        place = "loss" if kl.use_loss else "reward"
-        penalty = {"coef": kl.init_coef, "estimator": kl.estimator, "place": place}
-        return {"kl": penalty | ({"unbiased_gradient": True} if kl.unbiased_gradient else {})}
-
-    def _correction(self) -> dict[str, Any] | None:
-        if self.correction_level == "off":
-            return None
-        advantage = self.algo.advantage
-        return {
-            "level": self.correction_level,
-            "mode": self.correction_mode,
-            "gating": advantage.is_correction_gating,
-            "threshold": self.correction_threshold,
-        }
-
-    @property
-    def initial_entropy_prompts(self) -> int:
-        """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 = it does not.
-
-        Not where ``h_ini`` is given, the filter is off, or the preset is ``official``, which knows no initial entropy.
-        """
-        if self.algo.advantage.estimator != "gtpo_conflict":
-            return 0
-        from openrlhf_ext.algorithms.methods.gtpo_conflict import GtpoConflictOptions  # late, as above
-
-        given = {key: value for key, value in self.own_options.items() if key in GtpoConflictOptions.model_fields}
-        options = GtpoConflictOptions.model_validate(given)
-        if "h_ini" in given or options.filter == "off" or options.preset == "official":
-            return 0
-        return options.initial_entropy_prompts

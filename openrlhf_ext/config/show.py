@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from openrlhf_ext.config.estimator import FLAG_KEYS, algorithm_options
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.openrlhf import DIFFERENCES
-from openrlhf_ext.config.run_config import FLAG_KEYS, RunConfig
+from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.table import option_table
 from openrlhf_ext.fp8.recipe import BF16Layers
 from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
@@ -198,7 +199,7 @@ def format_config(config: RunConfig) -> str:
     and aggregation flags) are left out, secrets and passwords in addresses are hidden. A comment at the top holds the
     estimator's merged options.
     """
-    name, options, correction = config.algorithm_options()
+    name, options, correction = algorithm_options(config)
     lines = [redact(f"# algorithm: {name} {_flow(options)}"), f"# importance correction: {_flow(correction)}"]
     section: list[str] = []
     for dotted, value, comment in _shown_values(config):

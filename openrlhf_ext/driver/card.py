@@ -15,6 +15,7 @@ from typing import Any
 import openrlhf_ext
 from openrlhf_ext.checkpoints import write_file
 from openrlhf_ext.config import RunConfig, option_table, value_of
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.files import dataset_refs, is_hub_name
 from openrlhf_ext.driver.about import shown_options
 from openrlhf_ext.driver.ending import results
@@ -46,7 +47,7 @@ def write_card(config: RunConfig) -> None:
 
 def _lines(config: RunConfig, name: str) -> Iterator[str]:
     base, revision = _base(policy_path(config))
-    method, options, correction = config.algorithm_options()
+    method, options, correction = algorithm_options(config)
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     head |= {"base_model": base, "base_model_relation": "finetune"} if is_hub_name(base) else {}
     yield "---"

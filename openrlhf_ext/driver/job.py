@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
+from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run
@@ -193,7 +194,7 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     processes = {name: {key: about[key] for key in ("host", "pid")} for name, about in session.processes.items()}
     events.note("ready", steps=parts.steps, processes=processes)
     try:
-        if config.initial_entropy_prompts:
+        if initial_entropy_prompts(config):
             set_initial_entropy(config, loop, parts)
         loop.run()
         write_final(config, parts, loop)
@@ -345,7 +346,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
         Path(required(config.logger.figure_path, "logger.figure_path")),
         parts.steps,
         parts.prompts.skipped_overlong,
-        title=f"{config.algorithm_name()}, {Path(policy_path(config)).name}",
+        title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
         resume_step=resume_step,
         label=config.fp8.training_label,
         events=parts.events,
@@ -419,7 +420,7 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
 
     entropy = loop.initial_entropy  # of the first part of a run that was resumed
     if entropy is None:
-        first = dataloader(parts.strategy, parts.prompts.first(config.initial_entropy_prompts))
+        first = dataloader(parts.strategy, parts.prompts.first(initial_entropy_prompts(config)))
         entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
         logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
         loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
+from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, flag_options
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
@@ -77,7 +78,7 @@ def own_algorithm_problems(config: RunConfig) -> list[Violation]:
     if not (path.endswith(".py") and os.path.isfile(path)):
         return [Violation((option,), f"{option} must be a .py file that is there: got {path}")]
     try:
-        config.algorithm_name()
+        algorithm_name(config)
     except ValueError as error:
         return [Violation((option,), f"{option}: {error}")]
     return []
@@ -87,7 +88,7 @@ def option_findings(config: RunConfig) -> Findings:
     """The estimator takes its options, apart from those that other rules are about."""
     from openrlhf_ext.algorithms.registry import algorithm_class
 
-    name, options, _ = config.algorithm_options()
+    name, options, _ = algorithm_options(config)
     own = config.own_options
     made_of_flags = {"length_penalty"} if "length_penalty" not in own else set()  # those have rules of their own
     given = {key: value for key, value in options.items() if key not in RESERVED_KEYS.keys() | made_of_flags}
@@ -139,7 +140,7 @@ def kl_violations(config: RunConfig) -> Iterator[Violation]:
     from openrlhf_ext.algorithms.registry import algorithm_class
 
     estimator, kl = config.algo.advantage.estimator, config.algo.kl
-    name, options, _ = config.algorithm_options()
+    name, options, _ = algorithm_options(config)
     if "kl" not in options:
         return
     penalty = KLPenalty(**options["kl"])
@@ -166,13 +167,13 @@ def unread_warnings(config: RunConfig) -> Iterator[str]:
     from openrlhf_ext.algorithms.registry import algorithm_names, foreign_keys, option_keys
 
     estimator = config.algo.advantage.estimator
-    foreign = foreign_keys(config.algorithm_name())
+    foreign = foreign_keys(algorithm_name(config))
     reason = f"algo.advantage.estimator {estimator} does not read"
     for key, value in config.own_options.items():
         if key in foreign and value is not None:
             owners = ", ".join(other for other in algorithm_names() if key in option_keys(other))
             yield no_effect(f"algo.{estimator}.{key}", value, f"{reason} it: it is an option of {owners}")
-    for flag in config.flag_options():
+    for flag in flag_options(config):
         if flag.key in foreign:
             yield no_effect(flag.flag, flag.value, f"{reason} {flag.key}")
 

@@ -15,6 +15,7 @@ import ray
 
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.fp8.toolkit import wheel_folder
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.options import required
@@ -65,7 +66,7 @@ def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
     The ranks get it with their shards; they cannot import the file of an algorithm of the user's own, so the class goes
     with it.
     """
-    name, options, correction = config.algorithm_options()
+    name, options, correction = algorithm_options(config)
     algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)  # load_config has warned
     if config.algo.advantage.estimator == CUSTOM:
         ray.cloudpickle.register_pickle_by_value(sys.modules[type(algorithm).__module__])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.files import dataset_refs, is_hub_name
 from openrlhf_ext.config.records import Wanted, first_record
 from openrlhf_ext.options.sections.algo import CUSTOM
@@ -90,7 +91,7 @@ def _try_algorithm(config: RunConfig) -> str | None:
 
     if config.algo.advantage.estimator != CUSTOM:
         return None
-    name, options, correction = config.algorithm_options()
+    name, options, correction = algorithm_options(config)
     sources = {"ref_logprobs": config.has_reference, "values": config.has_critic, "guide_logprobs": config.has_guide}
     absent = [tensor for tensor, is_there in sources.items() if not is_there]
     try:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 METHOD = '''
 """`leave_one_out`: A. Ahmadian et al., "Back to Basics", arXiv 2402.14740."""
 
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, PartitionOptions, ScopeOptions
 from openrlhf_ext.algorithms.option_blocks import TruncationOptions, degenerate
@@ -60,7 +61,7 @@ from openrlhf_ext.algorithms.trial import try_algorithm
 values = {"actor.model_name_or_path": "org/m", "data.prompt_dataset": "org/d", "reward.remote_url": "r.py"}
 values |= {"rollout.n_samples_per_prompt": 4, "algo.advantage.estimator": estimator, f"algo.{estimator}.pull": 0.5}
 values |= {"algo.module_path": file for file in own}
-name, options, _ = build_config(values, files=False).algorithm_options()
+name, options, _ = algorithm_options(build_config(values, files=False))
 assert name == "leave_one_out" and options["pull"] == 0.5
 algorithm = get_algorithm(name, **options)
 assert try_algorithm(algorithm, 4).startswith("3 made groups of 4: advantages -0.333 to 0.333")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.config import format_config, load_config, placement_table
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from tests.config.conftest import MODEL
 
@@ -25,7 +26,7 @@ def write_model(folder: Path, **changes: int) -> None:
 
 
 def correction(config) -> dict | None:
-    return config.algorithm_options()[2]
+    return algorithm_options(config)[2]
 
 
 # ---- the recipe ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, load_config
+from openrlhf_ext.config.estimator import algorithm_options
 from tests.patience import PATIENCE_S
 
 HEAVY = ("torch", "transformers", "ray", "openrlhf", "vllm", "megatron", "datasets", "numpy")
@@ -249,7 +250,7 @@ def test_configurations_are_frozen_and_survive_pickling(load):
     copy = pickle.loads(pickle.dumps(config))
     assert isinstance(copy, RunConfig)
     assert copy == config
-    assert copy.algorithm_options() == config.algorithm_options()
+    assert algorithm_options(copy) == algorithm_options(config)
     assert copy.sources == config.sources
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from openrlhf_ext.cli import plan, train_ppo_ray
 from openrlhf_ext.config import RunConfig, load_config
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.options import value_of
 
@@ -114,7 +115,7 @@ def test_what_a_recipe_marks_as_stated_is_what_its_source_states(load_recipe, re
     everything = yaml.safe_load(recipe.read_text())
     assert everything == stated | ours, "every value is marked"
     config = load_recipe(recipe)
-    options = config.algorithm_options()[1]
+    options = algorithm_options(config)[1]
     method = f"algo.{config.algo.advantage.estimator}."
     for name, (value, _) in transcript.items():
         leaf = name.removeprefix(method)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.config import RunConfig, format_config, option_table, placement_table, rules
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.options import nest
 from tests.config.conftest import MODEL
 
@@ -362,7 +363,7 @@ def test_tensor_parallel_groups_fit_into_a_node(problems):
 
 def test_asynchronous_runs_correct_their_samples_unless_told_not_to(load):
     def correction(*words: str):
-        return load(*words).algorithm_options()[2]
+        return algorithm_options(load(*words))[2]
 
     assert correction() is None
     assert correction("--train.async_enable") == {
@@ -406,8 +407,8 @@ KL = ("--algo.kl.init_coef", "0.01", "--algo.kl.use_loss")
 
 def test_gae_gets_its_options_from_openrlhfs_flags(load):
     words = [*GAE, "--algo.advantage.gamma", "0.99", "--algo.advantage.lambd", "0.95", "--actor.eps_clip", "0.1"]
-    assert load(*words).algorithm_options()[1] == {"gamma": 0.99, "lambd": 0.95, "clip_low": 0.1, "clip_high": 0.1}
-    assert load(*GAE, "--algo.gae.lambd", "0.9").algorithm_options()[1] == {"lambd": 0.9}
+    assert algorithm_options(load(*words))[1] == {"gamma": 0.99, "lambd": 0.95, "clip_low": 0.1, "clip_high": 0.1}
+    assert algorithm_options(load(*GAE, "--algo.gae.lambd", "0.9"))[1] == {"lambd": 0.9}
 
 
 def test_two_values_for_lambda_are_refused(problems):
@@ -422,8 +423,8 @@ def test_a_single_response_per_prompt_is_enough_for_a_critic(problems):
 
 
 def test_the_kl_penalty_becomes_an_argument_of_the_algorithm(load):
-    assert load(*KL).algorithm_options()[1]["kl"] == {"coef": 0.01, "estimator": "k1", "place": "loss"}
-    in_reward = load("--algo.kl.init_coef", "0.1", "--algo.kl.estimator", "k3").algorithm_options()[1]["kl"]
+    assert algorithm_options(load(*KL))[1]["kl"] == {"coef": 0.01, "estimator": "k1", "place": "loss"}
+    in_reward = algorithm_options(load("--algo.kl.init_coef", "0.1", "--algo.kl.estimator", "k3"))[1]["kl"]
     assert in_reward == {"coef": 0.1, "estimator": "k3", "place": "reward"}
 
 
@@ -494,7 +495,7 @@ def test_a_reference_gets_ranks_of_its_own_when_it_asks_for_them(load, problems)
 
 def test_the_gradient_of_a_penalty_in_the_loss(load, problems):
     unbiased = load(*KL, "--algo.kl.unbiased_gradient")
-    assert unbiased.algorithm_options()[1]["kl"]["unbiased_gradient"] is True and not unbiased.warnings
+    assert algorithm_options(unbiased)[1]["kl"]["unbiased_gradient"] is True and not unbiased.warnings
     assert any("gradient of k1 is 0 in the mean" in warning for warning in load(*KL).warnings)
     assert not any("k1" in warning for warning in load(*KL, "--algo.kl.estimator", "k3").warnings)
 

@@ -3,16 +3,17 @@ from __future__ import annotations
 import pytest
 
 from openrlhf_ext.config import ConfigError
+from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
 from openrlhf_ext.options.sections.algo import ESTIMATORS, UPSTREAM_ESTIMATORS
 
 
 def options_of(load, *words: str) -> dict:
-    return load(*words).algorithm_options()[1]
+    return algorithm_options(load(*words))[1]
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gtpo_entropy", "grpo_s", "dr_grpo")])
 def test_unset_flags_leave_the_defaults_to_the_estimator(load, name):
-    assert load("--algo.advantage.estimator", name).algorithm_options() == (name, {}, None)
+    assert algorithm_options(load("--algo.advantage.estimator", name)) == (name, {}, None)
 
 
 def test_options_without_a_default_get_the_published_values(load):
@@ -56,12 +57,12 @@ def test_only_the_options_of_the_chosen_estimator_count(load):
 
 def test_importance_correction(load):
     prefix = "--algo.advantage.is_correction_"
-    assert load().algorithm_options()[2] is None
-    assert load(f"{prefix}level", "token").algorithm_options()[2] == {
+    assert algorithm_options(load())[2] is None
+    assert algorithm_options(load(f"{prefix}level", "token"))[2] == {
         "level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.5, 5.0]
     }  # fmt: skip
     words = [f"{prefix}level", "seq", f"{prefix}gating", "binary_kl", f"{prefix}threshold", "0.01"]
-    assert load(*words).algorithm_options()[2] == {
+    assert algorithm_options(load(*words))[2] == {
         "level": "seq", "mode": "mask", "gating": "binary_kl", "threshold": [0.0, 0.01]
     }  # fmt: skip
 
@@ -74,7 +75,7 @@ def test_estimators_of_openrlhf_are_refused_with_the_nearest_of_ours(problems, n
 
 def test_options_can_be_given_by_programs(build):
     config = build({"algo.advantage.estimator": "dapo", "algo.dapo": {"length_penalty": {"kind": "grop"}}})
-    assert config.algorithm_options()[1] == {"length_penalty": {"kind": "grop"}}
+    assert algorithm_options(config)[1] == {"length_penalty": {"kind": "grop"}}
     with pytest.raises(ConfigError, match=r"unknown option train.sead \(code\); did you mean train.seed"):
         build({"train.sead": 1})
 
@@ -96,7 +97,7 @@ def test_options_can_be_given_by_programs(build):
 def test_the_initial_entropy_is_measured_where_the_filter_goes_by_it(load, words, prompts):
     flags = (f"--algo.gtpo_conflict.{words[0]}", words[1]) if words else ()
     config = load("--algo.advantage.estimator", "gtpo_conflict", *flags)
-    assert config.initial_entropy_prompts == prompts
+    assert initial_entropy_prompts(config) == prompts
 
 
 def test_other_estimators_measure_no_initial_entropy(load):

@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.experience import Experience
 from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
@@ -259,11 +260,9 @@ def test_held_out_accuracy_is_over_prompts() -> None:
 def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = SimpleNamespace(
-        algo=SimpleNamespace(advantage=SimpleNamespace(estimator="gtpo_conflict")),
-        initial_entropy_prompts=7,
-        algorithm_options=lambda: ("gtpo_conflict", {"gamma": 0.3}, {"level": "token"}),
-    )
+    advantage = {"estimator": "gtpo_conflict", "is_correction_level": "token"}
+    own = {"gamma": 0.3, "initial_entropy_prompts": 7}
+    config = RunConfig.model_validate({"algo": {"advantage": advantage, "gtpo_conflict": own}})
     taken, world = [], World()
     first = SimpleNamespace(first=lambda count: taken.append(count) or Loader(2))
     parts = SimpleNamespace(strategy=None, prompts=first)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.algorithms import registry
 from openrlhf_ext.config import ConfigError, load_config
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import job
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.preflight import check_files, findings
@@ -78,7 +79,7 @@ def test_an_algorithm_of_the_users_own_is_checked_like_any_other(task, tmp_path)
     assert foreign.startswith("algo.custom.alpha1 has no effect: got 2, and")
     one = ["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8"]
     config = load(task, *custom, *one, "--algo.custom.strength", "2")
-    assert config.algorithm_options() == ("reward_sign_preflight", {"strength": 2}, None)
+    assert algorithm_options(config) == ("reward_sign_preflight", {"strength": 2}, None)
     assert build_algorithm(config).options.strength == 2.0
     assert "algo.module_path has no effect" in " ".join(load(task, "--algo.module_path", str(file)).warnings)
 
@@ -134,7 +135,7 @@ def test_a_flag_for_other_estimators_is_warned_about_and_left_out(task, caplog, 
     assert warning.startswith(
         f"{flag} has no effect: got {words[1]}, and algo.advantage.estimator {estimator} does not"
     )
-    assert config.algorithm_options()[1] == {} and not caplog.records
+    assert algorithm_options(config)[1] == {} and not caplog.records
 
 
 def test_an_option_of_other_estimators_is_warned_about_with_its_owner_and_left_out(task, caplog):
@@ -145,7 +146,7 @@ def test_an_option_of_other_estimators_is_warned_about_with_its_owner_and_left_o
         "gtpo_entropy; leave it out"
     )
     build_algorithm(config)
-    assert config.algorithm_options()[1] == {} and not caplog.records
+    assert algorithm_options(config)[1] == {} and not caplog.records
     assert load(task, "--algo.grpo.alpha1", "null").warnings == ()
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from openrlhf_ext.config import load_config
+from openrlhf_ext.config.estimator import initial_entropy_prompts
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.waits import call_ranks
@@ -83,7 +84,7 @@ def main(folder: Path) -> None:
             config = config_of(task, estimator)
             ask("load_state", folder=start, name="policy")
             loop = job.build_loop(config, parts)
-            if config.initial_entropy_prompts:
+            if initial_entropy_prompts(config):
                 job.set_initial_entropy(config, loop, parts)
             loop.run()
             loop.recorder.close()

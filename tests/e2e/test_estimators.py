@@ -20,6 +20,7 @@ from benchmarks.study.decoding import Sampled
 from benchmarks.study.settings import Evaluation, resolve
 from benchmarks.study.training import Rollout, StudyRun
 from openrlhf_ext.algorithms import algorithm_names, get_algorithm
+from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
 from tests.e2e.estimators import OPTIONS, SAME_FOR_ALL
@@ -87,9 +88,9 @@ def check_parity(task: Task, estimator: str) -> None:
         resolve(options, seed=0), policy=str(task.folder / "policy"), train=prompts, heldout=prompts,
         steps=len(records), evaluation=Evaluation(), short_tokens=1,
     )  # fmt: skip
-    if run.config.initial_entropy_prompts:  # of completions that the job has not kept
+    if initial_entropy_prompts(run.config):  # of completions that the job has not kept
         measured = task.metrics(estimator)[0]["algorithm/initial_entropy"]
-        run.algorithm = get_algorithm(estimator, warn=False, **run.config.algorithm_options()[1], h_ini=measured)
+        run.algorithm = get_algorithm(estimator, warn=False, **algorithm_options(run.config)[1], h_ini=measured)
     for record in records:
         rollout = rollout_of(task, estimator, record["step"], run.tokenizer)
         trained = run.train(rollout, run.algorithm.shape(run.batch(rollout)), record["step"])

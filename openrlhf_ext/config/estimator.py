@@ -1,0 +1,133 @@
+"""The chosen estimator of a configuration: its name, its options by all the names that set them, what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.options import is_set
+from openrlhf_ext.options.sections.algo import CUSTOM
+
+# OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
+# estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
+FLAG_KEYS: dict[str, tuple[str, ...]] = {
+    "actor.eps_clip": ("clip_low", "clip_high"),
+    "actor.eps_clip_low_high": ("clip_low", "clip_high"),
+    "actor.dual_clip": ("dual_clip",),
+    "actor.loss_agg_mode": ("agg",),
+    "algo.advantage.no_std_norm": ("normalize_std",),
+    "algo.advantage.gamma": ("gamma",),
+    "algo.advantage.lambd": ("lambd",),
+    "reward.overlong_buffer_len": ("length_penalty",),
+}
+
+
+@dataclass(frozen=True)
+class FlagOption:
+    """An option of the estimator that was set by one of OpenRLHF's flags."""
+
+    key: str
+    value: Any
+    flag: str
+
+
+def flag_options(config: RunConfig) -> Iterator[FlagOption]:
+    """The estimator's options that were set by OpenRLHF's flags."""
+    actor, advantage = config.actor, config.algo.advantage
+    if actor.eps_clip_low_high is not None:
+        yield FlagOption("clip_low", actor.eps_clip_low_high[0], "actor.eps_clip_low_high")
+        yield FlagOption("clip_high", actor.eps_clip_low_high[1], "actor.eps_clip_low_high")
+    elif is_set(config, "actor.eps_clip"):
+        yield FlagOption("clip_low", actor.eps_clip, "actor.eps_clip")
+        yield FlagOption("clip_high", actor.eps_clip, "actor.eps_clip")
+    if actor.dual_clip is not None:
+        yield FlagOption("dual_clip", actor.dual_clip, "actor.dual_clip")
+    if is_set(config, "actor.loss_agg_mode"):
+        yield FlagOption("agg", actor.loss_agg_mode, "actor.loss_agg_mode")
+    if advantage.no_std_norm:
+        yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
+    for key in ("gamma", "lambd"):
+        if config.has_critic and is_set(config, f"algo.advantage.{key}"):
+            yield FlagOption(key, getattr(advantage, key), f"algo.advantage.{key}")
+    if config.reward.overlong_buffer_len is not None:
+        yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
+
+
+def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
+    """DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max."""
+    return {
+        "kind": "dapo",
+        "l_max": config.rollout.max_new_tokens,
+        "l_cache": int(config.reward.overlong_buffer_len or 0),
+        "factor": config.reward.overlong_penalty_factor,
+    }
+
+
+def algorithm_name(config: RunConfig) -> str:
+    """The name under which the estimator is registered; for ``custom`` after running the file that registers it.
+
+    Raises:
+        ValueError: the file of ``algo.module_path`` cannot be run, or does not register one algorithm.
+    """
+    if config.algo.advantage.estimator != CUSTOM:
+        return config.algo.advantage.estimator
+    from openrlhf_ext.algorithms.registry import algorithm_of_file  # late: algorithms import torch
+
+    return algorithm_of_file(config.algo.module_path or "")
+
+
+def algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """Arguments of ``get_algorithm``: (name, options, importance correction or None).
+
+    A KL penalty of ``algo.kl.*`` is in the options under the name ``kl``. Options of ``algo.<estimator>`` win over
+    flags; the checks refuse a configuration in which they disagree. What the estimator does not read is left out; a
+    warning says so at the start of a run.
+    """
+    from openrlhf_ext.algorithms.registry import foreign_keys, option_keys, with_published_values  # late, as above
+
+    name = algorithm_name(config)
+    known, foreign = option_keys(name), foreign_keys(name)
+    options = {option.key: option.value for option in flag_options(config) if option.key in known}
+    options |= {key: value for key, value in config.own_options.items() if key not in foreign}
+    options |= _kl_penalty(config)
+    options = with_published_values(name, options, max_length=config.rollout.max_new_tokens)
+    return name, options, _correction(config)
+
+
+def _kl_penalty(config: RunConfig) -> dict[str, Any]:
+    kl = config.algo.kl
+    if kl.init_coef == 0:
+        return {}
+    place = "loss" if kl.use_loss else "reward"
+    penalty = {"coef": kl.init_coef, "estimator": kl.estimator, "place": place}
+    return {"kl": penalty | ({"unbiased_gradient": True} if kl.unbiased_gradient else {})}
+
+
+def _correction(config: RunConfig) -> dict[str, Any] | None:
+    if config.correction_level == "off":
+        return None
+    advantage = config.algo.advantage
+    return {
+        "level": config.correction_level,
+        "mode": config.correction_mode,
+        "gating": advantage.is_correction_gating,
+        "threshold": config.correction_threshold,
+    }
+
+
+def initial_entropy_prompts(config: RunConfig) -> int:
+    """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 = it does not.
+
+    Not where ``h_ini`` is given, the filter is off, or the preset is ``official``, which knows no initial entropy.
+    """
+    if config.algo.advantage.estimator != "gtpo_conflict":
+        return 0
+    from openrlhf_ext.algorithms.methods.gtpo_conflict import GtpoConflictOptions  # late, as above
+
+    given = {key: value for key, value in config.own_options.items() if key in GtpoConflictOptions.model_fields}
+    options = GtpoConflictOptions.model_validate(given)
+    if "h_ini" in given or options.filter == "off" or options.preset == "official":
+        return 0
+    return options.initial_entropy_prompts
