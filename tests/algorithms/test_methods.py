@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 METHOD = '''
 """`leave_one_out`: A. Ahmadian et al., "Back to Basics", arXiv 2402.14740."""
 
-from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, PartitionOptions, ScopeOptions
 from openrlhf_ext.algorithms.option_blocks import TruncationOptions, degenerate
@@ -45,6 +44,7 @@ class LeaveOneOut(TokenAlgorithm):
 SCRIPT = """
 import sys
 from openrlhf_ext.config import build_config
+from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.show import format_help, format_markdown
 
 estimator, *own = sys.argv[1:]

@@ -101,4 +101,4 @@ def test_the_initial_entropy_is_measured_where_the_filter_goes_by_it(load, words
 
 
 def test_other_estimators_measure_no_initial_entropy(load):
-    assert load("--algo.advantage.estimator", "dapo").initial_entropy_prompts == 0
+    assert initial_entropy_prompts(load("--algo.advantage.estimator", "dapo")) == 0
