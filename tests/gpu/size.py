@@ -161,7 +161,7 @@ def _predicted_bytes(machine: Machine) -> dict[str, int]:
 
 def _require_states(policies: ModuleType, policy: Any, predicted: dict[str, int]) -> dict:
     """Measured and predicted bytes, which may differ by what alignment takes."""
-    states = policies.ModelStates(policy.models, policy.optimizer, policy.device)
+    states = policies.ModelStates(policy.models, policy.optimizer, policy.device, policy.settings.converters)
     found = {kind: {"bytes": states.nbytes(kind), "predicted_bytes": predicted[kind]} for kind in _KINDS}
     for kind, sizes in found.items():
         if abs(sizes["bytes"] - sizes["predicted_bytes"]) > 0.01 * sizes["predicted_bytes"]:
