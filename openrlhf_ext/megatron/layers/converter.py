@@ -1,4 +1,4 @@
-"""A layer converter: a capability of a decoder's layers, such as FP8, in one place; a model's settings carry them."""
+"""A layer converter: a capability of a decoder's layers in one place; a model's settings carry them."""
 
 from __future__ import annotations
 

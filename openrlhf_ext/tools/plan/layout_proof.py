@@ -51,7 +51,7 @@ class RankShare:
         layers: global layers of each model chunk.
         optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
             data- and context-parallel ranks by the distributed optimizer.
-        copy_bytes: FP8 copies of weights, beside the weights themselves; of layer converters.
+        copy_bytes: copies of weights that layers keep beside the weights themselves (FP8).
     """
 
     ranks: tuple[int, ...]
