@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from openrlhf_ext.fp8.recipe import Recipe  # noqa: E402
 from openrlhf_ext.megatron.distributed import initialize_distributed  # noqa: E402
+from openrlhf_ext.megatron.fp8.converter import FP8Layers  # noqa: E402
 from openrlhf_ext.megatron.layout import ParallelLayout  # noqa: E402
 from openrlhf_ext.megatron.policy import MegatronPolicy  # noqa: E402
 from openrlhf_ext.megatron.settings import ModelSettings  # noqa: E402
@@ -67,7 +68,8 @@ def rows(path: str) -> Iterator[dict[str, Any]]:
     bf16, fp32 = (load(path, dtype) for dtype in (torch.bfloat16, torch.float32))
     settings = ModelSettings(path, ParallelLayout(1, 1, 1, 1))
     policy = scorer_of(settings)
-    fp8 = {name: scorer_of(replace(settings, fp8=Recipe(name, emulate=True))) for name in ("blockwise", "current")}
+    layers = {name: (FP8Layers(Recipe(name, emulate=True)),) for name in ("blockwise", "current")}
+    fp8 = {name: scorer_of(replace(settings, converters=converters)) for name, converters in layers.items()}
     for kind, text in texts(path, fp32).items():
         found: dict[str, tuple[Tensor, Tensor]] = {
             "policy bf16, transformers bf16": (policy(text), score(bf16, text)),

@@ -113,17 +113,18 @@ def dry_run_json(config: RunConfig) -> int:
 def layout_proofs(config: RunConfig) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
+    from openrlhf_ext.megatron.layers.known import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
-    policy, recipe = config.actor.model_name_or_path or "", config.fp8.training_recipe
+    policy, layers = config.actor.model_name_or_path or "", layer_converters(config)
     critic, head = config.critic.model_name_or_path or policy, config.ds.value_head_prefix
-    models = [("policy", policy, config.layout, None, recipe), ("critic", critic, config.critic_layout, head, None)]
-    for what, name, layout, value_head, recipe in models if config.has_critic else models[:1]:
+    models = [("policy", policy, config.layout, None, layers), ("critic", critic, config.critic_layout, head, ())]
+    for what, name, layout, value_head, layers in models if config.has_critic else models[:1]:
         if (folder := model_folder(name)) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:
-            yield f"{what}, {format_proof(prove_layout(folder, layout, dtype, distributed, value_head, recipe))}"
+            yield f"{what}, {format_proof(prove_layout(folder, layout, dtype, distributed, value_head, layers))}"
 
 
 if __name__ == "__main__":

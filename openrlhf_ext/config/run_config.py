@@ -101,6 +101,11 @@ class RunConfig(Section):
         return ParallelLayout.of(self.megatron, ranks)
 
     @property
+    def training_label(self) -> str:
+        """What of the policy's layers progress lines, records and checkpoints must not hide; mostly empty."""
+        return self.fp8.training_label
+
+    @property
     def has_critic(self) -> bool:
         """Whether the estimator needs values."""
         return self.algo.advantage.estimator == "gae"

@@ -101,8 +101,8 @@ class Checkpointer:
     ) -> None:
         self._events = events or EventLog()
         self.config, self.groups, self.timeout_s = config, dict(groups), config.train.step_timeout_s
-        label = {"label": config.fp8.training_label} if config.fp8.enable else {}
-        self.constants = {"options": plain_options(config), "prompts": prompts, **label}
+        label = config.training_label
+        self.constants = {"options": plain_options(config), "prompts": prompts} | ({"label": label} if label else {})
         self.store = checkpoint_store(config)
         self.best_value: float | None = None
         self._pending: _Pending | None = None

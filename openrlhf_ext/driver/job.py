@@ -253,7 +253,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
         first = tokenizer(prompts.dataset.prompts[0], add_special_tokens=False)["input_ids"]
         probe = await_engines(config, session, engines, first, start)
     logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
-    if label := config.fp8.training_label:
+    if label := config.training_label:
         logger.info("the policy's linear layers: %s", label)
     ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
     with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
@@ -348,7 +348,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
         parts.prompts.skipped_overlong,
         title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
         resume_step=resume_step,
-        label=config.fp8.training_label,
+        label=config.training_label,
         events=parts.events,
         samples=SampleWriter(
             metrics.with_name("samples.jsonl"), every, parts.steps, texts, config.logger.samples_groups, resume_step

@@ -16,7 +16,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.fp8.toolkit import wheel_folder
+from openrlhf_ext.megatron.layers.known import layer_converters
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.algo import CUSTOM
@@ -43,12 +43,8 @@ def worker_env(config: RunConfig) -> dict[str, str]:
     }
     if config.train.full_determinism_enable:
         env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
-    if (recipe := config.fp8.training_recipe) is not None:
-        env |= recipe.environment
-        if (toolkit := wheel_folder()) is not None:
-            # TransformerEngine 2.11 compiles kernels of quantization while it runs, and looks for CUDA 12's wheels only
-            # (its common/__init__.py:239). Not CUDA_HOME: by that it would load other libraries than torch's.
-            env["NVTE_CUDA_INCLUDE_DIR"] = os.environ.get("NVTE_CUDA_INCLUDE_DIR", str(toolkit / "include"))
+    for converter in layer_converters(config):
+        env |= converter.environment()
     if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env
@@ -84,7 +80,7 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
         config.megatron,
         config.rollout,
         config.train,
-        config.fp8.training_recipe,
+        layer_converters(config),
         actor,
         optimizer_updates(config, steps - frozen_steps(config)),
         {model.name: model.path for model in frozen_models(config) if not model.ranks},
@@ -129,7 +125,7 @@ def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> Mod
         model_path=critic_path(config),
         layout=config.critic_layout,
         megatron=config.critic_megatron,
-        fp8=None,
+        converters=(),
         optimizer=config.critic,
         updates=optimizer_updates(config, steps),
         host_copies={},

@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.fp8.transformer_engine import require
 from openrlhf_ext.megatron.model.build import (
     HiddenStateGPTModel,
     build_model,
@@ -54,9 +53,11 @@ class BuiltModel:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        if settings.fp8 is not None and not settings.fp8.emulate:
-            require(settings.fp8)
-        self.config = transformer_config(self.shape, settings.layout, self.dtype, settings.megatron, settings.fp8)
+        for converter in settings.converters:
+            converter.require()
+        self.config = transformer_config(
+            self.shape, settings.layout, self.dtype, settings.megatron, settings.converters
+        )
         self.chunks = self.build_chunks()
         self.load_weights()
         self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
@@ -70,7 +71,7 @@ class BuiltModel:
         """This rank's model chunks, on its device, parameters not yet loaded."""
         chunks = self.settings.layout.virtual_pipeline_size
         stages = [None] if chunks == 1 else range(chunks)
-        return [build_model(self.shape, self.config, stage, fp8=self.settings.fp8) for stage in stages]
+        return [build_model(self.shape, self.config, stage, converters=self.settings.converters) for stage in stages]
 
     def load_weights(self) -> None:
         """Fills the chunks from the Hugging Face checkpoint."""

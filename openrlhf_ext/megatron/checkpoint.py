@@ -11,8 +11,8 @@ the files (``openrlhf_ext.checkpoints``) are safetensors and JSON, which cannot 
     <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>
     <folder>/rank00000.json            its random states
 
-Under delayed FP8 scaling ``fp8.layers.<number>.<layer>.<what>`` are scales and histories, which are the same on all
-ranks of a stage: TransformerEngine's own state (``_extra_state``) is a pickle, so its tensors are stored instead.
+``<converter>.<name>`` is the state of a layer converter, which is the same on all ranks of a stage: TransformerEngine's
+own (``_extra_state``) is a pickle, so its tensors are stored instead.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.deadlines.gate import wait_for_all
 from openrlhf_ext.megatron.decoder import MegatronModel
+from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers.known import KNOWN
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 
 logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
 STATE = "state.json"
-_FP8 = "fp8."
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
     ranges = optimizer_ranges(model.optimizer)
     distributed = any(isinstance(part, DistributedOptimizer) for part in _single_optimizers(model.optimizer))
     if replica == parallel_state.get_tensor_model_parallel_rank() == 0:
-        yield from _scaling_pieces(model)
+        yield from _converter_pieces(model)
     for i, block in enumerate(parameter_blocks(model)):
         if block.copy_of:
             continue
@@ -292,11 +293,11 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
                 yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
 
 
-def _scaling_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
-    """Scales and histories of delayed FP8 scaling."""
-    for name, tensor in model.scaling_state.tensors().items():
+def _converter_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
+    """The state of layer converters."""
+    for name, tensor in model.converter_state().items():
         shape = tuple(tensor.shape)
-        yield BlockRange.whole(Block(f"{_FP8}{name}", shape, (0,) * len(shape), shape)), tensor
+        yield BlockRange.whole(Block(name, shape, (0,) * len(shape), shape)), tensor
 
 
 def _state_of(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[str, int, int, Tensor]]:
@@ -336,7 +337,7 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
         state = read_plain(folder / STATE)
         _check_model(model, state, folder)
         index = TensorIndex.read(folder / INDEX)
-        asked = _load_tensors(model, TensorReader(folder, index)) | _load_scaling(model, TensorReader(folder, index))
+        asked = _load_tensors(model, TensorReader(folder, index)) | _load_converters(model, TensorReader(folder, index))
         _load_steps(model, state)
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
@@ -362,19 +363,31 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
     return asked
 
 
-def _load_scaling(model: MegatronModel, reader: TensorReader) -> set[str]:
-    """Fills the state of delayed FP8 scaling; returns the names of the tensors that were read, or are not needed.
+def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:
+    """Fills the state of layer converters, also of known ones that this run is without: ``_load_converter``."""
+    converters: dict[str, LayerConverter | type[LayerConverter]] = {known.name: known for known in KNOWN}
+    converters |= {own.name: own for own in model.settings.converters}
+    pieces = {piece.block.key: (piece, tensor) for piece, tensor in _converter_pieces(model)}
+    asked = [_load_converter(converter, pieces, reader) for converter in converters.values()]
+    return set().union(*asked)
+
+
+def _load_converter(
+    converter: LayerConverter | type[LayerConverter], every: dict[str, tuple[BlockRange, Tensor]], reader: TensorReader
+) -> set[str]:
+    """Fills a converter's state; returns the names of the tensors that were read, or are not needed.
 
     Raises:
-        CheckpointError: it was written with other options of the history, or by other layers.
+        CheckpointError: it was written with other options of the converter, or by other layers.
     """
-    stored = reader.index.tensors
-    pieces = {piece.block.key: (piece, tensor) for piece, tensor in _scaling_pieces(model)}
-    unread = {key for key in stored if key.startswith(_FP8)}
+    stored, prefix = reader.index.tensors, f"{converter.name}."
+    pieces = {key: held for key, held in every.items() if key.startswith(prefix)}
+    unread = {key for key in stored if key.startswith(prefix)}
     if not (pieces and unread):
         if (pieces or unread) and dist.get_rank() == 0:
             whose = "the checkpoint has none" if pieces else "the checkpoint's is left out"
-            logger.warning("%s: delayed FP8 scaling differs from the run that wrote it: %s", reader.folder, whose)
+            text = "%s: %s differs from the run that wrote it: %s"
+            logger.warning(text, reader.folder, converter.state_title, whose)
         return unread
     shapes = {key: (tuple(tensor.shape), stored[key].global_shape if key in stored else None)
               for key, (_, tensor) in pieces.items()}  # fmt: skip
@@ -382,7 +395,7 @@ def _load_scaling(model: MegatronModel, reader: TensorReader) -> set[str]:
         if ours != theirs:
             raise CheckpointError(
                 f"{key} has the shape {theirs or 'of nothing'} in {reader.folder}, here {ours}: resume with the "
-                "fp8.amax_history_len and fp8.emulate of the run that wrote it"
+                f"{converter.state_options} of the run that wrote it"
             )
     for piece, tensor in pieces.values():
         tensor.copy_(reader.read(piece, tensor.dtype).view(tensor.shape))

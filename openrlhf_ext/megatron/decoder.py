@@ -1,4 +1,4 @@
-"""A decoder that computes and is trained: a built model, its schedule, its optimizer's update, the start of FP8.
+"""A decoder that computes and is trained: a built model, its schedule, its optimizer's update, its layer converters.
 
 What a policy and a critic have in common; what they compute from the hidden states is theirs. Every public method is a
 collective over all ranks of the model unless it says otherwise.
@@ -13,10 +13,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.built import BuiltModel
-from openrlhf_ext.megatron.fp8.state import ScalingState
-from openrlhf_ext.megatron.fp8.transformer_engine import copy_bytes, prove
+from openrlhf_ext.megatron.layers.converter import kept_bytes
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import sequence_batch
 from openrlhf_ext.megatron.step.optimizer import build_optimizer, build_scheduler
@@ -24,7 +22,7 @@ from openrlhf_ext.megatron.step.overlap import no_sync
 from openrlhf_ext.megatron.step.packing import PackedBatch
 from openrlhf_ext.megatron.step.schedule import Schedule, one
 
-_CALIBRATION_TOKENS = 128
+_FIXED_TOKENS = 128
 
 
 class MegatronModel(BuiltModel):
@@ -38,7 +36,6 @@ class MegatronModel(BuiltModel):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
         self.schedule = Schedule(self)
-        self.scaling_state = ScalingState(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if settings.optimizer is not None:
@@ -48,46 +45,27 @@ class MegatronModel(BuiltModel):
             self.config.no_sync_func = no_sync(self.models)
             self.gather_parameters()
         self.config.finalize_model_grads_func = _add_up_grads
-        if settings.fp8 is not None:
-            self.start_fp8(settings.fp8)
+        for converter in settings.converters:
+            converter.start(self.chunks, self.compute_once)
 
-    # ---- FP8 --------------------------------------------------------------------------------------------------------
+    # ---- layer converters -------------------------------------------------------------------------------------------
 
-    def start_fp8(self, recipe: Recipe) -> None:
-        """Proves that the recipe is what runs, and gives delayed scales their first values.
-
-        Raises:
-            FP8Unavailable: a layer computes in another precision.
-        """
-        if recipe.delayed:
-            self.calibrate()
-        elif not recipe.emulate:
-            self._compute_once(training=False)
-        for chunk in self.chunks:
-            first = chunk.decoder.layers[0].layer_number - 1
-            prove(chunk.decoder, recipe, first, self.shape.num_layers)
+    def converter_state(self) -> dict[str, Tensor]:
+        """The state of all converters by the names of checkpoints. Not a collective."""
+        return {
+            f"{converter.name}.{name}": tensor
+            for converter in self.settings.converters
+            for name, tensor in converter.state(self.chunks).items()
+        }
 
     @property
-    def fp8_copy_bytes(self) -> int:
-        """Bytes of the FP8 copies of weights that this rank keeps while it computes. Not a collective."""
-        return sum(copy_bytes(chunk.decoder, self.shape.num_layers, self.settings.fp8) for chunk in self.chunks)
+    def kept_bytes(self) -> int:
+        """Bytes that layers keep on this rank besides parameters while they compute. Not a collective."""
+        return sum(kept_bytes(self.settings.converters, chunk.decoder) for chunk in self.chunks)
 
-    def calibrate(self) -> None:
-        """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence.
-
-        Without it the first pass would run at scale 1, where most weights are too small for FP8; forward-only passes,
-        of which a probe or a frozen model sees no others, never move a scale. Emulated layers multiply without rounding
-        meanwhile; TransformerEngine's cannot, so that only their second pass has scales that fit. A collective.
-        """
-        self.scaling_state.reset()
-        with torch.enable_grad(), self.scaling_state.calibrating():  # TransformerEngine's move only with gradients
-            self._compute_once(training=True)
-            if self.config.fp8 is not None:
-                self._compute_once(training=True)
-
-    def _compute_once(self, training: bool) -> None:
+    def compute_once(self, training: bool) -> None:
         """A forward pass over a fixed sequence in every micro-batch that schedules want, for what layers make of it."""
-        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _CALIBRATION_TOKENS, np.int32)
+        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _FIXED_TOKENS, np.int32)
         batch = sequence_batch([tokens], [((1, len(tokens)),)])
 
         def nothing(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

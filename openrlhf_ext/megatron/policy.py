@@ -133,19 +133,19 @@ class MegatronPolicy(MegatronModel):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy:
-        """The weights of a checkpoint of this shape, this rank's share of them in host memory, with FP8 scales of their
-        own. Called before the first train step."""
-        state = self.scaling_state.tensors().values()
+        """The weights of a checkpoint of this shape, this rank's share of them in host memory, with converters' state
+        of their own. Called before the first train step."""
+        state = self.converter_state().values()
         if path == self.settings.model_path:
             return FrozenCopy(self.chunks, state=state)
         return FrozenCopy(self.chunks, lambda: self._load_other(path), state)
 
     def _load_other(self, path: str) -> None:
         load_hf(self.chunks, self.shape, path)
-        if self.scaling_state.tensors():
-            self.calibrate()
+        for converter in self.settings.converters:
+            converter.loaded(self.chunks, self.compute_once)
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint that transformers loads, the FP8 recipe in its ``config.json``; see ``write_hf``."""
-        recipe = self.settings.fp8
-        return self.write_hf(target, None if recipe is None else {"trained_in_fp8": recipe.label})
+        """Writes an HF checkpoint that transformers loads, with the converters' entries; see ``write_hf``."""
+        entries = {name: value for c in self.settings.converters for name, value in c.hf_config().items()}
+        return self.write_hf(target, entries or None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.layers.converter import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Train
 
@@ -18,7 +18,7 @@ class ModelSettings:
         model_path: folder of the checkpoint.
         rollout: its temperature is that of log-probs and entropies; micro-batches of passes without gradients.
         train: micro-batches of training; the seed.
-        fp8: of the decoder's linear layers; None: as all others.
+        converters: of the decoder's layers, applied in this order.
         optimizer: Adam, its schedule and the largest norm; None: a model that is never trained.
         updates: optimizer steps of the whole run.
         host_copies: folders of frozen models of the same shape that score in this one's place, kept in host memory, by
@@ -31,7 +31,7 @@ class ModelSettings:
     megatron: Megatron = Megatron()
     rollout: Rollout = Rollout()
     train: Train = Train()
-    fp8: Recipe | None = None
+    converters: tuple[LayerConverter, ...] = ()
     optimizer: Actor | Critic | None = None
     updates: int = 1
     host_copies: Mapping[str, str] = field(default_factory=dict)

@@ -83,7 +83,7 @@ class PolicyActor(TrainedActor):
         replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
         parameters = self._parameters
         states = state_bytes(sum(p.numel() for p in parameters), parameters[0].element_size(), replicas)
-        states += self.policy.fp8_copy_bytes
+        states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
 

@@ -32,7 +32,7 @@ def shared_parts(
 
     Args:
         engine: what the engine holds while it is awake.
-        states: parameters, gradients and optimizer states of the rank, FP8 copies of weights.
+        states: parameters, gradients and optimizer states of the rank, what its layers keep.
         staging: buffers from which weights are sent.
         policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
     """
@@ -52,7 +52,7 @@ class SharedGpu:
     Attributes:
         device: all of its memory.
         engine: share that the engine takes while it is awake.
-        states: parameters, gradients and optimizer states of the rank, FP8 copies of weights.
+        states: parameters, gradients and optimizer states of the rank, what its layers keep.
         staging: buffers from which weights are sent.
         policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
     """

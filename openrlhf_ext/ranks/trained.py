@@ -40,7 +40,7 @@ class TrainedActor(RankActor):
         from openrlhf_ext.megatron.memory.offload import ModelStates
 
         self._model, self.sleeps = model, sleeps
-        self.states = ModelStates(model.models, model.optimizer, model.device)
+        self.states = ModelStates(model.models, model.optimizer, model.device, model.settings.converters)
         self.offloads: list[Swap] = []
         self.reloads: list[Swap] = []
 

@@ -2,7 +2,7 @@
 
 JSON has no NaN and no infinity. Such a value is written as ``null`` under its name, and its true value as text under
 ``nonfinite``: ``{"step": 3, "grad_norm": null, "nonfinite": {"grad_norm": "nan"}}``. :func:`read_metrics` puts it back.
-What must be known of every number of a run, for instance that its FP8 is emulated, is the text under ``label``.
+What must be known of every number of a run, for instance that a precision is emulated, is the text under ``label``.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _outcome(policies: ModuleType, model: Any, dtype: str, batch: Any, loss: Any
 def _offload(policies: ModuleType, policy: Any, batch: Any, loss: Any) -> dict:
     """After a step: everything away and back, bit for bit, and another step."""
     policy.train_step(batch, loss, loss)
-    states = policies.ModelStates(policy.models, policy.optimizer, policy.device)
+    states = policies.ModelStates(policy.models, policy.optimizer, policy.device, policy.settings.converters)
     before, logprobs_N = _bytes(policy), policy.logprobs(batch).logprobs_N
     away = states.offload()
     back = states.reload()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.memory.offload import ModelStates
 from openrlhf_ext.megatron.model import build
@@ -123,8 +124,8 @@ def random_policy(
         settings = ModelSettings(
             str(model.write(Path(folder))), ParallelLayout(1),
             Megatron(param_dtype=dtype, rope_fusion=rope_fusion, **recompute),
-            Rollout(micro_batch_size=micro_batch_size), micro_batches(micro_batch_size, max_tokens), fp8=fp8,
-            optimizer=optimizer, updates=100,
+            Rollout(micro_batch_size=micro_batch_size), micro_batches(micro_batch_size, max_tokens),
+            () if fp8 is None else (FP8Layers(fp8),), optimizer=optimizer, updates=100,
         )  # fmt: skip
         return RandomPolicy(settings)
 
@@ -132,7 +133,7 @@ def random_policy(
 @contextmanager
 def plain_layers() -> Iterator[None]:
     """Policies that are built in the body have torch's layers."""
-    with mock.patch.object(build, "uses_transformer_engine", lambda dtype, fp8=None: False):
+    with mock.patch.object(build, "uses_transformer_engine", lambda dtype, converters=(): False):
         yield
 
 

@@ -80,7 +80,9 @@ def _optimizer(policies: ModuleType) -> Any:
 def _with_tokens(settings: Any, tokens: int) -> Any:
     from dataclasses import replace
 
-    return replace(settings, max_tokens_per_gpu=tokens, forward_max_tokens_per_gpu=tokens)
+    from tests.megatron.parity import micro_batches
+
+    return replace(settings, train=micro_batches(1, tokens))
 
 
 # ---- one cell -------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def _predicted_bytes(machine: Machine) -> dict[str, int]:
 
 def _require_states(policies: ModuleType, policy: Any, predicted: dict[str, int]) -> dict:
     """Measured and predicted bytes, which may differ by what alignment takes."""
-    states = policies.ModelStates(policy.models, policy.optimizer, policy.device)
+    states = policies.ModelStates(policy.models, policy.optimizer, policy.device, policy.settings.converters)
     found = {kind: {"bytes": states.nbytes(kind), "predicted_bytes": predicted[kind]} for kind in _KINDS}
     for kind, sizes in found.items():
         if abs(sizes["bytes"] - sizes["predicted_bytes"]) > 0.01 * sizes["predicted_bytes"]:

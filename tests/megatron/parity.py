@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.layers.converter import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
@@ -44,6 +44,17 @@ class WeightedLogprob:
         return Loss(-(logprobs_N * shaped.weights_N).sum(), {"tokens": (shaped.weights_N != 0).sum()})
 
 
+@dataclass(frozen=True)
+class PieceUnit(LayerConverter):
+    """Packs are padded, nothing else."""
+
+    unit: int
+    name = "piece_unit"
+
+    def piece_unit(self, pieces: int) -> int:
+        return self.unit
+
+
 def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     """What a case says, on top of one process without parallelism.
 
@@ -67,6 +78,7 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
             max_tokens_per_gpu=case.get("forward_max_tokens"),
         ),
         micro_batches(case.get("micro_batch_size", 2), tokens),
+        (PieceUnit(case.get("piece_unit", 1)),),
         optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
         updates=4,
     )  # fmt: skip
@@ -84,8 +96,7 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) 
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
         policy_settings = settings(case, world_size)
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
-        with mock.patch("openrlhf_ext.megatron.step.schedule.fp8_piece_unit", return_value=case.get("piece_unit", 1)):
-            results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
+        results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
         parallel_state.destroy_model_parallel()
     return results
 

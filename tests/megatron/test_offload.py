@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.memory.offload import HostArena, ModelStates
 from tests.launch import launch
 from tests.megatron.reference import make_batch
@@ -112,7 +114,7 @@ def test_a_cpu_storage_that_numpy_has_seen_is_zero_while_away_and_comes_back():
 def test_copies_that_transformer_engine_keeps_of_weights_go_with_them():
     layer = torch.nn.Linear(4, 4)
     layer._fp8_workspaces = {"weight": torch.zeros(16, dtype=torch.uint8)}
-    states = ModelStates([torch.nn.Sequential(layer)], None, torch.device("cpu"))
+    states = ModelStates([torch.nn.Sequential(layer)], None, torch.device("cpu"), [FP8Layers(Recipe())])
     states.offload("gradients")
     assert layer._fp8_workspaces
     states.offload("parameters")

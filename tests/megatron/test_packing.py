@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.fp8.recipe import RECIPES, Recipe
-from openrlhf_ext.megatron.step.packing import PackShape, fp8_piece_unit, local_places, pack
+from openrlhf_ext.megatron.step.packing import PackShape, local_places, pack
 from tests.sequences import masked_batch
 
 SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 16, 128]))
@@ -76,13 +75,6 @@ def test_moving_keeps_everything():
     assert moved.slots == part.slots and torch.equal(moved.hidden_N, part.hidden_N)
     assert (moved.rows, moved.tokens) == (slice(7, 9), slice(20, 24))
     assert moved.boundaries.tolist() == [0, *itertools.accumulate(part.slots)]
-
-
-def test_products_take_16_tokens_and_gathered_blocks_are_whole():
-    assert fp8_piece_unit(None, pieces=1) == fp8_piece_unit(None, pieces=4) == 1
-    for emulate in (False, True):
-        units = {name: [fp8_piece_unit(Recipe(name, emulate=emulate), pieces) for pieces in (1, 2)] for name in RECIPES}
-        assert units == {"blockwise": [16, 128], "current": [16, 16], "delayed": [16, 16]}
 
 
 @given(SHAPES, st.lists(st.integers(1, 50), min_size=1, max_size=8))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows, read_side_files, save_hf
@@ -386,6 +387,9 @@ def test_scaled_rotary_frequencies_are_those_of_transformers(theta, factor):
 
 
 def test_weights_say_that_the_fp8_they_were_trained_in_was_emulated(tmp_path):
-    for recipe, changes in ((Recipe(emulate=True), {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"}), (None, None)):
-        policy = SimpleNamespace(settings=SimpleNamespace(fp8=recipe), write_hf=lambda target, changes: changes)
+    fp8, entries = FP8Layers(Recipe(emulate=True)), {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"}
+    for converters, changes in (((fp8,), entries), ((), None)):
+        policy = SimpleNamespace(
+            settings=SimpleNamespace(converters=converters), write_hf=lambda target, changes: changes
+        )
         assert MegatronPolicy.save_hf(policy, tmp_path) == changes

@@ -18,6 +18,7 @@ from openrlhf_ext.ranks.auxiliary import CriticActor
 class FakeCritic:
     def __init__(self, _settings: Any) -> None:
         self.models, self.optimizer, self.device = [torch.nn.Linear(2, 2)], None, torch.device("cpu")
+        self.settings = SimpleNamespace(converters=())
 
 
 class Snapshot:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from openrlhf_ext.fp8.emulation import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import Recipe
-from openrlhf_ext.megatron.model.spec import Linears, NormColumnParallelLinear
+from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear
 
 
 class Scaling:
@@ -71,8 +71,11 @@ class Scaling:
 class EmulatedLinear:
     """What an emulated layer has besides Megatron's: other products in ``_forward_impl``."""
 
-    scaling: Scaling
     training: bool
+
+    def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling = Scaling(recipe)
 
     def _forward_impl(
         self,
@@ -95,25 +98,16 @@ class EmulatedLinear:
 class EmulatedNormColumnParallelLinear(EmulatedLinear, NormColumnParallelLinear):
     """RMS norm and a column-parallel linear in emulated FP8; the norm is not."""
 
-    def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.scaling = Scaling(recipe)
-
 
 class EmulatedRowParallelLinear(EmulatedLinear, RowParallelLinear):
     """A row-parallel linear in emulated FP8; its sum over the ranks is in the model's precision."""
 
-    def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.scaling = Scaling(recipe)
 
-
-def emulated_linears(recipe: Recipe) -> Linears:
-    """What a decoder layer in emulated FP8 is made of."""
-    return (
-        ModuleSpec(module=EmulatedNormColumnParallelLinear, params={"recipe": recipe}),
-        ModuleSpec(module=EmulatedRowParallelLinear, params={"recipe": recipe}),
-    )
+def emulated_linears(recipe: Recipe) -> tuple[ModuleSpec, ModuleSpec]:
+    """What the column-parallel linears of a layer (with their norm) are, and its row-parallel ones."""
+    classes = (EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear)
+    column, row = (ModuleSpec(module=kind, params={"recipe": recipe}) for kind in classes)
+    return column, row
 
 
 class _Linear(torch.autograd.Function):

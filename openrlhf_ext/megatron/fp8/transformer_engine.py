@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from openrlhf_ext.fp8.emulation import Products
-from openrlhf_ext.fp8.recipe import WEIGHT_COPY_BYTES, Recipe
-from openrlhf_ext.megatron.fp8.emulated import EmulatedLinear
+from openrlhf_ext.fp8.recipe import Recipe
 
 _TESTED_SERIES = ("2.11",)
 _MEGATRON_NAMES = {"blockwise": "blockwise", "current": "tensorwise", "delayed": "delayed"}
@@ -149,8 +148,8 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
 
 
 def _type_problems(path: str, module: torch.nn.Module, wanted: bool, emulate: bool) -> list[str]:
-    # TransformerEngine's say themselves whether their last pass was FP8 (module/base.py: init_fp8_metadata)
-    right = (isinstance(module, EmulatedLinear) if emulate else getattr(module, "fp8", False)) == wanted
+    # emulated ones have a scaling; TransformerEngine's say whether their last pass was FP8 (base.py: init_fp8_metadata)
+    right = (hasattr(module, "scaling") if emulate else getattr(module, "fp8", False)) == wanted
     does = "does not compute" if wanted else "does compute"
     return [] if right else [f"{path} is a {type(module).__name__}, which {does} in FP8"]
 
@@ -168,22 +167,3 @@ def _code_problems(path: str, module: torch.nn.Module, recipe: Recipe) -> list[s
     if share > _CODES_THAT_MAY_DIFFER:
         return [f"{path}: {share:.1%} of its weight's FP8 codes are not those of the recipe {recipe.label}"]
     return []
-
-
-def copy_bytes(decoder: torch.nn.Module, num_layers: int, recipe: Recipe | None) -> int:
-    """Bytes of the FP8 copies that TransformerEngine keeps of a decoder's weights, from their shapes.
-
-    Args:
-        num_layers: of the whole model.
-    """
-    if recipe is None or recipe.emulate:
-        return 0
-    in_fp8 = [layer for layer in decoder.layers if not recipe.bf16_layers.has(layer.layer_number - 1, num_layers)]  # type: ignore[union-attr]
-    return WEIGHT_COPY_BYTES * sum(p.numel() for layer in in_fp8 for p in layer.parameters() if p.dim() == 2)
-
-
-def drop_copies(model: torch.nn.Module) -> None:
-    """Frees the FP8 copies of weights that TransformerEngine's layers keep; each schedule's first micro-batch makes
-    them anew."""
-    for module in model.modules():
-        getattr(module, "_fp8_workspaces", {}).clear()

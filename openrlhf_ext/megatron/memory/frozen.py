@@ -22,7 +22,7 @@ class FrozenCopy:
     Args:
         load: puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit
             for bit. It needs no more memory than the copy.
-        state: other tensors that belong to the weights (``ScalingState``), kept and exchanged with them.
+        state: other tensors that belong to the weights (``converter_state``), kept and exchanged with them.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from openrlhf_ext.megatron.fp8.transformer_engine import drop_copies
+from openrlhf_ext.megatron.layers.converter import LayerConverter
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +63,21 @@ class ModelStates:
     """
 
     def __init__(
-        self, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, device: torch.device
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        device: torch.device,
+        converters: Sequence[LayerConverter] = (),
     ) -> None:
         """
         Args:
             models: model chunks, DDP-wrapped if they are trained.
             optimizer: None for a model that is never trained.
             device: where the states live; others (Adam's step counters) are left alone.
+            converters: of the model; what their layers keep goes with the parameters.
         """
         self._models, self._optimizer, self._device = list(models), optimizer, device
+        self._converters = converters
         self._away: dict[str, list[_Absent]] = {}
         self._arenas = {kind: HostArena(pinned=device.type == "cuda") for kind in ("parameters", "optimizer")}
 
@@ -84,8 +90,8 @@ class ModelStates:
         todo = [kind for kind in _known(kinds) if kind in self.resident]
         with _Measured(self._device) as measured:
             if "parameters" in todo:
-                for model in self._models:
-                    drop_copies(model)
+                for converter, model in itertools.product(self._converters, self._models):
+                    converter.drop_kept(model)
             if "gradients" in todo and self._optimizer is not None:
                 self._optimizer.zero_grad()  # fp32 copies of gradients that the last step left on master weights
             for kind in todo:

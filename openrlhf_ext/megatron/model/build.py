@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+from collections.abc import Sequence
 from copy import copy
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -14,16 +15,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from openrlhf_ext.fp8.recipe import Recipe
-from openrlhf_ext.megatron.fp8.emulated import emulated_linears, follow_micro_batches
-from openrlhf_ext.megatron.fp8.transformer_engine import megatron_arguments
+from openrlhf_ext.megatron.layers.converter import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.spec import PLAIN, PackedSequences, block_spec
+from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
 from openrlhf_ext.megatron.step.packing import PackedBatch
 from openrlhf_ext.options.sections import Megatron
 
@@ -66,13 +66,9 @@ def transformer_config(
     layout: ParallelLayout,
     dtype: torch.dtype,
     megatron: Megatron,
-    fp8: Recipe | None = None,
+    converters: Sequence[LayerConverter] = (),
 ) -> TransformerConfig:
-    """Megatron's configuration for a Hugging Face model in a layout.
-
-    Args:
-        fp8: how the decoder's linear layers multiply; Megatron is told of it only if TransformerEngine does it.
-    """
+    """Megatron's configuration for a Hugging Face model in a layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -110,9 +106,9 @@ def transformer_config(
         persist_layer_norm=on_gpu,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, fp8),
+        apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, converters),
         **recompute_arguments(megatron),
-        **(megatron_arguments(fp8) if fp8 is not None and not fp8.emulate else {}),
+        **{name: value for converter in converters for name, value in converter.megatron_arguments().items()},
     )
 
 
@@ -153,12 +149,16 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def uses_transformer_engine(dtype: torch.dtype, fp8: Recipe | None = None) -> bool:
+def uses_transformer_engine(dtype: torch.dtype, converters: Sequence[LayerConverter] = ()) -> bool:
     """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``).
 
-    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32. Emulated FP8 is ours.
+    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32.
     """
-    return dtype == torch.bfloat16 and not (fp8 is not None and fp8.emulate) and has_transformer_engine()
+    return dtype == torch.bfloat16 and not _must_be_ours(converters) and has_transformer_engine()
+
+
+def _must_be_ours(converters: Sequence[LayerConverter]) -> bool:
+    return any(converter.own_layers for converter in converters)
 
 
 def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
@@ -183,25 +183,23 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
     )
 
 
-def _our_spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | None) -> TransformerBlockSubmodules:
-    if fp8 is None or not fp8.emulate:
-        return block_spec(config, vp_stage)
-    emulated, bf16 = emulated_linears(fp8), fp8.bf16_layers.numbers(config.num_layers)
-    return block_spec(config, vp_stage, lambda number: PLAIN if number in bf16 else emulated)
-
-
-def _spec(config: TransformerConfig, vp_stage: int | None, fp8: Recipe | None = None):
-    if uses_transformer_engine(config.params_dtype, fp8):
+def _spec(
+    config: TransformerConfig, vp_stage: int | None, converters: Sequence[LayerConverter] = ()
+) -> TransformerBlockSubmodules:
+    if uses_transformer_engine(config.params_dtype, converters):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
+        def theirs(config: TransformerConfig) -> ModuleSpec:
+            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
         logger.info("layers: TransformerEngine's")
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    if torch.cuda.is_available() and fp8 is None:
+        return block_spec(config, vp_stage, converters, theirs, LayerNormImpl)
+    if torch.cuda.is_available() and not _must_be_ours(converters):
         why = "is not installed"
         if has_transformer_engine():
             why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
         logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
-    return _our_spec(config, vp_stage, fp8)
+    return block_spec(config, vp_stage, converters)
 
 
 def boundaries_on_device(decoder: torch.nn.Module) -> None:
@@ -235,7 +233,7 @@ def build_model(
     config: TransformerConfig,
     vp_stage: int | None = None,
     meta: bool = False,
-    fp8: Recipe | None = None,
+    converters: Sequence[LayerConverter] = (),
 ) -> HiddenStateGPTModel:
     """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
 
@@ -245,7 +243,7 @@ def build_model(
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(
         config,
-        _our_spec(config, vp_stage, fp8) if meta else _spec(config, vp_stage, fp8),
+        (block_spec if meta else _spec)(config, vp_stage, converters),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions or 0,  # read by learned positions only
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -261,7 +259,6 @@ def build_model(
     if meta:
         return model
     fuse_weight_gradients(model.decoder)
-    follow_micro_batches(model.decoder)
-    if uses_transformer_engine(config.params_dtype, fp8) and not config.apply_rope_fusion:
+    if uses_transformer_engine(config.params_dtype, converters) and not config.apply_rope_fusion:
         boundaries_on_device(model.decoder)
     return model.cuda() if torch.cuda.is_available() else model

@@ -13,7 +13,7 @@ Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from openrlhf_ext.megatron.layers.converter import LayerConverter
 from openrlhf_ext.megatron.model.context_parallel import causal_attention, context_parallel_attention
 
 
@@ -152,24 +153,20 @@ class CausalAttention(torch.nn.Module):
         )  # fmt: skip
 
 
-Linears = tuple[type | ModuleSpec, type | ModuleSpec]
-"""What a decoder layer's column-parallel linears (with their norm) are, and its row-parallel ones."""
-PLAIN: Linears = (NormColumnParallelLinear, RowParallelLinear)
-
-
-def layer_spec(config: TransformerConfig, linears: Linears = PLAIN) -> ModuleSpec:
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One decoder layer with TransformerEngine's module tree."""
-    column, row = linears
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=column, core_attention=CausalAttention, linear_proj=row,
+            linear_qkv=NormColumnParallelLinear, core_attention=CausalAttention, linear_proj=RowParallelLinear,
             q_layernorm=qk_norm, k_layernorm=qk_norm,
         ),
     )  # fmt: skip
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+    mlp = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -180,14 +177,16 @@ def layer_spec(config: TransformerConfig, linears: Linears = PLAIN) -> ModuleSpe
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, linears: Callable[[int], Linears] = lambda number: PLAIN
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    converters: Sequence[LayerConverter] = (),
+    layer: Callable[[TransformerConfig], ModuleSpec] = layer_spec,
+    norm: type = RMSNorm,
 ) -> TransformerBlockSubmodules:
-    """The layers of this (virtual) pipeline stage and the final norm.
-
-    Args:
-        linears: those of the whole model's layer of a number, counted from 0.
-    """
+    """The layers of this (virtual) pipeline stage, converted, and the final norm."""
     first = get_transformer_layer_offset(config, vp_stage)
-    numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    layers = [layer_spec(config, linears(number)) for number in numbers]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    layers = [layer(config) for _ in range(get_num_layers_to_build(config, vp_stage))]
+    for number, spec in enumerate(layers, first):
+        for converter in converters:
+            converter.convert(spec, number, config.num_layers)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

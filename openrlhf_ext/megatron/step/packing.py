@@ -1,8 +1,8 @@
 """The concatenated sequences of a micro-batch, without padding, as one rank computes them.
 
 Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
-slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and FP8
-wants pieces that are multiples of something: that takes a few tokens of padding per sequence, and some at the end of
+slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and
+layers may want multiples of something: that takes a few tokens of padding per sequence, and some at the end of
 the pack. Padding stands behind its sequence, so that causal attention never lets a real token see it, and nothing reads
 what it computes.
 
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 
 
@@ -89,18 +88,6 @@ class PackShape:
 
     def tokens_per_rank(self, lengths: Sequence[int]) -> int:
         return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
-
-
-def fp8_piece_unit(recipe: Recipe | None, pieces: int) -> int:
-    """``PackShape.piece_unit`` for TransformerEngine 2.11, and for the emulation, so that the packs are the same.
-
-    Its products take multiples of 8 rows, and of 16 where rows are summed over (the gradient of a weight). Blocks of
-    128 rows that sequence parallelism gathers must be whole (``assert_dim_for_all_gather``,
-    float8_blockwise_tensor.py:216).
-    """
-    if recipe is None:
-        return 1
-    return 128 if recipe.blockwise and pieces > 1 else 16
 
 
 @dataclass

@@ -7,6 +7,7 @@ N = response tokens of a micro-batch that this rank predicts, L = tokens of a mi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from openrlhf_ext.megatron.model.build import (
 )
 from openrlhf_ext.megatron.step.agreement import broadcast_from_last_stage, gather_tokens
 from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
-from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, TokenCount, fp8_piece_unit, pack
+from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, TokenCount, pack
 from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
@@ -136,7 +137,8 @@ class Schedule:
     @property
     def _pack_shape(self) -> PackShape:
         pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return PackShape(self.config.context_parallel_size, pieces, fp8_piece_unit(self._model.settings.fp8, pieces))
+        unit = math.lcm(*(converter.piece_unit(pieces) for converter in self._model.settings.converters))
+        return PackShape(self.config.context_parallel_size, pieces, unit)
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
         """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
@@ -179,7 +181,7 @@ class Schedule:
 
     @contextmanager
     def _training(self, training: bool) -> Iterator[None]:
-        """Megatron recomputes activations only in training mode, in which alone delayed FP8 scales move."""
+        """Megatron recomputes activations only in training mode, in which alone the state of converters moves."""
         for model in self._model.models:
             model.train(training)
         try:

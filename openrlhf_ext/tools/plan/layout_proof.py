@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.megatron.distributed import fake_rank
-from openrlhf_ext.megatron.fp8.transformer_engine import copy_bytes
+from openrlhf_ext.megatron.layers.converter import LayerConverter, kept_bytes
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
@@ -52,7 +51,7 @@ class RankShare:
         layers: global layers of each model chunk.
         optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
             data- and context-parallel ranks by the distributed optimizer.
-        fp8_bytes: FP8 copies of weights, beside the weights themselves; 0 where FP8 is off or emulated.
+        copy_bytes: copies of weights that layers keep beside the weights themselves (FP8).
     """
 
     ranks: tuple[int, ...]
@@ -63,12 +62,12 @@ class RankShare:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    fp8_bytes: int = 0
+    copy_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
         """Weights, gradients, optimizer and FP8 copies together, without activations."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.fp8_bytes
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,13 @@ def prove_layout(
     dtype: torch.dtype,
     distributed_optimizer: bool,
     value_head: str | None = None,
-    fp8: Recipe | None = None,
+    converters: Sequence[LayerConverter] = (),
 ) -> LayoutProof:
     """Builds every distinct rank of the layout and checks the weight map on it.
 
     Args:
         value_head: HF name of a critic's value head; None for a policy.
-        fp8: recipe whose copies of weights are counted.
+        converters: whose copies of weights are counted.
 
     Raises:
         LayoutProofError: lists everything that does not fit.
@@ -115,7 +114,7 @@ def prove_layout(
     shares, holders, problems = [], [], []
     for rank in layout.ranks(context=0, replica=0):  # one of every (tensor, stage)
         try:
-            share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer, fp8)
+            share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer, converters)
         except (AssertionError, RuntimeError, ValueError) as error:  # how Megatron refuses a layout
             raise LayoutProofError(f"rank {rank} cannot be built: {error}") from error
         shares.append(share)
@@ -135,7 +134,7 @@ def _build(
     rank: int,
     dtype: torch.dtype,
     distributed_optimizer: bool,
-    fp8: Recipe | None,
+    converters: Sequence[LayerConverter],
 ) -> tuple[RankShare, list[_Holder], list[str]]:
     place = layout.place(rank)
     holders, problems, layers, parameters, copies = [], [], [], 0, 0
@@ -149,7 +148,7 @@ def _build(
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
             parameters += sum(p.numel() for p in named.values())
-            copies += copy_bytes(chunk.decoder, shape.num_layers, fp8)
+            copies += kept_bytes(converters, chunk.decoder)
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     per_parameter = 8 if dtype == torch.float32 else 12
     share = RankShare(
@@ -161,7 +160,7 @@ def _build(
         weight_bytes=parameters * dtype.itemsize,
         gradient_bytes=parameters * _MAIN_GRAD_BYTES,
         optimizer_bytes=-(-parameters * per_parameter // shards),
-        fp8_bytes=copies,
+        copy_bytes=copies,
     )
     return share, holders, problems
 
@@ -242,7 +241,7 @@ def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) 
 def format_proof(proof: LayoutProof) -> str:
     """One row for all ranks that hold as much of the same layers, and what was proved."""
     heaviest = max(proof.shares, key=lambda share: share.state_bytes)
-    copies = any(share.fp8_bytes for share in proof.shares)
+    copies = any(share.copy_bytes for share in proof.shares)
     header = (*_SHARE, *_MEMORY, *(["FP8 copies"] if copies else []), "GiB together", "ranks")
     alike: dict[tuple[Any, ...], list[RankShare]] = defaultdict(list)
     for share in proof.shares:
@@ -258,7 +257,7 @@ def _row(shares: Sequence[RankShare], copies: bool) -> tuple[str, ...]:
     share = shares[0]
     tensor = str(share.tensor) if len(shares) == 1 else f"{share.tensor}-{shares[-1].tensor}"
     ranks = tuple(sorted(rank for one in shares for rank in one.ranks))
-    own = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, *((share.fp8_bytes,) if copies else ()))
+    own = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, *((share.copy_bytes,) if copies else ()))
     layers = " ".join(f"{layers[0]}-{layers[-1]}" for layers in share.layers)
     memory = [f"{size / _GIB:.3f}" for size in (*own, share.state_bytes)]
     return tensor, str(share.pipeline), layers, f"{share.parameters:,}", *memory, _ranks(ranks)

@@ -13,13 +13,14 @@ those that autograd saves, with the weights left out, by one of two sets of form
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from openrlhf_ext.fp8.recipe import WEIGHT_COPY_BYTES, BF16Layers, Recipe
+from openrlhf_ext.megatron.layers.converter import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -53,7 +54,7 @@ class States:
     weights: int
     gradients: int
     optimizer: int
-    fp8_copies: int
+    copies: int
 
     @property
     def total(self) -> int:
@@ -66,7 +67,7 @@ class States:
             "weights": self.weights,
             "gradients (fp32)": self.gradients,
             "optimizer": self.optimizer,
-            "FP8 copies of weights": self.fp8_copies,
+            "FP8 copies of weights": self.copies,
         }
         return {name: size for name, size in parts.items() if size}
 
@@ -79,13 +80,13 @@ class StateOptions:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the data- and context-parallel ranks.
         bucket_size: parameters of a bucket where gradients are reduced during the backward pass; None = one bucket.
-        fp8: recipe whose copies of weights are counted; emulation has none.
+        converters: whose copies of weights are counted.
     """
 
     param_bytes: int = 2
     distributed: bool = True
     bucket_size: int | None = None
-    fp8: Recipe | None = None
+    converters: tuple[LayerConverter, ...] = ()
 
 
 @cache
@@ -134,7 +135,7 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
         entries * options.param_bytes,
         entries * _GRADIENT_BYTES,
         int(owned.max()) * (12 if options.param_bytes == 2 else 8),
-        _fp8_copies(shape, layout, stage, options.fp8),
+        _copies(shape, layout, stage, options.converters),
     )
 
 
@@ -186,21 +187,14 @@ def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> n
     return owned
 
 
-def _fp8_copies(shape: ModelShape, layout: ParallelLayout, stage: int, recipe: Recipe | None) -> int:
-    """Of the linear layers' weights (two dimensions), which TransformerEngine keeps beside the weights themselves."""
-    if recipe is None or recipe.emulate:
-        return 0
+def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, converters: Sequence[LayerConverter]) -> int:
+    """Of the linear layers' weights (two dimensions), which layers keep beside the weights themselves."""
     chunks = chunk_layers(shape.num_layers, layout.pipeline_parallel_size, layout.virtual_pipeline_size)
-    layers = sum(
-        len(range_) - _kept(recipe.bf16_layers, range_, shape) for (at, _), range_ in chunks.items() if at == stage
-    )
+    numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
     one = stage_rules(shape, range(1), first=False, last=False)
     weights = [shard_shape(rule, shape, layout.tensor_parallel_size) for rule in one]
-    return WEIGHT_COPY_BYTES * layers * sum(math.prod(size) for size in weights if len(size) == 2)
-
-
-def _kept(bf16: BF16Layers, layers: range, shape: ModelShape) -> int:
-    return sum(bf16.has(layer, shape.num_layers) for layer in layers)
+    each = sum(c.kept_per_weight(number, shape.num_layers) for c in converters for number in numbers)
+    return each * sum(math.prod(size) for size in weights if len(size) == 2)
 
 
 # ---- activations -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.megatron.layers.known import layer_converters
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options.sections import Megatron
@@ -59,7 +60,7 @@ def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
         param_bytes(megatron),
         megatron.distributed_optimizer_enable,
         buckets if megatron.overlap_grad_reduce else None,
-        config.fp8.training_recipe,
+        layer_converters(config),
     )
     training = _training(
         config, megatron, layout, config.actor.num_gpus_per_node, fp8=config.fp8.enable and not config.fp8.emulate

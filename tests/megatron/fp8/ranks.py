@@ -14,8 +14,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.fp8.emulation import Products
+from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.fp8.emulated import EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
@@ -29,11 +31,17 @@ from tests.megatron.parity import WeightedLogprob, settings
 from tests.patience import PATIENCE_S
 
 
+def fp8_layers(recipe: Recipe | None) -> tuple[FP8Layers, ...]:
+    return () if recipe is None else (FP8Layers(recipe),)
+
+
 def build(case: dict) -> MegatronPolicy:
     # no clipping: the norm is added up stage by stage, in another order in every layout
     plain = settings(case, int(os.environ["WORLD_SIZE"]), max_norm=0.0)
     # an even number of micro-batches in every pass, so that virtual stages have the same ones
-    made: ModelSettings = dataclasses.replace(plain, fp8=case["fp8"], rollout=Rollout(micro_batch_size=2))
+    made: ModelSettings = dataclasses.replace(
+        plain, converters=fp8_layers(case["fp8"]), rollout=Rollout(micro_batch_size=2)
+    )
     initialize_distributed(made.layout, PATIENCE_S, 1234)
     return MegatronPolicy(made)
 
@@ -52,7 +60,7 @@ def train(policy: MegatronPolicy, batch, weights_N, steps: int) -> list[dict]:
 
 
 def state_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.scaling_state.tensors().items()}
+    return {name: tensor.clone() for name, tensor in policy.converter_state().items()}
 
 
 def exported(policy: MegatronPolicy) -> dict[str, torch.Tensor]:

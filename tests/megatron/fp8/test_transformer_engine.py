@@ -10,7 +10,8 @@ import torch
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.fp8 import transformer_engine
-from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, drop_copies, prove, require
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
+from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, prove, require
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
@@ -32,7 +33,7 @@ def shape(tmp_path_factory):
 
 
 def config(shape, recipe):
-    return transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron(), fp8=recipe)
+    return transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron(), (FP8Layers(recipe),))
 
 
 def test_megatron_takes_the_recipe(shape):
@@ -74,7 +75,7 @@ def test_the_environment_decides_about_scales():
 def test_without_a_gpu_and_without_the_library_a_rank_refuses_before_it_builds(monkeypatch, tmp_path):
     monkeypatch.setattr(transformer_engine.socket, "gethostname", lambda: "node7")
     make_tiny_model(tmp_path)
-    asked = ModelSettings(str(tmp_path), ParallelLayout(1), fp8=Recipe())
+    asked = ModelSettings(str(tmp_path), ParallelLayout(1), converters=(FP8Layers(Recipe()),))
     with pytest.raises(FP8Unavailable) as refused:
         MegatronPolicy(asked)
     for words in ("node7", "there is no GPU", "TransformerEngine is not installed", "setup_env.sh gpu", "fp8.emulate"):
@@ -192,6 +193,6 @@ def test_a_layer_that_should_be_bf16_and_is_not_is_found_and_so_is_the_opposite(
 
 def test_a_layer_that_has_kept_nothing_has_not_computed_in_fp8():
     layer = TELinear(Recipe())
-    drop_copies(layer)
+    FP8Layers(Recipe()).drop_kept(layer)
     with pytest.raises(FP8Unavailable, match="has kept no FP8 copy of its weight"):
         prove(decoder(layer), Recipe(), 0, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.tools.plan import layout_proof
 from openrlhf_ext.tools.plan.layout_proof import LayoutProof, LayoutProofError, format_proof, prove_layout
@@ -45,19 +46,21 @@ def test_fp8_copies_of_the_weights_are_counted(tmp_path):
     """31.2e9 entries of a 32B model's weights, half on each stage: a byte for each and one in the transpose."""
     layer = 5120 * (40 + 2 * 8) * 128 + 5120 * 40 * 128 + 3 * 5120 * 27648
 
-    def proof(recipe: Recipe | None) -> LayoutProof:
-        return prove_layout(QWEN25_32B, ParallelLayout(2, 1, 2), torch.bfloat16, True, fp8=recipe)
+    def proof(*recipes: Recipe) -> LayoutProof:
+        layers = [FP8Layers(recipe) for recipe in recipes]
+        return prove_layout(QWEN25_32B, ParallelLayout(2, 1, 2), torch.bfloat16, True, converters=layers)
 
-    plain, fp8, kept = proof(None), proof(Recipe()), proof(Recipe(bf16_layers=BF16Layers(start=2)))
-    assert {share.fp8_bytes for share in plain.shares} == {0} and "FP8" not in format_proof(plain)
-    assert [share.fp8_bytes for share in fp8.shares] == [2 * 32 * layer] * 2
-    assert [share.fp8_bytes for share in kept.shares] == [2 * 30 * layer, 2 * 32 * layer]
-    assert fp8.shares[0].state_bytes == plain.shares[0].state_bytes + fp8.shares[0].fp8_bytes
+    plain, fp8, kept = proof(), proof(Recipe()), proof(Recipe(bf16_layers=BF16Layers(start=2)))
+    assert {share.copy_bytes for share in plain.shares} == {0} and "FP8" not in format_proof(plain)
+    assert [share.copy_bytes for share in fp8.shares] == [2 * 32 * layer] * 2
+    assert [share.copy_bytes for share in kept.shares] == [2 * 30 * layer, 2 * 32 * layer]
+    assert fp8.shares[0].state_bytes == plain.shares[0].state_bytes + fp8.shares[0].copy_bytes
     title, header, row, *_ = format_proof(fp8).splitlines()
     assert "optimizer, FP8 copies of weights), GiB" in title and "FP8 copies  GiB together" in header
     assert row.split()[-3:] == ["29.062", f"{fp8.shares[0].state_bytes / 2**30:.3f}", "0"]
-    emulated = prove_layout(config_folder(tmp_path), ParallelLayout(1), torch.float32, True, fp8=Recipe(emulate=True))
-    assert emulated.shares[0].fp8_bytes == 0
+    layers = [FP8Layers(Recipe(emulate=True))]
+    emulated = prove_layout(config_folder(tmp_path), ParallelLayout(1), torch.float32, True, converters=layers)
+    assert emulated.shares[0].copy_bytes == 0
 
 
 @pytest.mark.parametrize(

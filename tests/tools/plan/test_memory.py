@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
+from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
@@ -49,8 +50,9 @@ def test_fp8_copies_are_those_of_built_models(tmp_path):
     folder, layout = config_folder(tmp_path, num_hidden_layers=8), ParallelLayout(8, 2, 2, 1, False, 2)
     shape = read_model_shape(folder)
     for recipe in (Recipe(), Recipe(bf16_layers=BF16Layers(1, 3)), Recipe(emulate=True)):
-        for share in prove_layout(folder, layout, torch.bfloat16, True, fp8=recipe).shares:
-            assert rank_states(shape, layout, share.pipeline, StateOptions(fp8=recipe)).fp8_copies == share.fp8_bytes
+        fp8 = (FP8Layers(recipe),)
+        for share in prove_layout(folder, layout, torch.bfloat16, True, converters=fp8).shares:
+            assert rank_states(shape, layout, share.pipeline, StateOptions(converters=fp8)).copies == share.copy_bytes
 
 
 def case(folder: Path, layout: dict, recompute: str = "none", dtype: str = "bf16", distributed: bool = True, **more):

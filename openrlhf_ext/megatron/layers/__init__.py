@@ -1,0 +1,1 @@
+"""What changes a decoder's layers, whoever's they are: converters, which a model's settings carry."""

@@ -1,0 +1,1 @@
+"""Layer converters: FP8 is one, this folder has others of its own."""
