@@ -46,7 +46,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "head_cpu.json": ("openrlhf_ext/head",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan",),
     "probe_cpu.json": (
-        "openrlhf_ext/rollout/probe.py", "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/decoder.py",
+        "openrlhf_ext/rollout/probe.py", "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/built.py",
+        "openrlhf_ext/megatron/step/schedule.py",
     ),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "report_cpu.json": ("openrlhf_ext/tools/report",),
