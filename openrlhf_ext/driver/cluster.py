@@ -68,7 +68,8 @@ class RaySession:
         self._groups: dict[str, list[Address]] = {}
         self._ask_ranks_at = 0.0
         self._children: dict[int, psutil.Process] = {}
-        self._others: set[int] = set()  # processes that were there before
+        # processes that were there before, and are not the session's to end
+        self._others = {process.pid for process in psutil.Process().children(recursive=True)}
         self._own_ray = contextlib.ExitStack()
         self.use_gpu = False
 
@@ -78,7 +79,6 @@ class RaySession:
             RayNotStarted: it did not; what it had started has ended.
         """
         handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
-        self._others = {process.pid for process in psutil.Process().children(recursive=True)}
         try:
             self._start()
         except BaseException as error:

@@ -58,6 +58,8 @@ _SECONDS = (lambda value: 0 < value < math.inf, "a positive number of seconds")
 _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: value >= 0, "at least 0"), "top_p": _SHARE, "gpu_memory_utilization": _SHARE,
     "reward_timeout_s": _SECONDS, "engine_timeout_s": _SECONDS,
+    "num_workers": (lambda value: value <= 2**8, "at most 256"),
+    "kv_cache_mib": (lambda value: value <= 2**20, "at most 1048576"),
 }  # fmt: skip
 
 
