@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,15 @@ from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.driver import waits
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.waits import Deadline, DeadlineExceeded, RanksTimeoutError, call_ranks
+from tests.cluster import start_local_ray
 from tests.patience import PATIENCE_S, SOONER_S
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_session() -> Iterator[None]:
+    start_local_ray()
+    yield
+    ray.shutdown()
 
 
 @ray.remote(num_cpus=0.1)
