@@ -1,7 +1,7 @@
 """What is generated from the declarations of the options.
 
-python -m openrlhf_ext.config            the tables of docs/configuration.md, to standard output
-python -m openrlhf_ext.config --schema   openrlhf_ext/options.schema.json, to standard output
+    python -m openrlhf_ext.config            the tables of docs/configuration.md, to standard output
+    python -m openrlhf_ext.config --schema   openrlhf_ext/options.schema.json, to standard output
 """
 
 import sys

@@ -514,7 +514,11 @@ def restarts(config: RunConfig) -> Iterator[str]:
 
 
 def unused_modes(config: RunConfig) -> Iterator[str]:
-    """Details of modes that are off."""
+    """Details of modes that are off. Token budgets count where they are set, be it to the default."""
+    for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
+        if is_set(config, name) and value_of(config, name) is not None and not config.train.dynamic_batch_enable:
+            reason = "train.dynamic_batch_enable is off"
+            yield no_effect(name, value_of(config, name), reason, "set train.dynamic_batch_enable, or leave it out")
     if config.correction_level == "off":
         for leaf in ("mode", "gating", "threshold"):
             name = f"algo.advantage.is_correction_{leaf}"

@@ -6,7 +6,7 @@ One declaration is all that an option needs; `--help`, YAML, command line, error
         kv_cache_mib: int = added(64, "KV cache per engine when it runs on CPU, MiB", ge=1)
 
 The annotation is the type, keyword arguments are bounds. Rules between the fields of a class go into its `violations`,
-settings that do nothing beside the others into its `cautions`. Imports pydantic and nothing heavier.
+what it takes for an option to have an effect into its `needs`. Imports pydantic and nothing heavier.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RewardPool:
     """
 
     def __init__(self, options: Reward, *, start_timeout_s: float = 120.0, queue_timeout_s: float = 600.0) -> None:
-        self._reward_path = str(Path(required(options.remote_url, "reward.remote_url")).resolve())
+        self._reward_path = str(Path(required(next(iter(options.addresses), None), "reward.remote_url")).resolve())
         self._timeout_s = options.timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._workers = [

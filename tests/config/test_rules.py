@@ -87,8 +87,9 @@ def test_micro_batches_hold_the_longest_sequence(problems, load):
     (message,) = problems(*dynamic, "--megatron.context_parallel_size", "2", "--train.max_tokens_per_gpu", "127")
     assert "got 127 * 2 < 256 tokens; use 128 or more" in message
     for option in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
-        (warning,) = load(f"--{option}", "4096").warnings
-        assert warning.startswith(f"{option} has no effect: got 4096, and train.dynamic_batch_enable is off")
+        for tokens in ("4096", "16192"):
+            (warning,) = load(f"--{option}", tokens).warnings
+            assert warning.startswith(f"{option} has no effect: got {tokens}, and train.dynamic_batch_enable is off")
 
 
 def test_sequence_parallelism_needs_tensor_parallelism(problems):

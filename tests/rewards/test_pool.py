@@ -313,6 +313,11 @@ def test_an_import_that_hangs_is_reported_with_its_stack(tmp_path: Path) -> None
         checked(path, start_timeout_s=5.0)
 
 
+def test_the_address_is_what_stands_between_commas(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")
+    checked(Path(f" {tmp_path}/reward.py ,"))
+
+
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RewardImportError, match="--reward.remote_url: there is no file"):
         checked(tmp_path / "none.py")

@@ -194,7 +194,6 @@ class Rollout(Section):
 
     needs = {
         "algo.dynamic_filtering_enable": ("max_filter_batches",),
-        "train.dynamic_batch_enable": ("max_tokens_per_gpu",),
         "!train.dynamic_batch_enable": ("micro_batch_size",),
     }
 

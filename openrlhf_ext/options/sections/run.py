@@ -29,7 +29,6 @@ class Train(Section):
     """Optimizer steps."""
 
     needs = {
-        "train.dynamic_batch_enable": ("max_tokens_per_gpu",),
         "!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
         "train.max_staleness | train.async_enable": ("late_groups",),
