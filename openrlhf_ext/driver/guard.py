@@ -208,6 +208,7 @@ class _Parent:
         self._config, self._train = config, train
         self._driver: _Driver | None = None
         self._received: signal.Signals | None = None
+        self._others = psutil.Process().children(recursive=True)  # not the run's to end
 
     def forward(self, number: int, _: object) -> None:
         """Hands a signal on to the driver; the first one says how the run ends."""
@@ -224,7 +225,7 @@ class _Parent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTED)
         driver.wait()
         self._driver = None
-        end_processes(psutil.Process().children(recursive=True))
+        end_processes([child for child in psutil.Process().children(recursive=True) if child not in self._others])
         return self._report(driver, config)
 
     def _report(self, driver: _Driver, config: RunConfig) -> int:

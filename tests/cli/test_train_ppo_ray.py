@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import subprocess
+
+import subprocess
 import sys
 
 from openrlhf_ext.cli.train_ppo_ray import main
@@ -43,7 +45,10 @@ def test_a_wrong_configuration_is_one_report_and_exit_code_2(tmp_path, capsys):
 def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(tmp_path, capfd):
     task = Task.make(tmp_path, reward="import no_such_module\ndef reward_func(queries, prompts, labels): ...\n")
     capfd.readouterr()
-    assert main(task.options("out")) == 2
+    with subprocess.Popen(["sleep", "600"]) as before:  # a run ends what it leaves behind, nothing else
+        assert main(task.options("out")) == 2
+        assert before.poll() is None
+        before.kill()
     report = capfd.readouterr().err  # of the driver's process
     assert report.startswith("1 problem in the configuration:\n- reward.remote_url: ")
     assert "No module named 'no_such_module'" in report
