@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-
-import subprocess
 import sys
 
 from openrlhf_ext.cli.train_ppo_ray import main
