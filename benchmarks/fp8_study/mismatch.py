@@ -436,7 +436,6 @@ def _measured(arguments: argparse.Namespace) -> Mismatch:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("fp8_mismatch", __doc__.split("\n")[0])
     parser.prog = "python -m benchmarks.fp8_study.mismatch"
-    parser.prog = "python -m benchmarks.fp8_study.mismatch"
     add = parser.add_argument
     engine = [name for name in PRECISIONS if name != "delayed"]  # no engine has it
     add("--model", required=True, help="folder of a Hugging Face checkpoint with its tokenizer")

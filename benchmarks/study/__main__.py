@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("study", __doc__.split("\n")[0])
-    parser.prog = "python -m benchmarks.study"
     parser.prog = "bash examples/scripts/study.sh"
     add = parser.add_argument
     add("study", nargs="?", type=Path, metavar="STUDY.yaml", help="what to compare: configs/studies has some")

@@ -44,9 +44,11 @@ def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(t
     task = Task.make(tmp_path, reward="import no_such_module\ndef reward_func(queries, prompts, labels): ...\n")
     capfd.readouterr()
     with subprocess.Popen(["sleep", "600"]) as before:  # a run ends what it leaves behind, nothing else
-        assert main(task.options("out")) == 2
-        assert before.poll() is None
-        before.kill()
+        try:
+            assert main(task.options("out")) == 2
+            assert before.poll() is None
+        finally:
+            before.kill()  # leaving the block waits for its end
     report = capfd.readouterr().err  # of the driver's process
     assert report.startswith("1 problem in the configuration:\n- reward.remote_url: ")
     assert "No module named 'no_such_module'" in report
