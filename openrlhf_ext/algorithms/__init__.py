@@ -6,9 +6,9 @@
     loss = algorithm.loss(new_logprobs, shaped)         # loss.value.backward()
 
 This package imports torch and pydantic, nothing else of the stack. To read it: `methods/` has a file for each method
-with its options, formulas and advantages, `losses` the losses of all of them; `group_advantage`, `entropy_shaping`,
-`covariance`, `conflict_mask` and `length_penalty` what methods share; `batch`, `groups` and `base` the frame: what goes
-in, who belongs together, what comes out.
+with its options, formulas and advantages, `losses` the losses of all of them; `group_advantage`, `returns`,
+`entropy_shaping`, `covariance`, `conflict_mask` and `length_penalty` what methods share; `batch`, `groups` and `base`
+the frame: what goes in, who belongs together, what comes out.
 """
 
 from openrlhf_ext.algorithms.base import Algorithm, Loss, LossBatch

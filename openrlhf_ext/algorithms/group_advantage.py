@@ -25,7 +25,7 @@ def group_relative(algorithm: Algorithm, inputs: Inputs) -> dict[str, Tensor]:
     or zeroed, and the same on all tokens of a completion.
     """
     batch, groups, part, kl = inputs.batch, inputs.groups, inputs.part, algorithm.kl
-    rewards_B = batch.rewards + length_penalty(groups, part, algorithm.options)
+    rewards_B = batch.rewards + length_penalty(inputs, algorithm.options)
     if kl is not None and kl.place == "reward":
         rewards_B = rewards_B - batch.segments.sums(reward_kl(kl, batch))
     a_B = group_advantages(rewards_B, groups, algorithm.options, part.live_B)

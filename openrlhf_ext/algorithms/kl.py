@@ -59,14 +59,16 @@ class KLPenalty(Options):
                 "unbiased_gradient needs place loss: a penalty in the reward has no gradient of its own",
             )
 
-    def in_loss(self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor) -> Tensor:
-        """(N,) penalty per token without its coefficient, 0 outside the mask; token by token.
+    def in_loss(
+        self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor, most: float | None = None
+    ) -> Tensor:
+        """(N,) penalty per token without its coefficient, within `most`, 0 outside the mask; token by token.
 
         The gradient of k1 is that of the log-prob, which on samples of the policy is 0 in the mean; that of k3 is the
         one of KL(ref || new). With `unbiased_gradient` each has the gradient `w k1 grad log new` of KL(new || ref) on
         samples of the old policy, `w = new / old` (at most 10, as OpenRLHF).
         """
-        value_N = masked_kl(self.estimator, new_N, ref_N, mask_N)
+        value_N = masked_kl(self.estimator, new_N, ref_N, mask_N, most)
         if not self.unbiased_gradient:
             return value_N
         old_N = torch.where(mask_N, old_N, 0.0)
@@ -89,14 +91,24 @@ def parse_kl(values: Mapping[str, Any] | None, kl_coef: float, owner: str) -> KL
     return penalty if penalty.coef > 0 else None
 
 
-def masked_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, mask_N: Tensor) -> Tensor:
-    """(N,) estimate per token, 0 outside the mask."""
-    policy_N = torch.where(mask_N, policy_N, 0.0)
-    return KL_ESTIMATORS[estimator](policy_N, torch.where(mask_N, ref_N, 0.0))
+def masked_kl(
+    estimator: str, policy_N: Tensor, ref_N: Tensor, mask_N: Tensor, most: float | None = None
+) -> Tensor:
+    """(N,) estimate per token, within `most`, 0 outside the mask."""
+    return _bounded_kl(estimator, torch.where(mask_N, policy_N, 0.0), torch.where(mask_N, ref_N, 0.0), most)
 
 
-def reward_kl(penalty: KLPenalty, batch: RolloutBatch) -> Tensor:
-    """(N,) what a KL in the reward subtracts per token; ValueError naming one that overflows."""
-    penalty_N = penalty.coef * KL_ESTIMATORS[penalty.estimator](batch.old_logprobs, batch["ref_logprobs"])
+def _bounded_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, most: float | None) -> Tensor:
+    """The estimate clamped to +-most, as OpenRLHF's `compute_approx_kl` (`models/utils.py:54`) does to +-10."""
+    if most is None:
+        return KL_ESTIMATORS[estimator](policy_N, ref_N)
+    if estimator == "k3":  # beyond the bound already; an exponential that overflows would make the gradient 0 * inf
+        policy_N = torch.maximum(policy_N, ref_N.detach() - most)
+    return KL_ESTIMATORS[estimator](policy_N, ref_N).clamp(-most, most)
+
+
+def reward_kl(penalty: KLPenalty, batch: RolloutBatch, most: float | None = None) -> Tensor:
+    """(N,) what a KL in the reward, within `most`, subtracts per token; ValueError naming one that overflows."""
+    penalty_N = penalty.coef * _bounded_kl(penalty.estimator, batch.old_logprobs, batch["ref_logprobs"], most)
     check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments)
     return penalty_N

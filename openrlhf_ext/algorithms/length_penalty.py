@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.groups import Groups, Partition
+from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition
 from openrlhf_ext.algorithms.option_blocks import LengthPenalty, PenaltyOptions
 
 TOLERANCE = 1e-12
@@ -71,8 +71,24 @@ def grop(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     return penalty_B
 
 
-def length_penalty(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
-    """(B,) float64 R(i) of the configured penalty, zeros without one."""
+def length_penalty(inputs: Inputs, options: PenaltyOptions) -> Tensor:
+    """(B,) float64 R(i) of the configured penalties, zeros without one; ValueError if `truncated` is not known."""
+    rewards_B, truncated_B = inputs.batch.rewards, inputs.batch.truncated
+    penalty_B = _of_length(inputs.groups, inputs.part, options)
+    if options.stop_properly is None:
+        return penalty_B
+    if truncated_B is None:
+        raise ValueError("stop_properly needs RolloutBatch.truncated; set it from the sampler's finish reason")
+    stopped_B = _stopped(rewards_B + penalty_B, options.stop_properly)
+    return torch.where(truncated_B, stopped_B - rewards_B, penalty_B)
+
+
+def _stopped(rewards_B: Tensor, coef: float) -> Tensor:
+    """Rewards of truncated completions (OpenRLHF 0.11.2, `trainer/ppo_utils/length_penalty.py:68`)."""
+    return torch.full_like(rewards_B, coef) if coef < 0 else rewards_B * coef
+
+
+def _of_length(groups: Groups, part: Partition, options: PenaltyOptions) -> Tensor:
     penalty = options.length_penalty
     if penalty is None or penalty.kind == "none":
         return torch.zeros(len(groups.index_B), dtype=torch.float64, device=groups.index_B.device)

@@ -167,10 +167,14 @@ class TokenAlgorithm(Algorithm):
             `loss`, `objective`, `surrogate`, `factor`, `extra_objective` or `extra_terms` must say so again by
             `tokenwise = True`: its hooks then must treat every token alone. The loss is right either way; without it
             the fused output layer is not used.
+        kl_is_token_mean: a KL in the loss is averaged over all tokens, whatever `agg` is.
+        most_kl: bound of a token's KL; None for none.
     """
 
     kl_places: ClassVar[tuple[str, ...]] = ("loss",)
     tokenwise: ClassVar[bool] = True
+    kl_is_token_mean: ClassVar[bool] = False
+    most_kl: ClassVar[float | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -184,7 +188,7 @@ class TokenAlgorithm(Algorithm):
         weights_B = token_weights(
             shaped,
             self.counted_tokens(shaped, loss_mask_N),
-            agg=getattr(self.options, "agg", "token-mean"),
+            agg=self.agg,
             agg_scope=getattr(self.options, "agg_scope", "batch"),
             l_norm=getattr(self.options, "l_norm", None),
         )
@@ -192,6 +196,11 @@ class TokenAlgorithm(Algorithm):
         return dataclasses.replace(
             shaped, loss_mask=loss_mask_N, weights=weights_B, denominators={"tokens": tokens}, complete=True
         )
+
+    @property
+    def agg(self) -> str:
+        """How token objectives are averaged."""
+        return str(getattr(self.options, "agg", "token-mean"))
 
     def loss_mask(self, shaped: LossBatch) -> Tensor:
         """(N,) tokens that carry loss."""
@@ -210,8 +219,8 @@ class TokenAlgorithm(Algorithm):
     def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
         shaped = self._prepared(new_logprobs, shaped)
         log_ratio_N = masked_log_ratio(new_logprobs, shaped)
-        objective_N, clipped_N, kl_N = self.objective(promote(new_logprobs), log_ratio_N, shaped)
-        value = -(objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))).sum()
+        terms_N, clipped_N, kl_N = self._terms(promote(new_logprobs), log_ratio_N, shaped)
+        value = terms_N.sum()
         metrics = {"policy_loss": value.detach(), **ratio_metrics(log_ratio_N, clipped_N, shaped)}
         if kl_N is not None:
             metrics["ref_kl"] = partial_mean(kl_N, shaped)
@@ -221,7 +230,15 @@ class TokenAlgorithm(Algorithm):
             value = value + total
             metrics[name] = total.detach()
         loss = Loss(value, metrics, {"clipped": clipped_N})
-        return checked(loss, (objective_N, *extra.values()), new_logprobs, log_ratio_N, shaped)
+        return checked(loss, (terms_N, *extra.values()), new_logprobs, log_ratio_N, shaped)
+
+    def _terms(self, new_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(N,) loss terms, which tokens were clipped, reference KL."""
+        objective_N, clipped_N, kl_N = self.objective(new_N, log_ratio_N, shaped)
+        terms_N = -objective_N * shaped.segments.spread(shaped.weights.to(objective_N.dtype))
+        if kl_N is not None and self.kl_is_token_mean:
+            terms_N = terms_N + kl_N * (self.penalty.coef / shaped.denominators["tokens"].clamp(min=1.0)).to(kl_N.dtype)
+        return terms_N, clipped_N, kl_N
 
     def token_loss(self, shaped: LossBatch) -> TokenLoss | None:
         if not self.tokenwise:
@@ -234,8 +251,7 @@ class TokenAlgorithm(Algorithm):
         """(n,) loss terms: the loss of n rows of one token each."""
         part = shaped.tokens_at(index_n)
         new_n = promote(new_logprobs_n)
-        objective_n, _, _ = self.objective(new_n, masked_log_ratio(new_n, part), part)
-        loss_n = -objective_n * part.weights.to(objective_n.dtype)
+        loss_n, _, _ = self._terms(new_n, masked_log_ratio(new_n, part), part)
         for terms_n in self.extra_terms(new_n, part).values():
             loss_n = loss_n + terms_n
         return loss_n
@@ -261,8 +277,10 @@ class TokenAlgorithm(Algorithm):
         objective_N, clipped_N = self.surrogate(log_ratio_N, shaped)
         kl_N = None
         if shaped.ref_logprobs is not None:
-            kl_N = self.penalty.in_loss(new_N, shaped.ref_logprobs, shaped.old_logprobs, shaped.loss_mask)
-            objective_N = objective_N - self.penalty.coef * kl_N
+            mask_N, most = shaped.loss_mask, self.most_kl
+            kl_N = self.penalty.in_loss(new_N, shaped.ref_logprobs, shaped.old_logprobs, mask_N, most)
+            if not self.kl_is_token_mean:
+                objective_N = objective_N - self.penalty.coef * kl_N
         return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
@@ -317,19 +335,10 @@ class SequenceAlgorithm(Algorithm):
         )
 
     def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
-        options = self.options
         log_ratio_N = masked_log_ratio(new_logprobs, shaped)
-        log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
-        objective_B, clipped_B = clipped_surrogate(
-            log_ratio_B,
-            shaped["seq_advantages"].to(log_ratio_B.dtype),
-            options.clip_low,
-            options.clip_high,
-            options.dual_clip,
-            factor=self._factor(shaped).to(log_ratio_B.dtype),
-        )
+        objective_B, clipped_B, log_ratio_B = self.objective(log_ratio_N, shaped)
         value = -objective_B.sum()
-        clipped_B = clipped_B & shaped.active
+        clipped_B = clipped_B * shaped.active
         active_N = shaped.segments.spread(shaped.active)
         metrics = ratio_metrics(torch.where(active_N, log_ratio_N.detach(), 0.0), None, shaped)
         sequences = shaped.denominators["sequences"].clamp(min=1.0)
@@ -337,6 +346,20 @@ class SequenceAlgorithm(Algorithm):
         details = {"clipped": clipped_B, "ratios": log_ratio_B.detach().exp()}
         loss = Loss(value, {"policy_loss": value.detach(), **metrics}, details)
         return checked(loss, (objective_B,), new_logprobs, log_ratio_N, shaped)
+
+    def objective(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """(B,) objectives with their weights; which completions, or what share of their tokens, were clipped; log s."""
+        options = self.options
+        log_ratio_B = self.sequence_log_ratio(log_ratio_N, shaped)
+        objective_B, clipped_B = clipped_surrogate(
+            log_ratio_B,
+            shaped["seq_advantages"].to(log_ratio_B.dtype),
+            options.clip_low,
+            options.clip_high,
+            options.dual_clip,
+            factor=self.factor(shaped).to(log_ratio_B.dtype),
+        )
+        return objective_B, clipped_B, log_ratio_B
 
     def sequence_log_ratio(self, log_ratio_N: Tensor, shaped: LossBatch) -> Tensor:
         """(B,) log s_i, 0 in dropped groups."""
@@ -348,7 +371,7 @@ class SequenceAlgorithm(Algorithm):
         mean_B = segments.sums((log_ratio_N - segments.spread(largest_B)).exp()) / shaped.lengths
         return largest_B + mean_B.to(log_ratio_N.dtype).log()
 
-    def _factor(self, shaped: LossBatch) -> Tensor:
+    def factor(self, shaped: LossBatch) -> Tensor:
         """(B,) 1/(Q G), times the importance correction."""
         if shaped.correction is None:
             return shaped.weights

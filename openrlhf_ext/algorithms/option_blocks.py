@@ -202,6 +202,9 @@ class PenaltyOptions(Options):
         "none", "grop: who is penalized on a medium prompt with n <= m"
     )
     grop_hard_dapo: HardPenalty | None = option(None, "grop: penalty on hard prompts; null = none")
+    stop_properly: Float | None = option(
+        None, "truncated completions: reward times this (0 to 1), or, if negative, this reward; null: no change", le=1
+    )
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()

@@ -14,6 +14,7 @@ LN2 = math.log(2.0)
 _A = {"success_threshold": 0.5, "mask_truncated": False, "degenerate_by": "class"}
 _B = {"adv_eps": 1e-6, "ddof_seq": 1, "normalize_std": True, "baseline": "seq"}
 _C = {"length_penalty": None, "grop_gamma1": 0.75, "grop_medium_else": "none", "grop_hard_dapo": None}
+_C["stop_properly"] = None
 _E = {
     "base_reward": "binary",
     "entropy_scope": "group",
@@ -41,18 +42,6 @@ DEFAULTS = {
         "agg": "seq-mean-token-mean",
     },
     "dapo": {**_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN, "degenerate": "drop", "kl_coef": 0.0},
-    "dr_grpo": {
-        **_A,
-        **_B,
-        **_C,
-        **_CLIP,
-        **_TOKEN_MEAN,
-        "clip_high": 0.2,
-        "degenerate": "literal",
-        "kl_coef": 0.0,
-        "agg": "seq-mean-token-sum-norm",
-        "normalize_std": False,
-    },
     "gspo": {
         **_A,
         **_B,
@@ -167,6 +156,43 @@ DEFAULTS = {
         "dual_clip": None,
     },
 }
+_RETURNS = {
+    **_C,
+    **_CLIP,
+    **_TOKEN_MEAN,
+    "clip_high": 0.2,
+    "kl_coef": 0.0,
+    "policy_loss_type": "ppo",
+    "reward_clip": None,
+}
+_WHITEN = {"whiten": True, "normalize_std": True, "adv_eps": 1e-8}
+DEFAULTS |= {
+    "reinforce": {**_RETURNS, **_WHITEN, "gamma": 1.0},
+    "reinforce_baseline": {**_RETURNS, **_WHITEN},
+    "rloo": _RETURNS,
+    "group_norm": {**_RETURNS, "adv_eps": 1e-9},
+    "flash_reinforce": _RETURNS,
+    "dr_grpo": _RETURNS,
+    "cispo": {
+        **{key: value for key, value in {**_A, **_B, **_C, **_CLIP, **_TOKEN_MEAN}.items() if key != "dual_clip"},
+        "degenerate": "literal",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "kl_coef": 0.0,
+    },
+    "gmpo": {**_A, **_B, **_C, "degenerate": "literal", "log_clip": 0.4},
+    "sapo": {
+        **_A,
+        **_B,
+        **_C,
+        **_TOKEN_MEAN,
+        "degenerate": "literal",
+        "agg": "seq-mean-token-mean",
+        "kl_coef": 0.0,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+    },
+}
 DEFAULTS["mixed_policy_dapo"] = {**DEFAULTS["dapo"], "zero_batch": False, "zero_weight": 1.0}
 OFFICIAL = {
     "normalize_std": False,
@@ -211,8 +237,9 @@ def std(values, ddof):
 
 
 def partition(group, o):
-    p = [i for i, c in enumerate(group) if c["reward"] > o["success_threshold"] and not masked(c, o)]
-    n = [i for i, c in enumerate(group) if c["reward"] <= o["success_threshold"] and not masked(c, o)]
+    threshold = o.get("success_threshold", 0.5)
+    p = [i for i, c in enumerate(group) if c["reward"] > threshold and not masked(c, o)]
+    n = [i for i, c in enumerate(group) if c["reward"] <= threshold and not masked(c, o)]
     return p, n
 
 
@@ -265,6 +292,16 @@ def grop_penalties(group, o):
 
 
 def penalties(group, o):
+    out = length_penalties(group, o)
+    coef = o["stop_properly"]
+    for i, c in enumerate(group):
+        if coef is not None and c["truncated"]:
+            reward = c["reward"] + out[i]
+            out[i] = (coef if coef < 0 else coef * reward) - c["reward"]
+    return out
+
+
+def length_penalties(group, o):
     spec = o["length_penalty"]
     if not spec or spec["kind"] == "none":
         return [0.0] * len(group)
@@ -423,9 +460,10 @@ def token_loss(
             for t in range(length(c)):
                 if token_mask is not None and not token_mask[g][i][t]:
                     continue
-                w = math.exp(c["new"][t] - base[t])
+                log_ratio, most = c["new"][t] - base[t], o.get("most_log_ratio", math.inf)
+                w = math.exp(min(max(log_ratio, -most), most))
                 value, slope, cut = surrogate(w, advantages[g][i][t], o)
-                slope *= w
+                slope *= w if abs(log_ratio) <= most else 0.0
                 clipped[g][i][t] = cut
                 if (g, i, t) in removed:
                     value, slope = 0.0, 0.0
@@ -498,6 +536,118 @@ def run_group_relative(groups, o, correction=None, kl=None):
         "rewards": rewards,
         "clipped": clipped,
     }
+
+
+def returns_of(groups, o, baselined):
+    """Rewards, and advantages of every token: discounted sums, whitened where the method does."""
+    rewards = [[c["reward"] + r for c, r in zip(group, penalties(group, o), strict=True)] for group in groups]
+    everyone = [r for row in rewards for r in row]
+    tokens = []
+    for group, row in zip(groups, rewards, strict=True):
+        scores = [baselined(i, row, everyone, o) for i in range(len(row))]
+        if o["reward_clip"]:
+            scores = [min(max(s, o["reward_clip"][0]), o["reward_clip"][1]) for s in scores]
+        gamma = o.get("gamma", 1.0)
+        pairs = zip(scores, group, strict=True)
+        tokens.append([[s * gamma ** (length(c) - 1 - t) for t in range(length(c))] for s, c in pairs])
+    if o.get("whiten"):
+        flat = [a for group in tokens for row in group for a in row]
+        center, variance = mean(flat), std(flat, 0) ** 2
+        scale = 1 / math.sqrt(max(variance, o["adv_eps"])) if o["normalize_std"] else 1.0
+        tokens = [[[(a - center) * scale for a in row] for row in group] for group in tokens]
+    return rewards, tokens
+
+
+def kl_token_mean(groups, coef, grad):
+    """The k3 penalty, within 10, averaged over all tokens; its gradient is added."""
+    total, loss = sum(length(c) for group in groups for c in group), 0.0
+    for g, group in enumerate(groups):
+        for i, c in enumerate(group):
+            for t in range(length(c)):
+                k, dk = kl_term("k3", c["ref"][t], c["new"][t])
+                loss += coef * min(k, 10.0) / total
+                grad[g][i][t] += coef * (dk if k < 10 else 0.0) / total
+    return loss
+
+
+def gspo_of_tokens(groups, tokens, o, correction):
+    """One ratio per completion, an advantage per token; a corrected ratio is new / rollout."""
+    loss, grad, base = 0.0, zeros(groups), "rollout" if correction else "old"
+    for g, group in enumerate(groups):
+        for i, c in enumerate(group):
+            s = math.exp(mean([n - b for n, b in zip(c["new"], c[base], strict=True)]))
+            weight = 1 / (len(groups) * len(group) * length(c))
+            for a in tokens[g][i]:
+                value, slope, _ = surrogate(s, a, o)
+                loss -= weight * value
+                for t in range(length(c)):
+                    grad[g][i][t] -= weight * slope * s / length(c)
+    return loss, grad
+
+
+def run_returns(baselined):
+    def run_method(groups, o, correction=None):
+        rewards, tokens = returns_of(groups, o, baselined)
+        if o["policy_loss_type"] == "gspo":
+            loss, grad = gspo_of_tokens(groups, tokens, o, correction)
+        else:
+            counted = [[length(c) for c in group] for group in groups]
+            omegas = token_omegas(groups, [True] * len(groups), counted, o)
+            bare = {**o, "kl_coef": 0.0, "most_log_ratio": 20.0}
+            loss, grad, _ = token_loss(groups, tokens, omegas, bare, correction=correction)
+        if o["kl_coef"]:
+            loss += kl_token_mean(groups, o["kl_coef"], grad)
+        return {"loss": loss, "grad": grad, "advantages": tokens, "rewards": rewards}
+
+    return run_method
+
+
+def run_gated(gate):
+    """A function of the ratio in place of the clipped surrogate: value and slope in log w of a token."""
+
+    def run_method(groups, o, correction=None):
+        kept, rewards, seq, counted, tokens = group_relative(groups, o)
+        omegas, loss, grad = token_omegas(groups, kept, counted, o), 0.0, zeros(groups)
+        for g, group in enumerate(groups):
+            for i, c in enumerate(group):
+                factors = correction_factors(c, correction)
+                for t in range(length(c)):
+                    value, slope = gate(math.exp(c["new"][t] - c["old"][t]), seq[g][i], c["new"][t], o)
+                    k, dk = kl_term("k3", c["ref"][t], c["new"][t])
+                    loss -= omegas[g][i] * (factors[t] * value - o["kl_coef"] * k)
+                    grad[g][i][t] -= omegas[g][i] * (factors[t] * slope - o["kl_coef"] * dk)
+        return {"loss": loss, "grad": grad, "advantages": tokens, "seq_advantages": seq, "rewards": rewards}
+
+    return run_method
+
+
+def cispo_gate(w, a, new, o):
+    v = w if o["clip_low"] is None else min(max(w, 1 - o["clip_low"]), 1 + o["clip_high"])
+    return v * a * new, v * a
+
+
+def sapo_gate(w, a, new, o):
+    tau = o["tau_pos"] if a > 0 else o["tau_neg"]
+    sigmoid = 1 / (1 + math.exp(-tau * (w - 1)))
+    return 4 / tau * sigmoid * a, 4 * sigmoid * (1 - sigmoid) * w * a
+
+
+def run_gmpo(groups, o, correction=None):
+    kept, rewards, seq, _, tokens = group_relative(groups, o)
+    loss, grad, q = 0.0, zeros(groups), sum(kept)
+    for g, group in enumerate(groups):
+        for i, c in enumerate(group):
+            if not kept[g] or masked(c, o):
+                continue
+            a, most = seq[g][i], o["log_clip"]
+            logs = [n - b for n, b in zip(c["new"], c["old"], strict=True)]
+            bounded = [min(x, most) if a > 0 else max(x, -most) for x in logs]
+            factor = mean(correction_factors(c, correction)) / (q * len(group))
+            value = a * math.exp(mean(bounded))
+            loss -= factor * value
+            for t in range(length(c)):
+                grad[g][i][t] -= factor * value / length(c) if bounded[t] == logs[t] else 0.0
+    return {"loss": loss, "grad": grad, "advantages": tokens, "seq_advantages": seq, "rewards": rewards}
 
 
 def run_gspo(groups, o, correction=None):
@@ -861,7 +1011,15 @@ def run_gtpo_conflict(groups, o, correction=None):
 RUNNERS = {
     "grpo": run_group_relative,
     "dapo": run_group_relative,
-    "dr_grpo": run_group_relative,
+    "dr_grpo": run_returns(lambda i, row, everyone, o: row[i] - mean(row)),
+    "reinforce": run_returns(lambda i, row, everyone, o: row[i]),
+    "reinforce_baseline": run_returns(lambda i, row, everyone, o: row[i] - mean(row)),
+    "rloo": run_returns(lambda i, row, everyone, o: row[i] - (sum(row) - row[i]) / max(1, len(row) - 1)),
+    "group_norm": run_returns(lambda i, row, everyone, o: (row[i] - mean(row)) / (std(row, 1) + o["adv_eps"])),
+    "flash_reinforce": run_returns(lambda i, row, everyone, o: row[i] - mean(everyone)),
+    "cispo": run_gated(cispo_gate),
+    "gmpo": run_gmpo,
+    "sapo": run_gated(sapo_gate),
     "gspo": run_gspo,
     "gtpo_entropy": run_gtpo_entropy,
     "grpo_s": run_grpo_s,

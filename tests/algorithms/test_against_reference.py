@@ -36,6 +36,7 @@ PENALTY = {
     "grop_gamma1": [0.75, 0.6],
     "grop_medium_else": ["none", "incorrect"],
     "grop_hard_dapo": [None, {"l_max": 4, "l_cache": 2}],
+    "stop_properly": [None, 0.5, -0.25],
 }
 CLIP = {"clip_low": [0.2, 0.1, None], "clip_high": [0.28, 0.05], "dual_clip": [None, 1.1, 3.0]}
 KL = {"kl_coef": [0.0, 0.3]}
@@ -57,7 +58,9 @@ COV = {**PARTITION, **SEQUENCE, **PENALTY, **SCOPE}
 OPTIONS = {
     "grpo": {**GROUP, **CLIP, **KL, **AGG},
     "dapo": {**GROUP, **CLIP, **KL, **AGG},
-    "dr_grpo": {**GROUP, **CLIP, **KL, **AGG},
+    "cispo": {**GROUP, **KL, **AGG, "clip_low": [1.0, 0.2, None], "clip_high": [4.0, 0.1]},
+    "gmpo": {**GROUP, "log_clip": [0.4, 0.1]},
+    "sapo": {**GROUP, **KL, **AGG, "tau_pos": [1.0, 2.0], "tau_neg": [1.05, 3.0]},
     "gspo": {**GROUP, "clip_low": [3e-4, 0.2, None], "clip_high": [4e-4, 0.1], "dual_clip": [None, 1.1]},
     "gtpo_entropy": {
         **PARTITION,
@@ -164,7 +167,6 @@ def base_options(name: str) -> dict:
     required = {
         "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1, "kappa": 2.0},
         "grpo_s": {"beta1": 1.0, "beta2": 0.1},
-        "dr_grpo": {"l_norm": 7.0},
     }.get(name, {})
     if name == "clip_cov":
         required = {"cov_lb": 0.05}

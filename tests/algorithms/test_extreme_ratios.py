@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -118,12 +119,21 @@ def test_an_overflow_that_nothing_silences_is_named(name: str, options: dict) ->
         algorithm.loss(new, algorithm.prepare(new, algorithm.shape(batch)))
 
 
-@pytest.mark.parametrize("name", ["grpo", "gae"])
-def test_a_kl_penalty_in_the_reward_that_overflows_is_named(name: str) -> None:
-    batch = simple_batch(ref_logprobs=-torch.rand(16), values=torch.zeros(16))
+def test_a_kl_penalty_in_the_reward_that_overflows_is_named() -> None:
+    batch = simple_batch(ref_logprobs=-torch.rand(16))
     batch.old_logprobs[2 * 4 + 1] = -100.0
     with pytest.raises(ValueError, match="KL penalty k3 .* must be finite .*: row 2, position 1 is inf"):
-        get_algorithm(name, kl={"coef": 0.1, "place": "reward"}).shape(batch)
+        get_algorithm("grpo", kl={"coef": 0.1, "place": "reward"}).shape(batch)
+
+
+def test_a_kl_of_upstreams_estimators_is_at_most_10_per_token() -> None:
+    batch = simple_batch(ref_logprobs=-torch.rand(16), values=torch.zeros(16))
+    ref = batch.old_logprobs.clone()
+    batch.old_logprobs[2 * 4 + 1] = -100.0
+    shaped = get_algorithm("gae", kl={"coef": 0.1, "place": "reward"}, whiten=False).shape(
+        dataclasses.replace(batch, ref_logprobs=ref)
+    )
+    assert (batch.rewards - shaped.rewards).tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0])
 
 
 def test_an_importance_weight_that_overflows_is_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import get_algorithm
-from openrlhf_ext.algorithms.methods.gae import gae, token_rewards
+from openrlhf_ext.algorithms.returns import gae, token_rewards
 from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
 from tests.algorithms.helpers import random_groups, to_batch
 

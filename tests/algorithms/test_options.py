@@ -12,7 +12,6 @@ from tests.algorithms.reference import DEFAULTS, OFFICIAL
 REQUIRED = {
     "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1},
     "grpo_s": {"beta1": 1.0, "beta2": 0.1},
-    "dr_grpo": {"l_norm": 8.0},
 }
 
 
@@ -50,7 +49,7 @@ def test_recommended_values_are_described() -> None:
         ("grpo", {"dual_clip": 1.0}, "dual_clip: expected number > 1 or null, got 1"),
         ("grpo", {"adv_eps": -1}, "adv_eps: expected number >= 0, got -1"),
         ("grpo", {"agg": "seq-mean-token-sum-norm"}, "l_norm is required with agg seq-mean-token-sum-norm"),
-        ("dr_grpo", {}, "l_norm is required"),
+        ("dr_grpo", {"agg": "seq-mean-token-sum-norm"}, "l_norm is required"),
         ("gtpo_entropy", {}, "alpha1 is required with version v6 .published for v6: 1.0"),
         ("gtpo_entropy", {"alpha1": 1.0}, "alpha2 is required with version v6 .published for v6: 0.1"),
         ("gtpo_entropy", {"version": "v1u", "alpha1": 0.9, "alpha2": 0.1}, "kappa is required with version v1u"),

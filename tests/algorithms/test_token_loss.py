@@ -23,7 +23,7 @@ def test_only_sequence_ratios_have_no_terms() -> None:
         shaped = algorithm.prepare(new.detach(), algorithm.shape(batch))
         if algorithm.token_loss(shaped) is None:
             without.add(name)
-    assert without == {"gspo", "grpo_s"}
+    assert without == {"gspo", "grpo_s", "gmpo"}
 
 
 @pytest.mark.parametrize("kl", [None, {"coef": 0.2, "estimator": "k2"}])

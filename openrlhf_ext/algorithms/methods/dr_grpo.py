@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from torch import Tensor
 
-from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
-from openrlhf_ext.algorithms.option_blocks import Aggregation, Degenerate, TokenGroupOptions, agg, degenerate
+from openrlhf_ext.algorithms import Inputs, register_algorithm
+from openrlhf_ext.algorithms.returns import ReturnAlgorithm, ReturnOptions, group_means
 
 
-class DrGrpoOptions(TokenGroupOptions):
-    degenerate: Degenerate = degenerate("literal")
-    normalize_std: bool = option(False, "divide by the group's standard deviation")
-    agg: Aggregation = agg("seq-mean-token-sum-norm")
+class DrGrpoOptions(ReturnOptions):
+    """Those of upstream's estimators; `agg seq-mean-token-sum-norm` is the paper's loss."""
 
 
 @register_algorithm("dr_grpo", DrGrpoOptions)
-class DrGrpo(TokenAlgorithm):
-    """Dr. GRPO (Liu et al., arXiv 2503.20783): GRPO without the std, token sums over a constant
-    length.
+class DrGrpo(ReturnAlgorithm):
+    """Dr. GRPO (Liu et al., arXiv 2503.20783): GRPO without the std. As OpenRLHF has it the loss is a mean over all
+    tokens; the paper divides token sums by a constant length (`agg seq-mean-token-sum-norm`).
 
         A_i = r_i - mean r
-        J = 1/G sum_i 1/l_norm sum_t f(w_it, A_i)
+        J = mean over all tokens of f(w_it, A_it)
+        J = 1/G sum_i 1/l_norm sum_t f(w_it, A_it)                      the paper's
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    def baselined(self, rewards_B: Tensor, inputs: Inputs) -> Tensor:
+        return rewards_B - group_means(rewards_B, inputs.groups)

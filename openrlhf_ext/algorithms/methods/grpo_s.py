@@ -89,7 +89,7 @@ class GrpoS(SequenceAlgorithm):
         prepared = PreparedEntropy.of(options)
         h_hat_B = sequence_entropies(inputs.batch["entropies"], inputs.segments, prepared, options.h_hat)
         share_B = self.shares(inputs, h_hat_B, classes, prepared.denominator_eps)
-        penalty_B = length_penalty(groups, inputs.part, options)
+        penalty_B = length_penalty(inputs, options)
         reward_B = self.rewards(inputs, share_B, classes, penalty_B)
         moments = Moments.of_values(reward_B)
         mean_B, std_B = class_pools(

@@ -164,7 +164,7 @@ class GtpoEntropy(TokenAlgorithm):
         """Share -> reward -> pools -> advantage, for one cohort after the other."""
         options, batch, groups = self.options, inputs.batch, inputs.groups
         classes = Classes.of(inputs.part, options.two_tables)
-        penalty_B = length_penalty(groups, inputs.part, options)
+        penalty_B = length_penalty(inputs, options)
         reward = self.reward(inputs, classes, penalty_B)
         rho_N = torch.empty_like(batch.old_logprobs, dtype=batch.float_dtype)
         a_N = torch.empty_like(rho_N)
