@@ -40,7 +40,6 @@ from openrlhf_ext.algorithms.segments import BLOCK_TOKENS
 METHODS: dict[str, dict] = {
     "grpo": {},
     "dapo": {},
-    "dr_grpo": {"l_norm": 4096.0},
     "gspo": {},
     "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1},
     "grpo_s": {"beta1": 1.0, "beta2": 0.1},
@@ -49,8 +48,17 @@ METHODS: dict[str, dict] = {
     "high_entropy_tokens": {},
     "clip_cov": {},
     "kl_cov": {},
+    "cispo": {},
+    "gmpo": {},
+    "sapo": {},
     "mixed_policy_dapo": {},
     "gae": {},
+    "reinforce": {},
+    "reinforce_baseline": {},
+    "rloo": {},
+    "group_norm": {},
+    "dr_grpo": {},
+    "flash_reinforce": {},
 }
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gtpo_entropy v1": ("gtpo_entropy", {"version": "v1"}),

@@ -103,23 +103,26 @@ class ReturnAlgorithm(TokenAlgorithm):
         scores_B = self.baselined(rewards_B, inputs)
         if options.reward_clip is not None:
             scores_B = scores_B.clamp(*options.reward_clip)
-        rewards_N = token_rewards(scores_B.to(batch.float_dtype), batch.segments)
+        kl_N = None
         if self.kl is not None and self.kl.place == "reward":
             kl_N = reward_kl(self.kl, batch, most=self.most_kl)
-            rewards_N -= kl_N
             rewards_B = rewards_B - batch.segments.sums(kl_N)
-            del kl_N
-        advantages_N, exposed = self.returns(rewards_N, inputs)
-        del rewards_N
+        advantages_N, exposed = self.returns(scores_B.to(batch.float_dtype), kl_N, inputs)
+        del kl_N
         if getattr(options, "whiten", False):
             _whiten(advantages_N, normalize_std=options.normalize_std, least=options.adv_eps)
         if self._is_gspo and self.correction is not None:
             exposed["sampled_logprobs"] = batch["rollout_logprobs"]
         return {"advantages": advantages_N, "rewards": rewards_B, "exposed": exposed}
 
-    def returns(self, rewards_N: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def returns(
+        self, scores_B: Tensor, kl_N: Tensor | None, inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """(N,) discounted sums of the rewards from each token on, and what else the loss or a critic reads."""
         gamma = getattr(self.options, "gamma", 1.0)
+        if kl_N is None and gamma == 1:  # the same on all tokens, without a scan
+            return inputs.segments.spread(scores_B).clone(), {}
+        rewards_N = token_rewards(scores_B, kl_N, inputs.segments)
         return gae(rewards_N, torch.zeros_like(rewards_N), inputs.segments, gamma=gamma, lambd=1.0)[0], {}
 
     # ---- the loss ----
@@ -148,10 +151,11 @@ class ReturnAlgorithm(TokenAlgorithm):
         return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N & shaped.loss_mask
 
 
-def token_rewards(rewards_B: Tensor, segments: Segments) -> Tensor:
-    """(N,) terminal reward on each completion's last token, 0 elsewhere."""
+def token_rewards(rewards_B: Tensor, kl_N: Tensor | None, segments: Segments) -> Tensor:
+    """(N,) terminal reward on each completion's last token, 0 elsewhere, less a KL per token."""
     rewards_N = torch.zeros(segments.tokens, dtype=rewards_B.dtype, device=rewards_B.device)
-    return rewards_N.index_copy_(0, segments.last(), rewards_B)
+    rewards_N.index_copy_(0, segments.last(), rewards_B)
+    return rewards_N if kl_N is None else rewards_N.sub_(kl_N)
 
 
 def group_means(rewards_B: Tensor, groups: Groups) -> Tensor:

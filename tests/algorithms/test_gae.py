@@ -23,7 +23,7 @@ def ragged(seed: int):
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.95), (0.99, 0.0)])
 def test_gae_is_the_discounted_sum_of_deltas(seed: int, gamma: float, lambd: float) -> None:
     batch, _ = ragged(seed)
-    rewards = token_rewards(batch.rewards, batch.segments)
+    rewards = token_rewards(batch.rewards, None, batch.segments)
     advantages, returns = gae(rewards, batch.values, batch.segments, gamma=gamma, lambd=lambd)
     for row, length in enumerate(batch.lengths.tolist()):
         tokens = batch.segments.span(slice(row, row + 1))
@@ -59,7 +59,7 @@ def test_gae_takes_a_length_penalty_on_the_terminal_reward() -> None:
     shaped = get_algorithm("gae", length_penalty=penalty, whiten=False).shape(batch)
     lengths = batch.lengths
     rewards = batch.rewards - ((lengths - 1).clamp(min=0) / 3).clamp(max=1.0)
-    wanted, _ = gae(token_rewards(rewards, batch.segments), batch.values, batch.segments, gamma=1.0, lambd=1.0)
+    wanted, _ = gae(token_rewards(rewards, None, batch.segments), batch.values, batch.segments, gamma=1.0, lambd=1.0)
     assert lengths.max() > 1 and torch.allclose(shaped.advantages, wanted)
     assert torch.allclose(shaped.rewards, rewards)
 
@@ -75,7 +75,7 @@ def test_gae_takes_a_kl_penalty_in_the_token_rewards() -> None:
     batch, _ = ragged(2)
     shaped = get_algorithm("gae", kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, whiten=False).shape(batch)
     kl = batch.old_logprobs - batch.ref_logprobs
-    rewards = token_rewards(batch.rewards, batch.segments) - 0.5 * kl
+    rewards = token_rewards(batch.rewards, None, batch.segments) - 0.5 * kl
     wanted, _ = gae(rewards, batch.values, batch.segments, gamma=1.0, lambd=1.0)
     assert torch.allclose(shaped.rewards, batch.segments.sums(rewards))
     assert torch.allclose(shaped.advantages, wanted)

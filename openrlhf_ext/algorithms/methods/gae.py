@@ -11,7 +11,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, option, register_algorithm
-from openrlhf_ext.algorithms.returns import DiscountOptions, ReturnAlgorithm, ReturnOptions, WhitenOptions, gae
+from openrlhf_ext.algorithms.returns import (
+    DiscountOptions,
+    ReturnAlgorithm,
+    ReturnOptions,
+    WhitenOptions,
+    gae,
+    token_rewards,
+)
 from openrlhf_ext.options import Float
 
 
@@ -32,9 +39,10 @@ class Gae(ReturnAlgorithm):
 
     needs: ClassVar[tuple[str, ...]] = ("values",)
 
-    def returns(self, rewards_N: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def returns(
+        self, scores_B: Tensor, kl_N: Tensor | None, inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         values_N, options = inputs.batch["values"], self.options
-        advantages_N, returns_N = gae(
-            rewards_N, values_N, inputs.segments, gamma=options.gamma, lambd=options.lambd
-        )
+        rewards_N = token_rewards(scores_B, kl_N, inputs.segments)
+        advantages_N, returns_N = gae(rewards_N, values_N, inputs.segments, gamma=options.gamma, lambd=options.lambd)
         return advantages_N, {"returns": returns_N, "values": values_N}
