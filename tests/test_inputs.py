@@ -32,9 +32,8 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.tools.evaluate.problems import Problem, load_benchmark, load_problems
+from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark, load_completions, load_problems
 from openrlhf_ext.tools.evaluate.request import Request
-from openrlhf_ext.tools.evaluate.store import Store, load_completions
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.report.page import page_data
 from openrlhf_ext.tools.report.read import read_runs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 
 
 def main(argv: list[str] | None = None) -> int:

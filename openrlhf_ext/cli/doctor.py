@@ -10,8 +10,10 @@ refuses to apply; 0 otherwise. Imports torch and no other package of the stack, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
+import ipaddress
 import json
 import logging
 import os
@@ -20,14 +22,16 @@ import re
 import shutil
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+import psutil
+
 from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
-from openrlhf_ext.cli.listening import Listener, find_listeners
+from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
@@ -286,3 +290,56 @@ def _verdict(report: Report) -> str:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# ---- Ray processes that listen --------------------------------------------------------------------------------------
+
+_SERVERS = ("gcs_server", "raylet")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A process of a Ray that runs here: its servers, the program that started them, and all that they started.
+
+    Attributes:
+        where: address -> number of ports.
+        beyond: whether other machines reach it, as far as no firewall is between.
+        token: whether what Ray listens with there asks for a token. Groups of ranks, stores and engines never ask
+            (docs/operating.md#security).
+    """
+
+    pid: int
+    name: str
+    where: dict[str, int]
+    beyond: bool
+    token: bool
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        ports = ", ".join(f"{address} ({count} ports)" for address, count in self.where.items())
+        reach = "other machines reach it" if self.beyond else "this machine only"
+        return self.name, str(self.pid), ports, reach, f"Ray asks for {'a token' if self.token else 'NO token'}"
+
+
+def find_listeners() -> list[Listener]:
+    """Those of this user's processes, which nobody else can look into."""
+    found: dict[int, Listener] = {}
+    for server in [process for process in psutil.process_iter(["name"]) if process.info["name"] in _SERVERS]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or is another user's
+            # a Ray has one mode; other processes' titles are written over their environment (setproctitle)
+            token = server.environ().get("RAY_AUTH_MODE") == "token"
+            parent = server.parent()
+            # one that outlived who started it has pid 1 for a parent, whose other children are not Ray's
+            root = parent if parent is not None and parent.pid > 1 else server
+            found |= {listener.pid: listener for listener in _listeners([root, *root.children(recursive=True)], token)}
+    return sorted(found.values(), key=lambda listener: listener.pid)
+
+
+def _listeners(processes: Sequence[psutil.Process], token: bool) -> Iterator[Listener]:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            where = Counter(address.removeprefix("::ffff:") for address in listening)  # IPv4 in IPv6's words
+            beyond = not all(ipaddress.ip_address(address).is_loopback for address in where)
+            if where:
+                yield Listener(process.pid, process.name(), dict(where), beyond, token)

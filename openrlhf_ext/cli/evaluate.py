@@ -22,15 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
+from openrlhf_ext.tools.evaluate.problems import Store
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, examples, notes, tables
-from openrlhf_ext.tools.evaluate.store import Store
 
 _ALLOWED_ERRORS = 3.0
 
@@ -257,7 +257,7 @@ def _print(text: str, file: Any = None) -> None:
 
 
 def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Namespace) -> list[str]:
-    from openrlhf_ext.tools.evaluate.accuracy import difference_in_errors
+    from openrlhf_ext.tools.evaluate.result import difference_in_errors
 
     unmet = []
     if arguments.min_gain is not None and before is not None:

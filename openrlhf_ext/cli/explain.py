@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, silence_libraries
+from openrlhf_ext.tools.explain.picture import render
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
-from openrlhf_ext.tools.explain.terminal import render
 from openrlhf_ext.user_code import users_part
 
 _ABOUT_INPUT = (ValueError, OSError)

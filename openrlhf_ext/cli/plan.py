@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.cli.command import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.config.schema import modeline
 from openrlhf_ext.inputs import InputError

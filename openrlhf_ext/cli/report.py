@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.cli.command import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.tools.report.page import write_page
 from openrlhf_ext.tools.report.read import read_runs

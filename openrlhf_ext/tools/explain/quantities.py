@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, with_published_values
-from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
+from openrlhf_ext.tools.explain.picture import Completion, Explanation, Quantity
 from openrlhf_ext.tools.explain.rollouts import TOKEN_NUMBERS, Rollout
 
 

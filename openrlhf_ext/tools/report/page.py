@@ -13,9 +13,8 @@ from importlib.resources import files
 from typing import Any
 
 from openrlhf_ext.reporting import METRICS
-from openrlhf_ext.reporting.figure import SMOOTHED_FROM, moving_mean, smoothing_window
-from openrlhf_ext.tools.explain.explanation import Quantity
-from openrlhf_ext.tools.explain.palette import Color, Palette, ink_on
+from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
+from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 from openrlhf_ext.tools.report.read import Record, Run
 
 BUCKETS = 150

@@ -7,10 +7,9 @@ import pytest
 
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.tools.evaluate.checkpoint import GradingSettings, evaluate, open_transformers
-from openrlhf_ext.tools.evaluate.problems import PromptStyle, Task, load_problems
+from openrlhf_ext.tools.evaluate.problems import PromptStyle, Store, Task, load_problems
 from openrlhf_ext.tools.evaluate.result import EvaluationResult
 from openrlhf_ext.tools.evaluate.sampling import SamplingSettings
-from openrlhf_ext.tools.evaluate.store import Store
 from tests.tools.evaluate.conftest import POSITIONS
 
 
