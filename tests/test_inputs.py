@@ -26,8 +26,7 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints.store import CheckpointStore
 from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.files import parameter_count, tokenizer_difference, tokenizer_fault
-from openrlhf_ext.config.records import Wanted, scan_records
+from openrlhf_ext.config.files import Wanted, parameter_count, scan_records, tokenizer_difference, tokenizer_fault
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape

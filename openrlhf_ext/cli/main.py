@@ -156,6 +156,6 @@ positive = at_least(1)
 
 
 def _is_run_option(name: str) -> bool:
-    from openrlhf_ext.config.table import find_option  # late: the doctor has to run where packages are missing
+    from openrlhf_ext.config.run_config import find_option  # late: the doctor has to run where packages are missing
 
     return "." in name or find_option(name) is not None

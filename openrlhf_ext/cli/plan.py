@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
-from openrlhf_ext.config.schema import modeline
+from openrlhf_ext.config.show import modeline
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.outputs import aligned
 

@@ -10,15 +10,17 @@ from pathlib import Path
 
 from openrlhf_ext.config.files import (
     DATA_SUFFIXES,
+    Scan,
+    Wanted,
     dataset_refs,
     is_http_url,
     is_hub_name,
     is_url,
     parameter_count,
     require_definition,
+    scan_records,
     tokenizer_fault,
 )
-from openrlhf_ext.config.records import Scan, Wanted, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError, similar_path
 from openrlhf_ext.options import Violation, leaf_fields, value_of

@@ -1,34 +1,18 @@
-"""The whole configuration of a run: one frozen model whose paths are the option names, with its defaults resolved."""
+"""The whole configuration of a run: one frozen model whose paths are the option names, and the table of all options."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import Int, Section, added, is_set, no_meaning, not_yet
-from openrlhf_ext.options.sections import (
-    FP8,
-    Actor,
-    Algo,
-    Ckpt,
-    Critic,
-    Data,
-    DeepSpeed,
-    Eval,
-    Guide,
-    Logger,
-    Megatron,
-    Profile,
-    Ref,
-    Reward,
-    Rollout,
-    Train,
-    Vllm,
-    WeightSync,
-)
+from openrlhf_ext.options import Int, Option, Section, added, describe, is_set, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.algo import GUIDED
+from openrlhf_ext.options.sections.models import FP8
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
@@ -43,24 +27,24 @@ class RunConfig(Section):
     checked where the device is known: by the rollout engines and the policy actors at their start.
     """
 
-    actor: Actor = Actor()
-    megatron: Megatron = Megatron()
+    actor: sections.Actor = sections.Actor()
+    megatron: sections.Megatron = sections.Megatron()
     fp8: FP8 = FP8()
-    vllm: Vllm = Vllm()
-    weight_sync: WeightSync = WeightSync()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    algo: Algo = Algo()
-    train: Train = Train()
-    data: Data = Data()
-    eval: Eval = Eval()
-    ckpt: Ckpt = Ckpt()
-    logger: Logger = Logger()
-    profile: Profile = Profile()
-    ref: Ref = Ref()
-    guide: Guide = Guide()
-    critic: Critic = Critic()
-    ds: DeepSpeed = DeepSpeed()
+    vllm: sections.Vllm = sections.Vllm()
+    weight_sync: sections.WeightSync = sections.WeightSync()
+    rollout: sections.Rollout = sections.Rollout()
+    reward: sections.Reward = sections.Reward()
+    algo: sections.Algo = sections.Algo()
+    train: sections.Train = sections.Train()
+    data: sections.Data = sections.Data()
+    eval: sections.Eval = sections.Eval()
+    ckpt: sections.Ckpt = sections.Ckpt()
+    logger: sections.Logger = sections.Logger()
+    profile: sections.Profile = sections.Profile()
+    ref: sections.Ref = sections.Ref()
+    guide: sections.Guide = sections.Guide()
+    critic: sections.Critic = sections.Critic()
+    ds: sections.DeepSpeed = sections.DeepSpeed()
     local_rank: Int = no_meaning(
         -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
     )
@@ -116,7 +100,7 @@ class RunConfig(Section):
         return ParallelLayout.of(self.critic_megatron, self.critic_ranks)
 
     @property
-    def critic_megatron(self) -> Megatron:
+    def critic_megatron(self) -> sections.Megatron:
         """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
         own = {name: value for name, value in self.critic.megatron if value is not None}
         layout = self.megatron.model_copy(update=own)
@@ -262,3 +246,80 @@ class RunConfig(Section):
         if clips and not is_set(self, "algo.advantage.is_correction_threshold"):
             threshold = _FP8_THRESHOLD
         return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
+
+
+# ---- the table of options: finding one, and what command-line words mean --------------------------------------------
+
+# what other programs call an option, by the last part of its name
+_OTHER_NAMES = {"learning_rate": "lr", "pretrain": "model_name_or_path", "model": "model_name_or_path"}
+
+
+class UsageError(ValueError):
+    """Words on the command line that cannot belong to the option they follow."""
+
+
+def from_words(option: Option, words: Sequence[str]) -> Any:
+    """The raw value given by the words after ``--name``.
+
+    Raises:
+        UsageError: the number of words does not fit.
+    """
+    if option.arity == "flag" and not words:
+        return True
+    if option.nullable and list(words) == ["null"]:
+        return None
+    expected = {"pair": 2, "many": max(1, len(words))}.get(option.arity, 1)
+    if len(words) != expected:
+        raise UsageError(
+            f"--{option.name} takes {expected} value{'s' if expected > 1 else ''} ({option.expects}), "
+            f"got {len(words)}: {' '.join(words) or 'none'}"
+        )
+    return list(words) if option.arity in ("pair", "many") else words[0]
+
+
+@lru_cache(maxsize=1)
+def option_table() -> dict[str, Option]:
+    """Every option by name, in the order of the schema."""
+    return describe(RunConfig)
+
+
+def find_option(name: str) -> Option | None:
+    """The option of this name, or the open map a longer name falls into."""
+    table = option_table()
+    if name in table:
+        return table[name]
+    parent = ".".join(name.split(".")[:2])
+    option = table.get(parent)
+    return option if option is not None and option.arity == "open" and name != parent else None
+
+
+def is_section(name: str) -> bool:
+    """Whether options lie below this name."""
+    option = option_table().get(name)
+    return (option is not None and option.arity == "open") or any(
+        other.startswith(f"{name}.") for other in option_table()
+    )
+
+
+def nearest_option(name: str) -> str | None:
+    """The supported option that looks most like an unknown name, or None when none does."""
+    supported = [other for other, option in option_table().items() if option.unsupported is None]
+    plain = [other for other in supported if option_table()[other].arity != "open"]
+    section, leaf = name.split(".")[0], name.split(".")[-1]
+    by_leaf = [other for other in plain if other.split(".")[-1] == _OTHER_NAMES.get(leaf, leaf)]
+    meant = [other for other in by_leaf if other.startswith(f"{section}.")]
+    by_leaf = meant or [other for other in by_leaf if not other.startswith("critic.")] or by_leaf
+    if len(by_leaf) == 1:
+        return by_leaf[0]
+    head, key = ".".join(name.split(".")[:2]), name.split(".")[2:]
+    opened = [other for other in supported if other not in plain]
+    if key and (maps := difflib.get_close_matches(head, opened, n=1, cutoff=0.8)):
+        return ".".join([maps[0], *key])
+    spelled = {_spelling(other): other for other in plain}
+    found = difflib.get_close_matches(_spelling(name), spelled, n=1, cutoff=0.6)
+    return spelled[found[0]] if found else None
+
+
+def _spelling(name: str) -> str:
+    """OpenRLHF wrote ``--train_batch_size`` before 0.11; dots, dashes and underscores are one letter here."""
+    return name.replace(".", "_").replace("-", "_").lower()

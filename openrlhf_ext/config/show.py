@@ -1,22 +1,23 @@
-"""What users are shown: `--help`, the tables of docs/configuration.md, configuration and placement in a dry run."""
+"""What users are shown: `--help`, the tables of docs/configuration.md, the JSON schema, and what a dry run prints."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import FLAG_KEYS, algorithm_options
 from openrlhf_ext.config.files import model_folder
-from openrlhf_ext.config.openrlhf import DIFFERENCES
-from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.table import option_table
-from openrlhf_ext.fp8.recipe import BF16Layers
-from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
+from openrlhf_ext.config.run_config import RunConfig, option_table
+from openrlhf_ext.config.upstream import DIFFERENCES
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -277,7 +278,7 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
     model = _local_model(config)
     if model is not None:
         yield from _model_lines(model, layout.tensor_parallel_size)
-    yield from _fp8_lines(config, model)
+    yield from precision.lines(config, model)
     rows = [["ranks", "node", "gpus", "tp", "cp", "pp", "dp", "layers"]]
     for ranks in _alike(layout, config.actor.num_gpus_per_node):
         columns = zip(*(_place(layout, rank, config.actor.num_gpus_per_node) for rank in ranks), strict=True)
@@ -341,35 +342,6 @@ def _model_lines(model: ModelShape, tp: int) -> Iterator[str]:
     )
 
 
-def _fp8_lines(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
-    """What is FP8, in training and rollout, and which layers are not."""
-    fp8 = config.fp8
-    if not (fp8.enable or fp8.rollout_enable):
-        return
-    training = fp8.training_label.removeprefix("FP8 ") or "off"
-    rollout = "blockwise e4m3 fp32" if fp8.rollout_enable else "off"
-    yield f"FP8 of the linear layers: training {training}; rollout {rollout}"
-    yield f"layers that stay in the model's precision: {_bf16_layers(fp8.bf16_layers, model)}"
-    recipe = fp8.training_recipe
-    if model is not None and fp8.rollout_enable and recipe is not None and recipe.blockwise:
-        yield _tiles_line(model, config.layout.tensor_parallel_size, config.vllm.tensor_parallel_size)
-
-
-def _tiles_line(model: ModelShape, trainer_tp: int, engine_tp: int) -> str:
-    """Where two quantizers with the same blocks do not cut the same ones."""
-    layer = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_hidden_size)
-    names = differing_tensors(layer, trainer_tp, engine_tp)
-    if not names:
-        return "tiles of the weights: the same in trainer and engines"
-    return f"tiles of the weights differ between trainer and engines, which then quantize apart: {', '.join(names)}"
-
-
-def _bf16_layers(kept: BF16Layers, model: ModelShape | None) -> str:
-    if model is None:
-        return f"{kept.start} at the start and {kept.end} at the end"
-    return " ".join(map(str, kept.numbers(model.num_layers))) or "none"
-
-
 def _stage_layers(model: ModelShape | None, stage: int, stages: int) -> str:
     if model is None:
         return "?"
@@ -428,3 +400,62 @@ def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
 def _place_of_frozen(ranks: int) -> str:
     """Where a model is that scores completions and is never trained."""
     return f"{ranks} ranks of its own, laid out as the policy" if ranks else "in the host memory of the policy's ranks"
+
+
+# ---- the JSON schema, by which editors complete and check YAML files: options.schema.json ---------------------------
+
+SCHEMA = Path(__file__).resolve().parents[1] / "options.schema.json"
+_DEFS = "#/$defs/"
+
+
+def format_schema() -> str:
+    """The schema as text. Names with dots in them are patterns, which editors check and do not offer."""
+    from openrlhf_ext.algorithms.registry import algorithm_class  # late: algorithms import torch
+
+    schema = RunConfig.model_json_schema()
+    models = schema["$defs"]
+    for estimator in ESTIMATORS:
+        options = algorithm_class(estimator).Options.model_json_schema()
+        models |= options.pop("$defs", {}) | {f"algo.{estimator}": options}
+        models["Algo"]["properties"][estimator] = {"$ref": f"{_DEFS}algo.{estimator}"}
+    for model in [schema, *models.values()]:
+        model.pop("required", None)  # a file may leave to another one, or to the command line, what a run needs
+        if dotted := dict(_dotted(model, models)):
+            model["patternProperties"] = {f"^{re.escape(name)}$": {"$ref": place} for name, place in dotted.items()}
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Options of openrlhf-ext train"}
+    schema = about | _plain(schema)
+    groups = ",\n".join(f"{json.dumps(name)}: {json.dumps(model)}" for name, model in schema.pop("$defs").items())
+    return f'{json.dumps(schema)[:-1]}, "$defs": {{\n{groups}\n}}}}\n'  # a line for each group: readable differences
+
+
+def modeline(file: Path) -> str:
+    """The line by which editors find the schema from a YAML file."""
+    return f"# yaml-language-server: $schema={os.path.relpath(SCHEMA, file.resolve().parent)}\n"
+
+
+def _dotted(model: dict[str, Any], models: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name with dots, place in the schema) of every option below the groups of a model."""
+    for name, about in model.get("properties", {}).items():
+        for form in (about, *about.get("anyOf", ())):
+            if group := form.get("$ref", "").removeprefix(_DEFS):
+                yield from (
+                    (f"{name}.{inner}", f"{_DEFS}{group}/properties/{inner}") for inner in models[group]["properties"]
+                )
+                yield from ((f"{name}.{inner}", place) for inner, place in _dotted(models[group], models))
+
+
+def _plain(node: Any) -> Any:
+    """Without pydantic's titles, and without what only our own declarations say."""
+    if isinstance(node, list):
+        return [_plain(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    said = {key: _plain(inner) for key, inner in node.items()}
+    if "$ref" in said:
+        return {"$ref": said["$ref"]}
+    if isinstance(said.get("title"), str):
+        del said["title"]
+    if isinstance(said.get("option"), dict) and "unsupported" in said["option"]:
+        if refused := said.pop("option")["unsupported"]:
+            said |= {"deprecated": True, "description": f"refused: {refused['why']}; {refused['instead']}"}
+    return said

@@ -1,4 +1,4 @@
-"""The models that are trained or consulted: actor, critic, reference, guide, and the Megatron layout of the actor."""
+"""The models that are trained or consulted: actor, critic, reference, guide, their layout and their precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,132 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_yet, option
+from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_yet, option, value_text
+
+# ---- FP8 in the policy's linear layers and in the engines' ----------------------------------------------------------
+
+_BF16_LAYERS = ("layers_in_bf16_start", "layers_in_bf16_end")
+_DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
+
+
+class FP8(Section):
+    """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic stay as they are."""
+
+    needs = {
+        "fp8.enable": ("emulate", "recipe", "format", "scales", "margin", "amax_history_len", "amax_compute_algo"),
+        "fp8.enable | fp8.rollout_enable": ("layers_in_bf16_start", "layers_in_bf16_end"),
+    }
+
+    enable: bool = added(False, "train with FP8 linear layers (TransformerEngine's, or emulated with fp8.emulate)")
+    emulate: bool = added(
+        False,
+        "round as FP8 does and multiply in fp32, on any machine: for studies of accuracy, slower than without FP8",
+    )
+    recipe: Literal["blockwise", "current", "delayed"] = added(
+        "blockwise",
+        "what shares a scale: blockwise = 1x128 entries of activations and gradients, 128x128 of a weight; current = a "
+        "tensor, from the tensor itself; delayed = a tensor, from earlier micro-batches",
+    )
+    format: Literal["e4m3", "hybrid"] | None = added(
+        None,
+        "e4m3 everywhere, or hybrid: E5M2 for gradients of outputs",
+        default_text="e4m3 with fp8.recipe blockwise, else hybrid",
+    )
+    scales: Literal["fp32", "pow2"] | None = added(
+        None, "scales in fp32, or rounded down to powers of two", default_text="fp32"
+    )
+    layers_in_bf16_start: Int = added(0, "decoder layers at the start without FP8, in training and rollout", ge=0)
+    layers_in_bf16_end: Int = added(0, "decoder layers at the end without FP8, in training and rollout", ge=0)
+    margin: Int | None = added(
+        None, "with fp8.recipe delayed: scales are 2^margin smaller than would fit", ge=0, default_text="0"
+    )
+    amax_history_len: Int | None = added(
+        None, "with fp8.recipe delayed: micro-batches that are remembered", ge=1, default_text="1024"
+    )
+    amax_compute_algo: Literal["max", "most_recent"] | None = added(
+        None,
+        "with fp8.recipe delayed: scale from the largest entry of the remembered micro-batches, or of the last",
+        default_text="max",
+    )
+    rollout_enable: bool = added(
+        False, "FP8 linear layers in the rollout engines: vLLM's fp8_per_block with fp32 scales; on CPU emulated"
+    )
+
+    @property
+    def bf16_layers(self) -> BF16Layers:
+        """Layers that training and rollout leave out."""
+        return BF16Layers(self.layers_in_bf16_start, self.layers_in_bf16_end)
+
+    @property
+    def training_recipe(self) -> Recipe | None:
+        """How the policy is trained in FP8; None: it is not."""
+        if not self.enable:
+            return None
+        own = {
+            "scales": self.scales, "margin": self.margin, "amax_history_len": self.amax_history_len,
+            "amax_compute_algo": self.amax_compute_algo,
+        }  # fmt: skip
+        return Recipe(
+            self.recipe,
+            self.format or ("e4m3" if self.recipe == "blockwise" else "hybrid"),
+            bf16_layers=self.bf16_layers,
+            emulate=self.emulate,
+            **{name: value for name, value in own.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+    @property
+    def training_label(self) -> str:
+        """For progress lines, records and checkpoints, which must not hide an emulation; empty without FP8."""
+        recipe = self.training_recipe
+        return "" if recipe is None else f"FP8 {recipe.label}"
+
+    def violations(self) -> Iterator[Violation]:
+        if self.enable:
+            yield from self._delayed_violations()
+            yield from self._foreign_violations()
+
+    def _delayed_violations(self) -> Iterator[Violation]:
+        """Megatron's rule (megatron-core 0.16.1 transformer_config.py:990), and so that of the emulation."""
+        leaves = [leaf for leaf in _BF16_LAYERS if getattr(self, leaf)]
+        if self.recipe == "delayed" and leaves:
+            got = " and ".join(f"fp8.{leaf} {getattr(self, leaf)}" for leaf in leaves)
+            yield Violation(
+                ("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
+                f"fp8.recipe delayed leaves no layers in BF16, Megatron refuses it: got {got}; leave them out, or use "
+                "fp8.recipe blockwise or current",
+            )
+
+    def _foreign_violations(self) -> Iterator[Violation]:
+        """Options of another recipe."""
+        foreign = ("scales",) if self.recipe == "delayed" else _DELAYED_ONLY
+        owner = "blockwise or current" if self.recipe == "delayed" else "delayed"
+        for leaf in foreign:
+            if (value := getattr(self, leaf)) is not None:
+                yield Violation(
+                    (f"fp8.{leaf}", "fp8.recipe"),
+                    f"fp8.{leaf} is an option of fp8.recipe {owner}: got {value_text(value)} and fp8.recipe "
+                    f"{self.recipe}; leave it out, or change the recipe",
+                )
+
+    def cautions(self) -> Iterator[str]:
+        recipe = self.training_recipe
+        if recipe is None:
+            return
+        if not recipe.blockwise:
+            yield (
+                f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on what shares its pack, and "
+                "the ratio of the first update is not 1 (docs/fp8.md); fp8.recipe blockwise has no such noise"
+            )
+        if self.rollout_enable and (not recipe.blockwise or recipe.pow2):
+            yield (
+                f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside fp8.rollout_enable: "
+                "the engines quantize blockwise with fp32 scales, and the errors of two quantizers add up, so that "
+                "trainer and engines differ more than with either alone; use fp8.recipe blockwise and fp8.scales fp32"
+            )
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[Float, Field(ge=0)]
@@ -342,3 +467,107 @@ class Megatron(Section):
                 f"{' and '.join(f'{name} false' for name in missing)}; switch on what is missing, or leave "
                 "megatron.overlap_param_gather out",
             )
+
+
+# ---- DeepSpeed's options: known, so that launch scripts of OpenRLHF get an answer for each, and refused when set ----
+
+_NO_DEEPSPEED = "DeepSpeed does not run the policy"
+_LORA: Reason = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
+
+
+class Lora(Section):
+    """Low-rank adapters."""
+
+    rank: Int = not_yet(0, "rank of the adapters; 0 = none", **_LORA)
+    alpha: Int = not_yet(16, "scale of the adapters", **_LORA)
+    target_modules: str | tuple[str, ...] = not_yet(
+        "all-linear", "modules that get adapters", inert=(("all-linear",),), **_LORA
+    )
+    dropout: Float = not_yet(0, "dropout in the adapters", **_LORA)
+
+
+class DeepSpeed(Section):
+    """Options of OpenRLHF's DeepSpeed backend."""
+
+    needs = {
+        "algo.advantage.estimator=gae": ("value_head_prefix",),
+    }
+
+    use_universal_ckpt: bool = no_meaning(
+        False,
+        "DeepSpeed's universal checkpoint",
+        why=_NO_DEEPSPEED,
+        instead="use ckpt.save_hf for a checkpoint that every layout can load",
+    )
+    zero_stage: Int = no_meaning(
+        2,
+        "ZeRO stage",
+        why=_NO_DEEPSPEED,
+        instead="use megatron.distributed_optimizer_enable to shard optimizer states, and "
+        "megatron.tensor_parallel_size / megatron.pipeline_parallel_size to shard parameters",
+    )
+    deepcompile: bool = no_meaning(False, "DeepCompile", why=_NO_DEEPSPEED, instead="leave it out")
+    param_dtype: Literal["bf16", "fp16"] = no_meaning(
+        "bf16", "data type of the parameters", why=_NO_DEEPSPEED, instead="use megatron.param_dtype (bf16 or fp32)"
+    )
+    zpg: Int = no_meaning(
+        1, "ZeRO++ partition size", why=_NO_DEEPSPEED, instead="use megatron.distributed_optimizer_enable"
+    )
+    adam_offload: bool = not_yet(
+        False,
+        "keep Adam's states in host memory",
+        why="optimizer offload is not built",
+        instead="use megatron.distributed_optimizer_enable, more ranks, or megatron.recompute full",
+    )
+    attn_implementation: str = no_meaning(
+        "flash_attention_2",
+        "attention implementation of transformers",
+        why="attention is Megatron's, chosen by device",
+        instead="leave it out",
+    )
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = no_meaning(
+        None,
+        "mixture-of-experts computation of transformers",
+        why="transformers does not run the policy and only dense models are built",
+        instead="leave it out",
+    )
+    use_liger_kernel: bool = no_meaning(
+        False,
+        "Liger kernels in transformers models",
+        why="transformers does not run the policy",
+        instead="leave it out; the log-probability head here never holds all logits",
+    )
+    grad_accum_dtype: str | None = no_meaning(
+        None,
+        "data type in which gradients are accumulated",
+        why="gradients are always accumulated in fp32",
+        instead="leave it out",
+    )
+    overlap_comm: bool = no_meaning(
+        False, "overlap ZeRO's communication with compute", why=_NO_DEEPSPEED, instead="leave it out"
+    )
+    enable_sleep: bool = option(
+        False,
+        "with train.colocate_all: the policy's parameters, gradients and optimizer states wait in host memory while "
+        "the engines sample",
+    )
+    tensor_parallel_size: Int = no_meaning(
+        1, "tensor-parallel ranks under DeepSpeed", why=_NO_DEEPSPEED, instead="use megatron.tensor_parallel_size"
+    )
+    packing_samples: bool = no_meaning(
+        True,
+        "concatenate samples without padding",
+        why="micro-batches are always packed without padding",
+        instead="leave it out",
+    )
+    load_in_4bit: bool = not_yet(False, "load the base model in 4 bit", **_LORA)
+    lora: Lora = Lora()
+    ring_attn_size: Int = no_meaning(
+        1, "ring-attention ranks", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
+    )
+    ring_attn_head_stride: Int = no_meaning(
+        1, "heads per step of ring attention", why=_NO_DEEPSPEED, instead="use megatron.context_parallel_size"
+    )
+    value_head_prefix: str = option(
+        "score", "name of the critic's value head in checkpoints; value_head_prefix of its config.json comes first"
+    )

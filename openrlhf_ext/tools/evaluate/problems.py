@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
-from openrlhf_ext.config.records import Wanted, record_fault
+from openrlhf_ext.config.files import Wanted, record_fault
 from openrlhf_ext.inputs import (
     FLAG,
     INTEGER,
