@@ -34,8 +34,7 @@ from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark, load_completions, load_problems
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
-from openrlhf_ext.tools.report.page import page_data
-from openrlhf_ext.tools.report.read import read_runs
+from openrlhf_ext.tools.report.page import page_data, read_runs
 from tests.config.test_file_rules import write_records
 from tests.models import make_tiny_policy, save_tensors
 from tests.tools.evaluate.test_store import RESULTS, SETTINGS

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.outputs import in_one_piece
-from openrlhf_ext.tools.report.page import write_page
-from openrlhf_ext.tools.report.read import read_runs
+from openrlhf_ext.tools.report.page import read_runs, write_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:

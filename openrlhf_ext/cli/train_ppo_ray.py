@@ -81,7 +81,7 @@ def dry_run(config: RunConfig, trials: Sequence[user_trial.Tried] = ()) -> int:
     apply()
     with without_collection():
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
-        from openrlhf_ext.tools.plan.verdict import verdict
+        from openrlhf_ext.tools.plan.search import verdict
 
     try:
         proofs = [*layout_proofs(config)]

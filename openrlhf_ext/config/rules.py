@@ -429,9 +429,9 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
-    policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters, colocation,
-    transport, reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming, reserved_keys,
-    adaptive_kl, two_names,
+    policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
+    colocation, transport, reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming,
+    reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 
