@@ -82,7 +82,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class NotSupported:
-    """Why a known option of OpenRLHF must stay at its default, or at one of the ``inert`` values, which ask for nothing.
+    """Why an option of OpenRLHF must stay at its default, or at one of the ``inert`` values, which ask for nothing.
 
     ``yet``: it may come; False for options that have no meaning with a Megatron policy.
     """

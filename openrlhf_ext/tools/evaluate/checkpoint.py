@@ -36,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GradingSettings:
-    """How to grade.
-
-    Attributes:
-        max_failures: gradings of a problem file that may fail; ``None``: any number. They count as wrong.
-    """
+    """How to grade; ``max_failures`` gradings of a problem file may fail (``None``: all), and count as wrong."""
 
     num_workers: int = 2
     reward_timeout_s: float = 30.0
@@ -62,13 +58,7 @@ def evaluate(
     already: a group of which the last problem is missing is sampled again as a whole, so that a command that was killed
     ends in the bytes of one that was not, wherever the engine computes the same batch alike.
 
-    Args:
-        stores: for each task, where its graded problems are kept.
-        open_sampler: loads the model; not called if the stores hold everything.
-        short_tokens: completions of at most this many tokens are counted apart; ``None``: none are.
-
-    Returns:
-        One result for each task.
+    ``open_sampler`` loads the model; it is not called if the stores hold everything.
 
     Raises:
         ValueError: the data or an option is wrong; names it.
@@ -110,12 +100,8 @@ def grade_saved(
     task: Task, store: Store, completions: Sequence[Sequence[str]], grading: GradingSettings, ks: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationResult:  # fmt: skip
-    """:func:`evaluate` of completions that are there already, without a model.
-
-    Args:
-        tokenizer: for the chat template, where the task asks for it.
-    """
-    problems = [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+    """:func:`evaluate` of completions that are there already, without a model; the tokenizer has the chat template."""
+    problems = _prompted(task, tokenizer)
 
     async def given(group: Sequence[Problem]) -> list[Answers]:
         return [
@@ -134,12 +120,7 @@ async def open_transformers(
     folder: str, tokenizer: PreTrainedTokenizerBase, sampling: SamplingSettings, device: str, dtype: str, *,
     entropy: bool = False, reference: str | None = None,
 ) -> AsyncIterator[Sampler]:  # fmt: skip
-    """Load a checkpoint in plain transformers.
-
-    Args:
-        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
-        reference: folder of a checkpoint from which the divergence is measured too; ``None``: it is not.
-    """
+    """Loads a checkpoint in plain transformers, and the reference from which its divergence is measured."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -154,8 +135,12 @@ async def open_transformers(
     yield TransformersSampler(model, tokenizer, sampling, device, measure)
 
 
+def _prompted(task: Task, tokenizer: PreTrainedTokenizerBase | None) -> list[Problem]:
+    return [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+
+
 def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int | None) -> tuple[list[Problem], int]:
-    problems = [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+    problems = _prompted(task, tokenizer)
     if room is None:
         return problems, 0
     fitting = [p for p in problems if len(tokenizer(p.prompt, add_special_tokens=False)["input_ids"]) <= room]
@@ -165,9 +150,9 @@ def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int
             "length (max_position_embeddings)"
         )
     if skipped := len(problems) - len(fitting):
-        logger.warning("%s: %d of %d prompts are longer than %d tokens and left out", task.path, skipped, len(problems),
-                       room)  # fmt: skip
-    return fitting, len(problems) - len(fitting)
+        said = "%s: %d of %d prompts are longer than %d tokens and left out"
+        logger.warning(said, task.path, skipped, len(problems), room)
+    return fitting, skipped
 
 
 async def _grade_groups(
@@ -178,11 +163,10 @@ async def _grade_groups(
         logger.info("%s: %d of %d problems are there from an earlier command", task.name, done, len(problems))
     if done >= len(problems):
         return
-    grader = open_grader(
-        Reward(remote_url=task.reward, num_workers=settings.num_workers, timeout_s=settings.reward_timeout_s)
-    )
+    workers = settings.num_workers
+    grader = open_grader(Reward(remote_url=task.reward, num_workers=workers, timeout_s=settings.reward_timeout_s))
     policy = FailurePolicy(settings.max_failures)
-    grading = Grading(grader, policy, settings.num_workers, by_equality=task.reward == MATHS)
+    grading = Grading(grader, policy, workers, by_equality=task.reward == MATHS)
     try:
         grader.start()
         for start in range(done - done % size, len(problems), size):
@@ -229,13 +213,10 @@ _IN_FLIGHT_PER_WORKER = 4  # enough to keep the workers busy; waiting samples wo
 
 
 class Grading:
-    """Grades and groups completions through one grader.
+    """Grades and groups completions through one grader, which the caller starts and closes.
 
-    Args:
-        grader: where samples are graded; started and closed by the caller.
-        policy: how many may fail. A completion that is not graded is wrong.
-        by_equality: the grader compares the label, taken as an answer, with the stated answer, so that it can also tell
-            which wrong answers are equal; else answers are equal if their normalized texts are.
+    ``by_equality``: the grader compares the label, taken as an answer, with the stated answer, so that it can also tell
+    which wrong answers are equal; else answers are equal if their normalized texts are.
     """
 
     def __init__(self, grader: Grader, policy: FailurePolicy, num_workers: int, *, by_equality: bool) -> None:
@@ -243,11 +224,7 @@ class Grading:
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | RewardError:
-        """The grade of one completion (arguments as of ``Grader.grade``), or why it cannot be graded.
-
-        Raises:
-            RewardFailureLimit: more failed than are tolerated.
-        """
+        """The grade of one completion, or why it cannot be graded; RewardFailureLimit if too many cannot."""
         async with self._in_flight:
             try:
                 return await self._grader.grade(query, prompt, label, completion)
@@ -260,10 +237,10 @@ class Grading:
 
         All correct answers are one, since each equals the label. Wrong ones are compared with the first of each group.
         """
-        return await group_votes(texts, correct, self._equal if self._by_equality else _never)
+        return await group_votes(texts, correct, self._equal)
 
     async def _equal(self, first: str, second: str) -> bool:
-        if surely_different(first, second):
+        if not self._by_equality or surely_different(first, second):
             return False
         async with self._in_flight:
             try:
@@ -301,7 +278,3 @@ async def _group_of(answer: str, groups: list[str], equal: Callable[[str, str], 
         groups.append(answer)
         return len(groups) - 1
     return found
-
-
-async def _never(first: str, second: str) -> bool:
-    return False

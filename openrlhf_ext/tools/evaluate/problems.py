@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
@@ -54,15 +53,11 @@ SYSTEM_PROMPTS = {
 
 
 class NotThisFormat(InputError):
-    """A value is not what the benchmark has there."""
+    """A line is not of the format that it should have."""
 
 
 def system_message(given: str | None) -> str | None:
-    """The system message that is meant by a protocol's name or a text; None = there is none.
-
-    Raises:
-        InputError: one word that is no protocol's name.
-    """
+    """The system message that is meant by a protocol's name or a text; None = there is none."""
     if given is None or given in SYSTEM_PROMPTS:
         return SYSTEM_PROMPTS.get(given or "")
     if len(given.split()) < 2:
@@ -73,11 +68,7 @@ def system_message(given: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as it stands in the file, or as the prompt made of it, and the label the reward function gets.
-
-    Attributes:
-        index: its place in the file, from 0.
-    """
+    """A question as it stands in the file, or as the prompt made of it, its label, its place in the file, from 0."""
 
     index: int
     prompt: Any
@@ -86,11 +77,9 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptStyle:
-    """How a question becomes a prompt.
+    """How a question becomes a prompt: a format string around it, and a chat's system message.
 
-    Attributes:
-        template: a format string around the question, for instance ``"User: {}\\nAssistant: "``.
-        system_prompt: the chat's system message; without a chat template it stands in front, an empty line between.
+    Without a chat template the system message stands in front, an empty line between.
     """
 
     template: str | None = None
@@ -122,11 +111,7 @@ class PromptStyle:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem file and how it is graded.
-
-    Attributes:
-        reward: Python file with ``reward_func``, or addresses of reward servers.
-    """
+    """A problem file, and its reward: a Python file with ``reward_func``, or addresses of reward servers."""
 
     name: str
     path: str
@@ -139,11 +124,7 @@ def load_problems(
     path: str | Path, input_key: str = "question", label_key: str = "answer", limit: int | None = None,
     chat: bool = False,
 ) -> list[Problem]:  # fmt: skip
-    """Read a user's JSONL file.
-
-    Args:
-        limit: number of problems from the start of the file; all if ``None``.
-        chat: a question may be a list of messages.
+    """The (first) problems of a user's file; with ``chat`` a question may be a list of messages.
 
     Raises:
         InputError: lines are not JSON objects, lack a key or have no such question, or the file holds no problem; names
@@ -161,13 +142,7 @@ def load_problems(
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
-    """Read a benchmark's file as it was published.
-
-    Args:
-        limit: number of problems from the start of the file; all if ``None``.
-
-    Returns:
-        Questions, and labels that are the bare final answers.
+    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers.
 
     Raises:
         InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
@@ -228,8 +203,9 @@ BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
 
 
 def _question(row: Mapping[str, Any]) -> str:
-    _require_keys(row, ("problem" if "problem" in row else "question", "answer"))
-    return _text(row, "problem" if "problem" in row else "question")
+    key = "problem" if "problem" in row else "question"
+    _require_keys(row, (key, "answer"))
+    return _text(row, key)
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
@@ -293,11 +269,7 @@ _HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 class Store:
     """The results of one problem file: those of an earlier, killed command, and those appended now; a context manager.
 
-    Args:
-        path: the JSONL file, in a folder that no other process works in; ``None`` keeps results in memory only.
-
-    Raises:
-        InputError: as :func:`read_results`.
+    No other process works in the file's folder; without a path results are kept in memory only.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
@@ -309,9 +281,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._lines is not None:
             self._lines.close()
 
@@ -353,13 +323,8 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
 def task_settings(
     task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None, reference: str | None
 ) -> dict[str, Any]:
-    """What the results of a task depend on, in plain data.
-
-    Args:
-        sampling: how completions are sampled: every option that changes them, the engine's included.
-        completions: file of saved completions that are graded instead; then the others do not matter.
-        reference: folder of the checkpoint that the model is compared with; ``None``: there is none.
-    """
+    """What the results of a task depend on, in plain data: of saved completions the file, else the model, a reference
+    and every option that changes what is sampled, the engine's included."""
     settings = {
         "line_format": _LINE_FORMAT,
         "benchmark": task.name,
@@ -377,7 +342,6 @@ def task_settings(
 
 
 def digest_of(content: Any) -> str:
-    """SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -403,12 +367,8 @@ def _model_digest(folder: str | Path) -> str:
 
 
 def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
-    """Read saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order.
-
-    A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
-
-    Args:
-        problems: what they are of; lines of later ones are left out.
+    """Saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order; those of later problems
+    are left out. A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
 
     Raises:
         InputError: the file has another format, lacks problems, has different numbers of completions, or says that they

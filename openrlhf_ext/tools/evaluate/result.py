@@ -22,7 +22,6 @@ _QUANTILE = NormalDist().inv_cdf(0.975)
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean. Raises ValueError: there are no values."""
     numbers = list(values)
     if not numbers:
         raise ValueError("the mean of no values is undefined")
@@ -36,13 +35,7 @@ def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> flo
     formula over all samples is too small. For prompts c with samples i and grand mean m of n samples in C prompts:
     ``sqrt(C / (C - 1) * sum_c (sum_i (s_ci - m))^2) / n`` (E. Miller, Adding Error Bars to Evals, 2024, section 2.2,
     with the correction for few clusters). With equally many samples per prompt it is the standard error of the prompt
-    means.
-
-    Args:
-        scores_by_prompt: scores of each prompt's samples; prompts without samples are not allowed.
-
-    Raises:
-        ValueError: fewer than two prompts, or a prompt without samples.
+    means. Raises ValueError: fewer than two prompts, or one without samples.
     """
     clusters = len(scores_by_prompt)
     if clusters < 2 or not all(scores_by_prompt):
@@ -65,11 +58,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Unbiased estimate of the chance that at least one of ``k`` samples is correct.
 
     ``1 - C(n - c, k) / C(n, k)`` (Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1).
-
-    Raises:
-        ValueError: unless ``0 <= correct <= samples`` and ``1 <= k <= samples``.
     """
-    _require_counts(correct, samples)
+    if samples < 1 or not 0 <= correct <= samples:
+        raise ValueError(f"need 0 <= successes <= samples and at least one sample, got {correct} of {samples}")
     _require_k(k, samples)
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
@@ -80,12 +71,6 @@ class Votes:
     Estimated over all subsets of ``k`` samples, or over 2000 drawn ones where there are more. Several answers that lead
     together are drawn from with equal chances, so that a subset counts by the share of them that is correct (the papers
     state no rule for ties). A sample without an answer has no vote; a subset without any vote is wrong.
-
-    Args:
-        samples: of a problem, the same for all of them.
-
-    Raises:
-        ValueError: unless ``1 <= k <= samples``.
     """
 
     def __init__(self, samples: int, k: int, seed: int = 0) -> None:
@@ -101,8 +86,7 @@ class Votes:
     def count(self, votes: Sequence[tuple[Hashable | None, bool]]) -> tuple[float, float]:
         """The chance of a correct majority, and the share of subsets in which several answers lead.
 
-        Args:
-            votes: for each sample its answer (``None``: it states none) and whether it is correct.
+        A vote is a sample's answer (``None``: it states none) and whether it is correct.
         """
         answers = list(dict.fromkeys(answer for answer, _ in votes if answer is not None))
         if not answers:
@@ -118,20 +102,13 @@ class Votes:
 
 
 def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
-    """95 % interval of the mean of each problem's share of successes.
+    """95 % interval of the mean of each problem's share of successes, of which each is that of ``draws`` draws.
 
     Wilson's interval (1927) of the effective number of draws: all draws over the design effect, which is the variance
     of the clustered mean over that of independent draws (Franco, Little, Louis and Slud, Comparative Study of
     Confidence Intervals for Proportions in Complex Sample Surveys, 2019). The effect is held between 1 and ``draws``:
     the effective number lies between that of the problems and that of all draws. Where all draws have the same outcome
     the effect cannot be seen: then the number is that of the problems.
-
-    Args:
-        shares: one for each problem, 0 to 1.
-        draws: independent draws behind each of them.
-
-    Raises:
-        ValueError: there are no problems.
     """
     problems, center = len(shares), mean(shares)
     spread = center * (1 - center)
@@ -143,11 +120,6 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
     middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z * math.sqrt(max(spread, 0.0) / size + (z / (2 * size)) ** 2) / (1 + z**2 / size)
     return min(center, middle - half), max(center, middle + half)
-
-
-def _require_counts(successes: float, samples: int) -> None:
-    if samples < 1 or not 0 <= successes <= samples:
-        raise ValueError(f"need 0 <= successes <= samples and at least one sample, got {successes} of {samples}")
 
 
 def _require_k(k: int, samples: int) -> None:
@@ -175,28 +147,26 @@ class SampleAnswer:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation measured. Intervals are those of ``wilson_interval``, 95 %.
+    """What an evaluation measured; ``None`` where it was not asked, or there is nothing to count.
+
+    Intervals are those of ``wilson_interval``, 95 %; ``..._at_k`` have sizes k as their keys.
 
     Attributes:
-        model, dataset: what was evaluated on what; no model if saved completions were graded.
+        model: None if saved completions were graded.
         accuracy: share of all samples whose score is at least 1, which is pass@1.
-        standard_error: of the accuracy, samples of a prompt taken together; ``None`` for a single prompt.
+        standard_error: of the accuracy, samples of a prompt taken together.
         score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
-        response_length_mean: tokens; ``None`` where they are not known.
-        ended: share of completions that ended by themselves, before ``max_new_tokens``; ``None`` likewise.
-        short_tokens, short_share: which completions count as short, and how many are; ``None`` if that is not asked.
-        short_accuracy, long_accuracy: that of the short ones and of the others; ``None`` where there are none.
-        greedy_accuracy, greedy_accuracy_interval: that of one completion of the most likely tokens for each problem,
-            which no other number counts; ``None`` if that is not asked.
-        entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others; ``None``
-            where there are none, or it is not asked.
-        kl_to_reference: divergence of the model from the reference, nats, mean over all tokens; ``None`` likewise.
+        response_length_mean: tokens.
+        ended: share of completions that ended by themselves, before ``max_new_tokens``.
+        short_share, short_accuracy: of completions of at most ``short_tokens`` tokens.
+        greedy_accuracy: that of one completion of the most likely tokens for each problem, which no other number
+            counts.
+        entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others.
+        kl_to_reference: nats, mean over all tokens.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
-        pass_at_k: k -> chance that one of k samples is correct (unbiased).
-        majority_at_k: k -> chance that the most frequent stated answer of k samples is correct, see ``Votes``.
-        ties_at_k: k -> chance that several answers are the most frequent ones.
+        ties_at_k: chance that several answers are the most frequent ones.
         reward_failures: completions that could not be graded, greedy ones included; they count as wrong.
-        grading_error: why the first of them was not; ``None`` if all were.
+        grading_error: why the first of them was not.
         skipped_overlong: prompts left out because the model has no room for them.
         seconds: sampling and grading, with loading the model.
     """
@@ -239,20 +209,12 @@ class EvaluationResult:
         greedy = self.prompts if self.greedy_accuracy is not None else 0
         return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def summarize(
     problems: Sequence[Mapping[str, Any]], benchmark: str, dataset: str, model: str | None, ks: Sequence[int],
     skipped_overlong: int, seconds: float, short_tokens: int | None = None,
 ) -> EvaluationResult:  # fmt: skip
-    """Count what the lines of a task's problems say.
-
-    Args:
-        ks: sizes of pass@k and maj@k; maj@n is counted in any case.
-        short_tokens: longest completion that counts as short; needs completions whose tokens are known.
-    """
+    """Counts what the lines of a task's problems say; maj@n whatever ``ks`` holds."""
     groups = [problem["completions"] for problem in problems]
     flat = [completion for group in groups for completion in group]
     samples = len(groups[0])
@@ -340,11 +302,7 @@ def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None = None) -> str:
     """Markdown, aligned for a terminal: with several tasks a row for each, as papers print them; then a table for each
-    task, of everything that was measured.
-
-    Args:
-        before: an earlier result in JSON, whose numbers stand beside those of the only task.
-    """
+    task, of everything that was measured. Numbers of an earlier result stand beside those of the only task."""
     parts = [_overview(results)] if len(results) > 1 else []
     for result in results:
         heading = f"{result.benchmark}: {result.prompts} problems x {result.samples_per_prompt} completions"
