@@ -24,7 +24,6 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.layers.converter import LayerConverter
 from openrlhf_ext.megatron.layers.known import layer_converters
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import chunk_layers, shard_shape, stage_rules
@@ -52,7 +51,7 @@ Kernels = Literal["local", "flash"]
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds of the model and its optimizer, whatever is computed; bytes, but for ``parameters``."""
+    """What a rank holds of the model and its optimizer; bytes, but for ``parameters``."""
 
     parameters: int
     weights: int
@@ -66,14 +65,15 @@ class States:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part, without those that are not there."""
-        parts = {
-            "weights": self.weights,
-            "gradients (fp32)": self.gradients,
-            "optimizer": self.optimizer,
+        return _there({
+            "weights": self.weights, "gradients (fp32)": self.gradients, "optimizer": self.optimizer,
             "FP8 copies of weights": self.copies,
-        }
-        return {name: size for name, size in parts.items() if size}
+        })  # fmt: skip
+
+
+def _there(parts: dict[str, int]) -> dict[str, int]:
+    """Parts that take anything."""
+    return {name: size for name, size in parts.items() if size}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StateOptions:
     Attributes:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the data- and context-parallel ranks.
-        bucket_size: parameters of a bucket where gradients are reduced during the backward pass; None = one bucket.
+        bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
         converters: whose copies of weights are counted.
     """
 
@@ -99,24 +99,15 @@ def chunk_parameters(
 ) -> tuple[tuple[str, int], ...]:
     """(name, entries) of one tensor-parallel rank's parameters of a model chunk, in the order of construction.
 
-    Args:
-        first, last: whether the chunk begins with the embedding, and ends in the final norm and the head.
+    The first chunk begins with the embedding, the last one ends in the final norm and the head.
     """
-
-    def entries(rule: Rule) -> int:
-        return math.prod(shard_shape(rule, shape, tensor_parallel_size))
-
-    one = {rule.parameter: entries(rule) for rule in stage_rules(shape, range(1), first, last)}
-    names = [name for name in _BUILT if f"decoder.layers.0.{name}" in one]
-    in_layers = [
-        (f"decoder.layers.{i}.{name}", one[f"decoder.layers.0.{name}"]) for i in range(layers) for name in names
-    ]
-    before, after = "embedding.word_embeddings.weight", ("decoder.final_layernorm.weight", "output_layer.weight")
-    return (
-        *((name, one[name]) for name in (before,) if name in one),
-        *in_layers,
-        *((name, one[name]) for name in after if name in one),
-    )
+    rules = stage_rules(shape, range(1), first, last)
+    one = {rule.parameter: math.prod(shard_shape(rule, shape, tensor_parallel_size)) for rule in rules}
+    layer = [(name, one[f"decoder.layers.0.{name}"]) for name in _BUILT if f"decoder.layers.0.{name}" in one]
+    in_layers = [(f"decoder.layers.{i}.{name}", entries) for i in range(layers) for name, entries in layer]
+    before, after = ("embedding.word_embeddings.weight",), ("decoder.final_layernorm.weight", "output_layer.weight")
+    outer = [[(name, one[name]) for name in names if name in one] for names in (before, after)]
+    return (*outer[0], *in_layers, *outer[1])
 
 
 @cache
@@ -210,8 +201,8 @@ class LayerActivations:
 
     Attributes:
         input: the layer's input, which is all that recomputation of whole layers keeps.
-        shares_input: whether the norms keep that tensor itself, and no copy of it.
-        attention: everything up to attention and from it to the MLP, without what ``core`` is.
+        shares_input: the norms keep that tensor itself, and no copy of it.
+        attention: everything up to attention and from it to the MLP, without ``core``.
         core: what attention itself keeps: its operands, its result and their statistics.
         core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
         mlp: norm and MLP; their recomputation keeps their input, as large as ``input``.
@@ -239,7 +230,6 @@ class Pass:
         kernels: which set of formulas holds.
         param_bytes: of an entry of parameters and activations.
         fp8: linear layers keep their inputs in FP8, one byte an entry (``flash`` only).
-        megatron: what is computed again in the backward pass.
     """
 
     tokens: int
@@ -284,7 +274,7 @@ class Activations:
         micro_batch: of the rank's layers in one pass of one model chunk.
         in_flight: passes whose backward pass is still to come, at the most.
         recomputed: what the backward pass makes again at a time, besides.
-        final: of the final norm and the hidden states that the head sees, on the last stage.
+        final: of the final norm and the hidden states that the head sees.
     """
 
     micro_batch: int
@@ -299,11 +289,7 @@ class Activations:
 
 
 def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> Activations:
-    """Of the ranks of a stage in training; the head's own workspace is not among them.
-
-    Args:
-        micro_batches: of a train step, on one data-parallel rank.
-    """
+    """Of a stage's ranks in a train step of so many micro-batches; the head's own workspace is not among them."""
     layer = layer_activations(shape, layout, work)
     layers = shape.num_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_size)
     kept, recomputed = _kept_and_recomputed(layer, layers, work.megatron)
@@ -362,7 +348,7 @@ class Workload:
 
     Attributes:
         prompts, group: prompts of a batch, and responses to each.
-        prompt_tokens, response_tokens: their mean lengths; every sequence is taken to be that long.
+        prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
         longest: tokens of the longest response.
         batch: samples of an optimizer update.
         scored_by: models that compute log-probs before training: the policy, a reference, a guide.
@@ -386,18 +372,17 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def forward(self, shape: ModelShape) -> ForwardFlops:
-        """FLOPs of a forward pass over one sequence."""
+        """Over one sequence."""
         return forward_flops(shape, [self.length], self.response_tokens)
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the policy is trained.
+    """How a model is trained.
 
     Attributes:
         budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
         forward_budget, forward_sequences: the same for log-probs.
-        fp8: linear layers multiply in FP8.
     """
 
     layout: ParallelLayout
@@ -410,7 +395,6 @@ class Training:
     fp8: bool = False
 
     def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
-        """Sequences of this length in a micro-batch."""
         budget = self.forward_budget if forward_only else self.budget
         if budget is None:
             return self.forward_sequences if forward_only else self.sequences
@@ -460,16 +444,12 @@ class TrainedModel:
 def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
     megatron, layout = config.megatron, config.layout
     buckets = megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_parallel_size)
-    options = StateOptions(
-        param_bytes(megatron),
-        megatron.distributed_optimizer_enable,
-        buckets if megatron.overlap_grad_reduce else None,
-        layer_converters(config),
-    )
-    training = _training(
-        config, megatron, layout, config.actor.num_gpus_per_node, fp8=config.fp8.enable and not config.fp8.emulate
-    )
-    return TrainedModel(shape, training, _by_stage(shape, layout, options))
+    bucket_size = buckets if megatron.overlap_grad_reduce else None
+    distributed, converters = megatron.distributed_optimizer_enable, layer_converters(config)
+    options = StateOptions(param_bytes(megatron), distributed, bucket_size, converters)
+    fp8 = config.fp8.enable and not config.fp8.emulate
+    training = _training(config, megatron, layout, config.actor.num_gpus_per_node, fp8=fp8)
+    return _trained_model(shape, training, options)
 
 
 def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
@@ -477,29 +457,23 @@ def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
     megatron, layout = config.critic_megatron, config.critic_layout
     options = StateOptions(param_bytes(megatron), megatron.distributed_optimizer_enable)
     training = _training(config, megatron, layout, config.critic.num_gpus_per_node, fp8=False)
-    return TrainedModel(shape, training, _by_stage(shape, layout, options))
+    return _trained_model(shape, training, options)
 
 
 def _training(config: RunConfig, megatron: Megatron, layout: ParallelLayout, near_ranks: int, *, fp8: bool) -> Training:
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
-    return Training(
-        layout,
-        megatron,
-        train.max_tokens_per_gpu if dynamic else None,
-        train.micro_batch_size,
-        (rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None,
-        rollout.micro_batch_size,
-        near_ranks,
-        fp8,
-    )
+    budget = train.max_tokens_per_gpu if dynamic else None
+    forward_budget = (rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None
+    sequences, forward_sequences = train.micro_batch_size, rollout.micro_batch_size
+    return Training(layout, megatron, budget, sequences, forward_budget, forward_sequences, near_ranks, fp8)
 
 
-def _by_stage(shape: ModelShape, layout: ParallelLayout, options: StateOptions) -> tuple[States, ...]:
-    return tuple(rank_states(shape, layout, stage, options) for stage in range(layout.pipeline_parallel_size))
+def _trained_model(shape: ModelShape, training: Training, options: StateOptions) -> TrainedModel:
+    stages = range(training.layout.pipeline_parallel_size)
+    return TrainedModel(shape, training, tuple(rank_states(shape, training.layout, at, options) for at in stages))
 
 
 def param_bytes(megatron: Megatron) -> int:
-    """Of one parameter."""
     return 2 if megatron.param_dtype == "bf16" else 4
 
 
@@ -517,10 +491,8 @@ class Trained:
 
 
 def trained(config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None) -> Trained:
-    """What the ranks of policy and critic hold."""
-    return Trained(
-        policy, critic, _heaviest(config, work, policy), None if critic is None else _heaviest(config, work, critic)
-    )
+    critic_parts = None if critic is None else _heaviest(config, work, critic)
+    return Trained(policy, critic, _heaviest(config, work, policy), critic_parts)
 
 
 def moments(
@@ -529,7 +501,7 @@ def moments(
     """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
 
     Args:
-        engine: what an engine worker that is awake holds, by part.
+        engine: of a worker that is awake.
         policy, critic: states, and what training adds to them, of the fullest ranks.
     """
     staging = 2 * config.weight_sync.bucket_mib << 20
@@ -554,7 +526,6 @@ def moments(
 
 
 def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[Parts, Parts]:
-    """What the fullest ranks of a model hold in its training: states, and the rest."""
     stages = [_stage(config, work, model, stage) for stage in range(len(model.states))]
     return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
@@ -598,12 +569,11 @@ def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
     per_node = config.actor.num_gpus_per_node
     moved = fullest.weights + fullest.optimizer
-    parts = {
+    return _there({
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
         "reference policy": per_node * fullest.weights if config.has_reference else 0,
         "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
-    }
-    return {name: size for name, size in parts.items() if size}
+    })  # fmt: skip
 
 
 def checkpoints(config: RunConfig, parameters: int) -> dict[str, int]:
@@ -611,9 +581,8 @@ def checkpoints(config: RunConfig, parameters: int) -> dict[str, int]:
     ckpt, size = config.ckpt, param_bytes(config.megatron)
     resumable = parameters * (size + 12 if size == 2 else 12)
     kept = ckpt.max_num if ckpt.saves else 0
-    parts = {
+    return _there({
         f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
         f"{kept} in Hugging Face form": kept * parameters * size if ckpt.save_hf else 0,
         "the final one in Hugging Face form": parameters * size,
-    }
-    return {name: size for name, size in parts.items() if size}
+    })  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_ext.config import RunConfig, Violation
+from openrlhf_ext.config import RunConfig, Violation, value_of
 from openrlhf_ext.config.file_rules import not_given
 from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
 from openrlhf_ext.config.model_rules import shape_violations
@@ -92,7 +92,6 @@ class Candidate:
     """A layout with what it holds and takes.
 
     Attributes:
-        options: of the layout, by their names.
         moments: the fullest GPU while engines sample and while the policy is trained, and while a critic is; other
             GPUs each time unless all are colocated.
         host: bytes of a node's memory, by part.
@@ -115,7 +114,6 @@ class Candidate:
 
     @property
     def fullest(self) -> Moment:
-        """Where memory is tightest."""
         return max(self.moments, key=lambda moment: moment.total)
 
     def tight(self, moment: Moment | None = None) -> bool:
@@ -125,10 +123,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one run on one kind of GPU.
+    """Plans one run on one kind of GPU, in place of the layout that its configuration has.
 
     Attributes:
-        config: of the run; the layout in it is replaced.
         response_tokens, prompt_tokens: mean lengths; None for 0.6 of the longest response, and for what is left of
             ``data.max_len`` beside it, at most 512.
         device_memory: bytes of the GPU that is there; None for those of the data sheet.
@@ -174,20 +171,16 @@ class Planner:
     def work(self) -> Workload:
         config, rollout = self.config, self.config.rollout
         longest = rollout.max_new_tokens or config.data.max_len // 2
+        prompt = self.prompt_tokens or min(512, config.data.max_len - longest)
+        response = self.response_tokens or max(1, int(0.6 * longest))
+        batch = min(config.train.batch_size, config.samples_per_rollout)
         return Workload(
-            rollout.batch_size,
-            rollout.n_samples_per_prompt,
-            self.prompt_tokens or min(512, config.data.max_len - longest),
-            self.response_tokens or max(1, int(0.6 * longest)),
-            longest,
-            min(config.train.batch_size, config.samples_per_rollout),
-            config.train.max_epochs,
-            1 + config.has_reference,
-        )
+            rollout.batch_size, rollout.n_samples_per_prompt, prompt, response, longest, batch,
+            config.train.max_epochs, scored_by=1 + config.has_reference,
+        )  # fmt: skip
 
     @cached_property
     def clock(self) -> Clock:
-        """Seconds of this run's phases."""
         gpu = GPUS[self.gpu_name]
         gpu = dataclasses.replace(gpu, memory=self.device_memory or gpu.memory)
         return Clock(gpu, self.shape, self.parameters, self.work, self.assumed)
@@ -211,14 +204,8 @@ class Planner:
                     yield self._with_best_share({**options, **one}, with_options(config, one), models)
 
     def as_configured(self) -> Candidate:
-        """The layout that the configuration has."""
         config = self.config
-        shown = [
-            "actor.num_nodes", "actor.num_gpus_per_node", *(f"megatron.{leaf}" for leaf in _MEGATRON),
-            "vllm.num_engines", "vllm.tensor_parallel_size",
-        ]  # fmt: skip
-        options = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in shown}
-        return self._candidate(options, config, self._trained(config))
+        return self._candidate({name: value_of(config, name) for name in _SHOWN}, config, self._trained(config))
 
     @property
     def is_allowed(self) -> bool:
@@ -232,7 +219,6 @@ class Planner:
 
     @property
     def configured_gpus(self) -> int:
-        """GPUs of the configuration as it is."""
         config = self.config
         if config.train.colocate_all:
             return config.world_size
@@ -267,7 +253,7 @@ class Planner:
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
-        """Whether an engine of so many GPUs fits on them without a policy, with one of the longest sequences."""
+        """Whether an engine of so many GPUs fits without a policy, with one of the longest sequences."""
         given = self.config.vllm.gpu_memory_utilization
         for share in SHARES if given is None else (given,):
             config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
@@ -359,9 +345,8 @@ class Planner:
         if config.vllm.gpu_memory_utilization is not None:
             return self._candidate(options, config, models)
         tried = (with_options(config, {SHARE: share}) for share in SHARES)
-        return min(
-            (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried), key=_order
-        )
+        found = (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried)
+        return min(found, key=_order)
 
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
         engines, memory = self._engines(config), self.clock.gpu.memory
@@ -435,9 +420,10 @@ class Planner:
         return dataclasses.replace(self.clock, shape=critic.shape, parameters=critic.parameters, work=work)
 
 
-_MEGATRON = (
-    "tensor_parallel_size", "sequence_parallel_enable", "pipeline_parallel_size", "context_parallel_size",
-    "virtual_pipeline_size", "recompute",
+_SHOWN = (
+    "actor.num_nodes", "actor.num_gpus_per_node", "megatron.tensor_parallel_size",
+    "megatron.sequence_parallel_enable", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
+    "megatron.virtual_pipeline_size", "megatron.recompute", "vllm.num_engines", "vllm.tensor_parallel_size",
 )  # fmt: skip
 
 
@@ -504,12 +490,7 @@ _PARTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a dry run.
-
-    Attributes:
-        details: model, GPUs and memory.
-        starts: whether a run would, once it has what it was not given.
-    """
+    """Of a dry run; ``starts``: whether a run would, once it has what it was not given."""
 
     text: str
     details: tuple[str, ...]
@@ -557,7 +538,6 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _places(config: RunConfig) -> Iterator[str]:
-    """GPUs by what is on them."""
     workers, ranks = config.engine_workers, config.training_ranks
     shared = config.train.colocate_all
     yield (

@@ -23,11 +23,9 @@ class Gpu:
 
     Attributes:
         memory: bytes, as the driver counts them.
-        tflops: dense bf16.
-        fp8_tflops: dense FP8; that of bf16 where there is none.
+        tflops: dense bf16; ``fp8_tflops``: the same where there is no FP8.
         hbm: of its memory.
-        near: between GPUs of a node.
-        far: between nodes, for each GPU.
+        near, far: between GPUs of a node; between nodes, for each GPU.
     """
 
     memory: int
@@ -87,7 +85,6 @@ class Engines:
     """The rollout engines.
 
     Attributes:
-        count, tensor_parallel_size: engines, and GPUs of each.
         kv_bytes: of the KV cache on one GPU.
         most: requests that an engine works on at a time.
         prefix_caching: a group's prompt is computed once.
@@ -131,7 +128,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of phases on one kind of GPU."""
+    """Seconds of a run's phases on one kind of GPU."""
 
     gpu: Gpu
     shape: ModelShape
@@ -199,7 +196,6 @@ class Clock:
         return (count + bubble) * self._micro_batch(training, sequences, forward_only)
 
     def _micro_batch(self, training: Training, sequences: float, forward_only: bool) -> float:
-        """One micro-batch on one stage."""
         layout, flops = training.layout, self.work.forward(self.shape)
         ranks = layout.model_parallel_size
         linear = self._products(flops.layers, training.fp8)
@@ -261,7 +257,6 @@ class Clock:
         return 2 * (states.weights + states.optimizer) / self._rate(self.gpu.host)
 
     def lines(self) -> list[str]:
-        """The assumptions, one a line."""
         gpu, work, a = self.gpu, self.work, self.assumed
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.fp8_tflops:g} FP8, memory "
