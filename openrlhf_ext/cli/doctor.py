@@ -60,8 +60,8 @@ class GpuHost:
         driver: the kernel module's version; None: nvidia-smi did not say.
         cudnn: version that torch has loaded.
         cudnn_libraries: every libcudnn.so that a process may load.
-        compiler: path of gcc, which Triton calls at run time; None: there is none.
-        python_header: path of Python.h, which Triton compiles against; None: there is none.
+        compiler: path of gcc, which Triton calls at run time.
+        python_header: path of Python.h, which Triton compiles against.
         transformer_engine: versions of its distributions that are installed, by name.
         engine_error: why TransformerEngine cannot be imported; None: it can, or it is not installed.
         ptrace_scope: Yama's, see `rollout.sync.cuda_ipc`.
@@ -230,8 +230,6 @@ BREAKS_CPU_STACK = {
 
 @dataclass(frozen=True)
 class PackageCheck:
-    """A pinned package against the installed one."""
-
     name: str
     wanted: str
     installed: str | None
@@ -260,9 +258,6 @@ class Report:
     gpu_host: GpuHost | None = None
     listening: list[Listener] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     silence_libraries()
@@ -281,16 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if training:
         parser.error(f"unrecognized arguments: {' '.join(training)}; options of a run need --cluster")
     report = examine()
-    print(json.dumps(report.as_dict(), indent=2) if arguments.json else render(report))
+    print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else render(report))
     return 1 if report.problems else 0
 
 
 def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
-    """The same of a cluster, for the run that the options of a training command describe.
-
-    Returns:
-        0; 1 if there are errors; 2 if the options are wrong.
-    """
+    """The same of a cluster, for the run that the options of a training command describe; 2 if these are wrong."""
     from openrlhf_ext.cli import doctor_cluster
     from openrlhf_ext.config import ConfigError, load_config
 
@@ -308,7 +299,7 @@ def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
     packages = [name for name, _ in pinned_packages("gpu" if has_cuda() else "cpu")]
     report = doctor_cluster.examine_cluster(address, packages, config, arguments.wait_for, arguments.wait_s)
     if arguments.json:
-        print(json.dumps(report.as_dict(), indent=2))
+        print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
         print(_render_cluster(report.findings, doctor_cluster.table(report)))
     return 1 if report.has_errors else 0
@@ -360,17 +351,14 @@ def describe_machine() -> dict[str, str]:
 
 def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
     """Name and version of each package that an extra of this distribution pins."""
-    for requirement in _own_requirements():
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    for requirement in requirements:
         match = re.fullmatch(r"([\w.-]+)(?:\[[^]]*])?==([^;\s]+)\s*; extra == ['\"](\w+)['\"]", requirement)
         if match and match[3] == extra:
             yield match[1], match[2]
-
-
-def _own_requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 def check_package(name: str, wanted: str) -> PackageCheck:
@@ -397,9 +385,8 @@ def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> Ker
 def _weight_gradients() -> str:
     if has_module(_WEIGHT_GRADIENTS):
         return _WEIGHT_GRADIENTS
-    return (
-        "TransformerEngine's layers add them to main_grad themselves" if has_transformer_engine() else "torch adds them"
-    )
+    engine = has_transformer_engine()
+    return "TransformerEngine's layers add them to main_grad themselves" if engine else "torch adds them"
 
 
 def _apex_absence() -> str:
@@ -479,7 +466,7 @@ class Listener:
     Attributes:
         where: address -> number of ports.
         beyond: whether other machines reach it, as far as no firewall is between.
-        token: whether what Ray listens with there asks for a token. Groups of ranks, stores and engines never ask
+        token: whether Ray asks for one there. Groups of ranks, stores and engines never ask
             (docs/operating.md#security).
     """
 

@@ -29,12 +29,8 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the first word names.
-
-    Returns:
-        That command's exit status, 141 if nobody reads its output any more; 0 after --help and --version; 2 if there is
-        no such command.
-    """
+    """The exit status of the command that the first word names, 141 if nobody reads its output any more; 2 if there is
+    no such command."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words in (["--help"], ["-h"], ["help"]):
         print(_usage())
@@ -91,7 +87,7 @@ _QUIET = {
 def silence_libraries() -> None:
     """Keeps warnings, progress bars and chatter of libraries off the terminal, here and in processes started later.
 
-    Each variable of the environment that is set already stays: ``PYTHONWARNINGS=default`` shows the warnings.
+    A variable that is set already stays: ``PYTHONWARNINGS=default`` shows the warnings.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -102,8 +98,7 @@ def silence_libraries() -> None:
 class CommandParser(argparse.ArgumentParser):
     """Parses the words of ``openrlhf-ext COMMAND``; unknown options and choices get the nearest known one.
 
-    Args:
-        takes_run_options: words that are no options of the command may be those of a run.
+    ``takes_run_options``: words that are no options of the command may be those of a run.
     """
 
     def __init__(self, command: str, about: str | None, *, takes_run_options: bool = False) -> None:

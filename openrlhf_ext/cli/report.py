@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
     try:
         runs = read_runs(folders)
-        _replace(output, write_page(runs, arguments.smooth))
+        page = write_page(runs, arguments.smooth)
+        with in_one_piece(output) as partial:  # a browser may have the old one open
+            partial.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -42,19 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
-    add(
-        "--smooth",
-        type=positive,
-        metavar="N",
-        help="steps of the moving mean (default: a twentieth of the run); 1 = none",
-    )
+    about = "steps of the moving mean (default: a twentieth of the run); 1 = none"
+    add("--smooth", type=positive, metavar="N", help=about)
     return parser
-
-
-def _replace(output: Path, text: str) -> None:
-    """Writes the page at once: a browser may have the old one open."""
-    with in_one_piece(output) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

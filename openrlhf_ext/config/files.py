@@ -43,12 +43,11 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_url(text: str) -> bool:
-    """Whether the text has a scheme, so that no local path is meant by it."""
     return "://" in text
 
 
 def is_http_url(text: str) -> bool:
-    """Whether the text is an http or https URL with a host."""
+    """It has a host."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -65,11 +64,9 @@ def is_hub_name(text: str) -> bool:
 
 
 def resolve_path(value: str, kind: PathKind) -> str:
-    """``value`` with its local paths made absolute (``~`` expanded).
+    """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs separated by commas.
 
-    Args:
-        value: one path, or several inputs separated by commas; ``path@folder`` as OpenRLHF's datasets allow.
-        kind: inputs that are URLs, hub names or plain words (``agent``) stay as they are.
+    Inputs that are URLs or hub names stay as they are; ``path@folder`` as OpenRLHF's datasets allow.
     """
     if not value.strip():
         return value  # refused; it would become the current directory
@@ -91,7 +88,7 @@ def _resolve_input(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatasetRef:
-    """One dataset of a comma-separated list: a local path or a hub name, with an optional folder inside it."""
+    """A local path or a hub name, with an optional folder inside it."""
 
     path: str
     folder: str | None
@@ -149,7 +146,7 @@ def unknown_model(name: str) -> str:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether a model folder holds weights; one of ``config.json`` alone is for a dry run."""
+    """A folder of ``config.json`` alone is for a dry run."""
     return any(Path(folder).glob("*.safetensors"))
 
 
@@ -238,11 +235,7 @@ def _merges(tokenizer: dict[str, Any]) -> list[str]:
 
 
 def require_definition(path: str, name: str) -> None:
-    """Sees, without running it, that the Python file ``path`` defines ``name`` at top level.
-
-    Raises:
-        InputError: the file is absent, is no valid Python, or does not define the name.
-    """
+    """Raises InputError unless the Python file, which is not run, defines the name at top level."""
     text = read_text(path)
     with reading(path, "as Python"):
         tree = ast.parse(text, filename=path)
@@ -292,13 +285,7 @@ Records = Iterator[tuple[str, Any, bool]]  # a place, such as "line 3"; what sta
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is read of a record.
-
-    Attributes:
-        prompt: key of the prompt.
-        label: key of the label; None if there is none.
-        chat: a prompt may be a list of messages.
-    """
+    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages."""
 
     prompt: str
     label: str | None = None
@@ -307,14 +294,7 @@ class Wanted:
 
 @dataclass
 class Scan:
-    """What a data file holds.
-
-    Attributes:
-        records: how many there are.
-        keys: of the first record.
-        faults: the first six faults of records, each with its place.
-        first_prompt: of the first record.
-    """
+    """What a data file holds: number of records, keys and prompt of the first, the first six faults with places."""
 
     records: int = 0
     keys: tuple[str, ...] = ()
@@ -323,11 +303,7 @@ class Scan:
 
 
 def scan_records(path: str, wanted: Wanted) -> Scan | None:
-    """Reads all records of a data file; None for what is no file.
-
-    Raises:
-        InputError: the file cannot be read on: it is none of its form, or holds no record.
-    """
+    """Reads all records of a data file; None for what is no file. Raises InputError where it cannot be read on."""
     if (records := _records(path, wanted)) is None:
         return None
     scan, types = Scan(), _Types()

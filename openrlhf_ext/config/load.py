@@ -37,7 +37,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Setting:
-    """One value for one option. ``origin`` is ``file:line`` or ``command line``."""
+    """``origin`` is ``file:line`` or ``command line``."""
 
     name: str
     value: Any
@@ -46,14 +46,7 @@ class Setting:
 
 @dataclass
 class CommandLine:
-    """What stood on the command line.
-
-    Attributes:
-        config_files: paths after ``--config``, in order.
-        settings: overrides in order.
-        help_filter: None when no help was asked for, else the section (or part of a name) to show, "" for all.
-        violations: words that make no sense.
-    """
+    """What stood on it; ``help_filter``: the section (or part of a name) to show, "" = all, None = no help."""
 
     config_files: list[str] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
@@ -89,19 +82,14 @@ class ConfigLoader(yaml.SafeLoader):
         self._size_of: dict[int, int] = {}  # of a node that is complete, with all below it
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """One node and those below it.
-
-        Raises:
-            ComposerError: they are too many or too deep, refer to themselves, or are none of the core schema.
-        """
+        """Raises ComposerError: too many nodes, too deep, that refer to themselves, or are none of the core schema."""
         mark, before = self.peek_event().start_mark, self._nodes
         self._level, self._nodes = self._level + 1, self._nodes + 1
         if self._level > _LEVELS:
             raise ComposerError(None, None, f"nested deeper than {_LEVELS} levels", mark)
         if self.check_event(yaml.AliasEvent) and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of:
-            raise ComposerError(
-                None, None, f"the alias *{self.peek_event().anchor} has no anchor that ends before", mark
-            )
+            said = f"the alias *{self.peek_event().anchor} has no anchor that ends before"
+            raise ComposerError(None, None, said, mark)
         node = super().compose_node(parent, index)
         self._nodes += self._size_of.get(id(node), 0)  # of an alias
         self._size_of.setdefault(id(node), self._nodes - before)
@@ -122,9 +110,8 @@ def _node_fault(node: yaml.Node | None) -> str | None:
         is_good = form is not None and form.fullmatch(node.value) is not None
         return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
-    return (
-        None if node is None or node.tag == _TAG + kind else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
-    )
+    is_good = node is None or node.tag == _TAG + kind
+    return None if is_good else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
 
 
 ConfigLoader.yaml_implicit_resolvers = {}
@@ -140,10 +127,9 @@ ConfigLoader.add_constructor(f"{_TAG}int", _integer)
 
 
 def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
-    """Settings of a YAML file; nested and dotted keys may be mixed.
+    """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no YAML, a key twice).
 
-    Returns:
-        The settings in the order of the file, and what is wrong with the file itself (absent, no YAML, a key twice).
+    Nested and dotted keys may be mixed.
     """
     try:
         loader = ConfigLoader(read_text(os.path.expanduser(path), _FILE_BYTES))
@@ -175,37 +161,27 @@ class _YamlReader:
     """Walks the nodes of one file, so that every value keeps its line."""
 
     def __init__(self, path: str, loader: ConfigLoader) -> None:
-        self.path = path
-        self.loader = loader
+        self.path, self.loader = path, loader
         self.violations: list[Violation] = []
         self._lines: dict[str, int] = {}
 
     def settings(self, node: yaml.Node, name: str) -> Iterator[Setting]:
         option = option_table().get(name)
         is_leaf = option is not None and option.arity != "open"
+        is_null = isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
         if isinstance(node, yaml.MappingNode) and not is_leaf:
-            yield from self._children(node, name)
-        elif not (self._is_null(node) and is_section(name)):  # a section with all its lines commented out
+            for key, value in node.value:
+                yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
+        elif not (is_null and is_section(name)):  # a section with all its lines commented out
             yield self._setting(node, name)
-
-    def _children(self, node: yaml.MappingNode, name: str) -> Iterator[Setting]:
-        for key, value in node.value:
-            yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
 
     def _setting(self, node: yaml.Node, name: str) -> Setting:
         line = node.start_mark.line + 1
         if name in self._lines:
-            self.violations.append(
-                Violation(
-                    (name,), f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep one"
-                )
-            )
+            said = f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep one"
+            self.violations.append(Violation((name,), said))
         self._lines[name] = line
         return Setting(name, self.loader.construct_object(node, deep=True), f"{self.path}:{line}")
-
-    @staticmethod
-    def _is_null(node: yaml.Node) -> bool:
-        return isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -296,13 +272,10 @@ def unknown_option(setting: Setting) -> Violation:
 
 def _renamed_option(setting: Setting, renamed: str) -> Violation:
     option = option_table()[renamed.split()[0]]
-    message = f"{setting.name} ({setting.origin}) is the name of an earlier OpenRLHF"
-    refused = option.unsupported
-    message += (
-        f"; write --{renamed}"
-        if refused is None
-        else f" for {renamed}, which is refused here: {refused.why}; {refused.instead}"
-    )
+    end = f"; write --{renamed}"
+    if (refused := option.unsupported) is not None:
+        end = f" for {renamed}, which is refused here: {refused.why}; {refused.instead}"
+    message = f"{setting.name} ({setting.origin}) is the name of an earlier OpenRLHF{end}"
     return Violation((setting.name, option.name), message)
 
 
@@ -334,12 +307,8 @@ def load_config(
         defaults: values of options that neither a file nor a word gives.
         chosen: options that the caller gives other values, so that no rule about them is asked.
 
-    Returns:
-        The configuration, with ``warnings`` for settings that are allowed but deserve a look.
-
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
-        SystemExit: after ``--help``.
     """
     line = read_command_line(argv)
     if line.help_filter is not None:
@@ -359,18 +328,14 @@ def load_config(
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
-    """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``.
-
-    Raises:
-        ConfigError: as :func:`load_config`.
-    """
+    """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
     settings = [setting for name, value in values.items() for setting in flattened(name, value, origin)]
     return _build(settings, [], [check_config if files else check_settings])
 
 
 @dataclass
 class _Draft:
-    """Settings that survived so far, and what was wrong with the others."""
+    """Settings that are good so far, and what was wrong with the others."""
 
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)

@@ -112,9 +112,7 @@ def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> 
             f"{pp} * {vp} must divide the model's layers: got {stages} * {chunks}, the model of {option} has "
             f"{model.num_layers}; use a {vp} of {_divisors(model.num_layers // stages)}",
         )
-    elif (
-        layout.recompute == "full" and layout.recompute_method == "uniform" and per_chunk % layout.recompute_num_layers
-    ):
+    elif (layout.recompute, layout.recompute_method) == ("full", "uniform") and per_chunk % layout.recompute_num_layers:
         name = "megatron.recompute_num_layers"
         yield Violation(
             (option, name),
@@ -152,7 +150,7 @@ def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violati
         )
 
 
-def _divisors(number: int, limit: int = 8) -> str:
+def _divisors(number: int) -> str:
     """The smallest divisors, as a remedy."""
     found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    return ", ".join(map(str, found[:limit]))
+    return ", ".join(map(str, found[:8]))

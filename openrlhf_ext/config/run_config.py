@@ -72,12 +72,10 @@ class RunConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the policy."""
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
     def layout(self) -> ParallelLayout:
-        """How the policy is laid out over its ranks."""
         return self.layout_on(self.world_size)
 
     def layout_on(self, ranks: int) -> ParallelLayout:
@@ -91,12 +89,10 @@ class RunConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the estimator needs values."""
         return self.algo.advantage.estimator == "gae"
 
     @property
     def critic_layout(self) -> ParallelLayout:
-        """How the critic is laid out over its ranks."""
         return ParallelLayout.of(self.critic_megatron, self.critic_ranks)
 
     @property
@@ -110,12 +106,12 @@ class RunConfig(Section):
 
     @property
     def critic_ranks(self) -> int:
-        """Ranks of the critic; 0 without one."""
+        """0 without a critic."""
         return self.critic.num_nodes * self.critic.num_gpus_per_node if self.has_critic else 0
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL penalty needs a reference policy."""
+        """For a KL penalty."""
         return self.algo.kl.init_coef > 0 or bool(self.own_options.get("kl_coef"))
 
     @property
@@ -162,19 +158,16 @@ class RunConfig(Section):
 
     @property
     def samples_per_rollout(self) -> int:
-        """Responses in one batch of rollouts."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     @property
     def gpu_memory_utilization(self) -> float:
-        """``vllm.gpu_memory_utilization`` with its default resolved."""
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
         return 0.8 if self.train.colocate_all else 0.95
 
     @property
     def rollout_dtype(self) -> Literal["bf16", "fp32"]:
-        """Data type of the engines, with ``vllm.dtype auto`` resolved."""
         return self.megatron.param_dtype if self.vllm.dtype == "auto" else self.vllm.dtype
 
     @property
@@ -205,7 +198,6 @@ class RunConfig(Section):
 
     @property
     def max_staleness(self) -> int:
-        """``train.max_staleness`` with its default resolved."""
         if self.train.max_staleness is not None:
             return self.train.max_staleness
         return self.train.async_queue_size if self.train.async_enable else 0
@@ -222,9 +214,7 @@ class RunConfig(Section):
 
     @property
     def correction_level(self) -> str:
-        """``algo.advantage.is_correction_level`` with its default resolved: off-policy are tokens that lag, and those
-        that FP8 engines sampled.
-        """
+        """With its default resolved: off-policy are tokens that lag, and those that FP8 engines sampled."""
         off_policy = self.max_staleness > 0 or self.fp8.rollout_enable
         if off_policy and not is_set(self, "algo.advantage.is_correction_level"):
             return "token"
@@ -232,7 +222,7 @@ class RunConfig(Section):
 
     @property
     def correction_mode(self) -> str:
-        """``algo.advantage.is_correction_mode`` with its default resolved: truncation beside FP8 engines."""
+        """With its default resolved: truncation beside FP8 engines."""
         can_clip = self.correction_level == "token" and self.algo.advantage.is_correction_gating == "ratio"
         if self.fp8.rollout_enable and can_clip and not is_set(self, "algo.advantage.is_correction_mode"):
             return "clip"
@@ -240,7 +230,7 @@ class RunConfig(Section):
 
     @property
     def correction_threshold(self) -> list[float]:
-        """[low, high] of the importance correction, with its default resolved; a single value is an upper bound."""
+        """[low, high], with its default resolved; a single value is an upper bound."""
         threshold = self.algo.advantage.is_correction_threshold
         clips = self.fp8.rollout_enable and self.correction_mode == "clip"
         if clips and not is_set(self, "algo.advantage.is_correction_threshold"):
@@ -259,11 +249,7 @@ class UsageError(ValueError):
 
 
 def from_words(option: Option, words: Sequence[str]) -> Any:
-    """The raw value given by the words after ``--name``.
-
-    Raises:
-        UsageError: the number of words does not fit.
-    """
+    """The raw value given by the words after ``--name``; raises UsageError unless their number fits."""
     if option.arity == "flag" and not words:
         return True
     if option.nullable and list(words) == ["null"]:

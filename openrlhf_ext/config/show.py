@@ -53,19 +53,14 @@ are listed at the end.
 def format_help(pattern: str = "", own_file: str | None = None) -> str:
     """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help.
 
-    Args:
-        own_file: ``algo.module_path``, for the options of the estimator custom.
-
-    Raises:
-        ConfigError: nothing matches.
+    ``own_file``: ``algo.module_path``, for the options of the estimator custom. Raises ConfigError: nothing matches.
     """
     chosen = _matching(pattern)
     if not chosen:
         near = nearest(pattern, [*_groups(), *option_table()])
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(_groups())}")])
-    supported = [option for option in chosen if option.unsupported is None]
-    refused = [option for option in chosen if option.unsupported is not None]
+    supported, refused = _supported_and_refused(chosen)
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
         supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
     blocks = [_USAGE]
@@ -78,14 +73,13 @@ def format_help(pattern: str = "", own_file: str | None = None) -> str:
 
 def format_markdown() -> str:
     """The section of docs/configuration.md that is generated."""
-    options = list(option_table().values())
-    supported = [option for option in options if option.unsupported is None]
-    refused = [option for option in options if option.unsupported is not None]
+    supported, refused = _supported_and_refused(list(option_table().values()))
     lines: list[str] = []
     for group, members in groupby(supported, key=_group):
         rows = [_markdown_row(option) for option in members]
         lines += [f"### {group}", "", *_markdown_table(("option", "type", "default", "meaning"), rows), ""]
-    lines += ["### Options of the estimators", "", _METHODS, ""]
+    lines += ["### Options of the estimators", ""]
+    lines += ["As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md).", ""]
     lines += [*_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()), ""]
     lines += ["### Options of OpenRLHF that are refused", ""]
     lines += [*_markdown_table(("option", "inert value", "why", "instead"), map(_refused_row, refused)), ""]
@@ -95,7 +89,8 @@ def format_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-_METHODS = "As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md)."
+def _supported_and_refused(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+    return [one for one in options if one.unsupported is None], [one for one in options if one.unsupported is not None]
 
 
 def method_options(estimator: str, own_file: str | None = None) -> Iterator[Option]:
@@ -104,12 +99,10 @@ def method_options(estimator: str, own_file: str | None = None) -> Iterator[Opti
 
     registered = algorithm_of_file(own_file) if own_file and estimator == CUSTOM else estimator
     for name, field in leaf_fields(algorithm_class(registered).Options):
-        inner = nested_model(field)
-        options = {name: describe_field(name, field)} | {
-            f"{name}.{key}": option for key, option in (describe(inner) if inner else {}).items()
-        }
-        for key, option in options.items():
-            yield replace(option, name=f"algo.{estimator}.{key}")
+        options = [describe_field(name, field)]
+        if (inner := nested_model(field)) is not None:
+            options += [replace(option, name=f"{name}.{key}") for key, option in describe(inner).items()]
+        yield from (replace(option, name=f"algo.{estimator}.{option.name}") for option in options)
 
 
 def _method_rows() -> Iterator[Sequence[str]]:
@@ -147,9 +140,9 @@ def _help_entry(option: Option) -> str:
     mark = "+" if option.info.added else " "
     head = f" {mark} --{_shown_name(option)}  <{option.expects}>"
     default = f" [{option.shown_default}]" if option.shown_default else ""
-    return "\n".join(
-        [head, *textwrap.wrap(option.help + default, _WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 7)]
-    )
+    indent = " " * 7
+    meaning = textwrap.wrap(option.help + default, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([head, *meaning])
 
 
 def _refused_entry(option: Option) -> str:
@@ -266,10 +259,7 @@ def _flow(value: Any) -> str:
 
 
 def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return length
+    return len(os.path.commonprefix([list(one), list(other)]))
 
 
 def _policy_lines(config: RunConfig) -> Iterator[str]:
@@ -325,7 +315,7 @@ def _degrees(layout: ParallelLayout) -> str:
 
 
 def _local_model(config: RunConfig) -> ModelShape | None:
-    """Facts of the model; None when nothing of it is here."""
+    """None when nothing of it is here."""
     try:
         folder = model_folder(config.actor.model_name_or_path or "")
         return None if folder is None else read_model_shape(folder)
@@ -355,7 +345,7 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
     where = "on the GPUs of these policy ranks" if shared else "on GPUs of their own, placed by Ray"
     yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, {where}"
     if shared:
-        for engine in [*range(config.vllm.num_engines)][:_ENGINES_SHOWN]:
+        for engine in range(min(config.vllm.num_engines, _ENGINES_SHOWN)):
             yield f"  engine {engine}: rank{'s' if size > 1 else ''} {_span([engine * size, (engine + 1) * size - 1])}"
         if config.vllm.num_engines > _ENGINES_SHOWN:
             yield f"  ... and so on, up to engine {config.vllm.num_engines - 1}"
@@ -386,7 +376,6 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
-    """The models beside the policy and where they are."""
     if config.has_critic:
         shared = ", on GPUs of the policy" if config.train.colocate_all else ""
         model = config.critic.model_name_or_path or "the model of the policy"

@@ -66,7 +66,7 @@ def _to_namespace(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """An option whose default or choices are not OpenRLHF's, because OpenRLHF's cannot work here."""
+    """An option whose default or choices cannot be OpenRLHF's here."""
 
     name: str
     upstream: str

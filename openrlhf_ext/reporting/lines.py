@@ -44,12 +44,8 @@ class JsonLines:
     """Appends one JSON object after the other; each is in the file when ``append`` returns.
 
     A process that is killed in the middle of a line leaves it unfinished: readers leave it out, and the next writer
-    removes it.
-
-    Args:
-        path: the file; folders are made.
-        keep: which records of an existing file stay; the others are moved to ``<path>.superseded.<n>``, and with them
-            lines that are no JSON objects.
+    removes it. ``keep``: which records of an existing file stay; the others are moved to ``<path>.superseded.<n>``, and
+    with them lines that are no JSON objects.
     """
 
     def __init__(self, path: str | Path, keep: Callable[[Record], bool]) -> None:
@@ -69,12 +65,8 @@ class JsonLines:
         return io.FileIO(self._path, "a")
 
     def append(self, record: Record) -> None:
-        """Writes one line; a line that does not fit on the disk leaves nothing behind.
-
-        Raises:
-            OSError: naming the file.
-            ValueError: a number is not finite.
-        """
+        """Writes one line; a line that does not fit on the disk leaves nothing behind. ValueError: a number is not
+        finite."""
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         before = self._file.seek(0, os.SEEK_END)
         try:
@@ -90,11 +82,7 @@ class JsonLines:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Record]]:
-    """Line numbers, from 1, and objects; a last line that a dying run left unfinished is left out.
-
-    Raises:
-        InputError: a line other than the last is not a JSON object; names file and line.
-    """
+    """Line numbers, from 1, and objects; a last line that a dying run left unfinished is left out."""
     for number, line in _complete_lines(Path(path)):
         yield number, _object(line, path, number)
 
@@ -153,13 +141,8 @@ class MetricsWriter:
     """Appends one record per step. A context manager.
 
     Records of steps after ``resume_step`` that the file already holds belong to a run that is being repeated: they are
-    moved to ``<path>.superseded.<n>``, and nothing is lost. The default 0 starts the file anew in this way.
-
-    Args:
-        path: the file; folders are made.
-        resume_step: last step to keep.
-        now: wall clock in seconds.
-        label: text in every record; empty = none.
+    moved to ``<path>.superseded.<n>``, and nothing is lost. The default 0 starts the file anew in this way. ``now``:
+    wall clock in seconds.
     """
 
     def __init__(
@@ -170,14 +153,10 @@ class MetricsWriter:
         self._lines = JsonLines(path, keep=lambda record: resume_step > 0 and step_of(record) <= resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Record:
-        """Write one record and flush it.
+        """Writes and returns a record: plain numbers (NaN kept), ``step``, ``time`` and ``label``.
 
         Args:
-            step: the step; not smaller than that of earlier records.
             metrics: numbers by name: int, float, bool, or a numpy or torch scalar.
-
-        Returns:
-            The record with plain numbers (NaN kept), ``step``, ``time`` and ``label``.
 
         Raises:
             TypeError: a value is not one number.
@@ -201,10 +180,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """Read a metrics file; a last line that a dying run left unfinished is left out.
-
-    Returns:
-        Records in file order, NaN and infinities restored.
+    """Records in file order, NaN and infinities restored; a last line that a dying run left unfinished is left out.
 
     Raises:
         InputError: a line other than the last is not a JSON object of numbers; names file and line.
@@ -266,16 +242,10 @@ _OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "interrupted",
 class EventLog:
     """Writes the events of one run. A context manager.
 
-    A run that starts anew moves the events of an earlier one to ``<path>.superseded.<n>``. One that goes on keeps what
-    happened to the run as a whole (its starts, failures, restarts), and what belongs to steps that are not repeated.
-
-    Args:
-        path: the file; None = events are kept nowhere.
-        goes_on: whether this is a part of the run that the file is about.
-        now: wall clock in seconds.
-
-    Attributes:
-        step: the training step that is being made, or was made last; 0 before the first.
+    A run that starts anew moves the events of an earlier one to ``<path>.superseded.<n>``. One that ``goes_on`` keeps
+    what happened to the run as a whole (its starts, failures, restarts), and what belongs to steps that are not
+    repeated. Without a path events are kept nowhere. ``step``: the training step that is being made, or was made last;
+    0 before the first.
     """
 
     def __init__(
@@ -285,16 +255,7 @@ class EventLog:
         self._lines = JsonLines(path, keep=lambda _: goes_on) if path is not None else None
 
     def note(self, event: str, **facts: Any) -> None:
-        """Writes one event.
-
-        Args:
-            event: a key of ``EVENTS``.
-            facts: what JSON can hold; passwords in addresses are left out.
-
-        Raises:
-            KeyError: unknown event.
-            OSError: the file cannot be written.
-        """
+        """Writes one of ``EVENTS``, without passwords of addresses; facts are what JSON can hold."""
         if event not in EVENTS:
             raise KeyError(f"unknown event {event!r}; known are {', '.join(EVENTS)}")
         if self._lines is not None:
@@ -307,7 +268,6 @@ class EventLog:
             self._lines.keep(lambda r: str(r.get("event")) in _OF_THE_RUN or step_of(r) <= step)
 
     def close(self) -> None:
-        """Close the file."""
         if self._lines is not None:
             self._lines.close()
 
@@ -328,10 +288,7 @@ _DECIMALS = 4  # of numbers per token
 class SampleWriter:
     """Writes completions of the steps that are due: the first, and every ``every``-th.
 
-    Args:
-        path: the file; folders are made. Completions of steps after ``resume_step`` are moved aside.
-        every: steps; None = a twentieth of the run, -1 = never.
-        groups: of a step, as for ``chosen_groups``.
+    None = a twentieth of the run, -1 = never. Completions of steps after ``resume_step`` are moved aside.
     """
 
     def __init__(
@@ -347,11 +304,7 @@ class SampleWriter:
         return self._groups if self._every != -1 and (step == 1 or step % self._every == 0) else None
 
     def write(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Writes completions: keys of the format but ``tokens``, and ``advantages``.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes completions: keys of the format but ``tokens``, and ``advantages``."""
         for completion in completions:
             numbers = {
                 key: [_rounded(key, value) for value in values]
@@ -366,15 +319,8 @@ class SampleWriter:
 
 
 def chosen_groups(lengths: Sequence[int], groups: int) -> list[int]:
-    """Which groups of a step are kept: the first that fit into the bound, or the shortest one if none does.
-
-    Args:
-        lengths: tokens of each group.
-        groups: at most so many; 0 = all of them, whatever their size.
-
-    Returns:
-        Their positions.
-    """
+    """Positions of the groups of a step that are kept: the first that fit into the bound, or the shortest one if none
+    does; 0 ``groups`` = all of them, whatever their size. ``lengths``: tokens of each."""
     if groups == 0:
         return list(range(len(lengths)))
     fitting: list[int] = []

@@ -23,7 +23,6 @@ from openrlhf_ext.reporting.lines import Record, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +69,7 @@ COLUMNS = (
 class ProgressLine:
     """Shows each step as one line, with the column titles above the first and then every 20 lines.
 
-    Args:
-        total_steps: steps of the run, ``None`` where that is not known.
-        write: receives each line without its end; standard output by default.
-        label: ends the line of every step.
+    ``label`` ends every line; ``write`` receives each without its end, standard output by default.
     """
 
     def __init__(self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "") -> None:
@@ -129,9 +125,7 @@ class TerminalHandler(logging.StreamHandler):
 class RunStatus:
     """Says what a run is doing: on a terminal in one line that is rewritten, elsewhere in a line every half minute.
 
-    Args:
-        stream: where to; standard error by default.
-        now: monotonic clock in seconds.
+    ``stream``: standard error by default; ``now``: monotonic clock in seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -232,15 +226,9 @@ def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
 
 
 def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "") -> None:
-    """Draw a metrics file as a 2 x 2 figure. The image is replaced atomically. Uses no global state of matplotlib.
+    """Draws a metrics file as a 2 x 2 figure. The image is replaced atomically. Uses no global state of matplotlib.
 
     Takes some tenths of a second, the first call one second more for importing matplotlib.
-
-    Args:
-        out_png: the image; folders are made.
-
-    Raises:
-        ValueError: the file is not a metrics file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -251,7 +239,8 @@ def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "")
         _draw(axes, records, train, held_out)
         axes.set(title=panel_title, xlabel="step", ylabel=unit)
     figure.suptitle(title)
-    _replace(FigureCanvasAgg(figure), Path(out_png))
+    with in_one_piece(Path(out_png)) as partial:
+        FigureCanvasAgg(figure).print_png(partial)
 
 
 def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -> None:
@@ -291,8 +280,3 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     counts = finite.sum(axis=1)
     sums = np.where(finite, windows, 0.0).sum(axis=1)
     return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0).tolist()
-
-
-def _replace(canvas: FigureCanvasAgg, out_png: Path) -> None:
-    with in_one_piece(out_png) as partial:
-        canvas.print_png(partial)

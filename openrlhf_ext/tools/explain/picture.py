@@ -23,7 +23,7 @@ class Quantity:
     """What one panel shows.
 
     Attributes:
-        name, meaning: heading, and its explanation with the unit.
+        meaning: of the name, with the unit.
         scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and whose sizes are to
             be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers around 1, ``choice``
             for 0 and 1.
@@ -42,11 +42,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything the picture shows.
-
-    Raises:
-        ValueError: a quantity has not exactly one finite number, or None, for each token.
-    """
+    """Everything the picture shows; each quantity has exactly one finite number, or None, for each token."""
 
     title: str
     prompt: str
@@ -81,6 +77,10 @@ _GREEN: Color = (0.04, 0.45, 0.26)
 _GRAY: Color = (0.30, 0.30, 0.33)
 _GOLD: Color = (0.98, 0.78, 0.24)
 _DIM: Color = (0.62, 0.62, 0.64)
+_COLORS = {
+    "amount": (_AMBER, _AMBER), "signed": (_BLUE, _RED), "deviation": (_BLUE, _RED), "factor": (_GREEN, _GRAY),
+    "choice": (_GOLD, _GOLD),
+}  # fmt: skip
 _PALEST, _DEEPEST = 0.18, 0.9  # strength of a sign's smallest and largest value; 0 is white, 1 its full color
 _FULL_CONTRAST = 0.1  # values that differ by less than this fraction get colors that differ less, too
 
@@ -103,13 +103,7 @@ class Palette:
     def __init__(self, quantity: Quantity) -> None:
         self.scale = quantity.scale
         self.center = 1.0 if quantity.scale == "factor" else 0.0
-        self.above, self.below = {
-            "amount": (_AMBER, _AMBER),
-            "signed": (_BLUE, _RED),
-            "deviation": (_BLUE, _RED),
-            "factor": (_GREEN, _GRAY),
-            "choice": (_GOLD, _GOLD),
-        }[quantity.scale]
+        self.above, self.below = _COLORS[quantity.scale]
         offsets = [value - self.center for value in quantity.numbers]
         self.up = _range(offset for offset in offsets if offset > 0)
         self.down = _range(-offset for offset in offsets if offset < 0)
@@ -237,14 +231,10 @@ def lay_out(explanation: Explanation, palettes: Sequence[Palette], width: int, n
         for position, token in enumerate(completion.tokens):
             texts = [visible(token)]
             if numbers:
-                texts += _cell_numbers(explanation, palettes, row, position)
+                pairs = zip(explanation.quantities, palettes, strict=True)
+                texts += [palette.text(quantity.values[row][position]) for quantity, palette in pairs]
             widths[position] = max(widths[position], *map(columns_of, texts))
     return Layout(tuple(widths), tuple(_bands(widths, width)))
-
-
-def _cell_numbers(explanation: Explanation, palettes: Sequence[Palette], row: int, position: int) -> list[str]:
-    pairs = zip(explanation.quantities, palettes, strict=True)
-    return [palette.text(quantity.values[row][position]) for quantity, palette in pairs]
 
 
 def _bands(widths: Sequence[int], width: int) -> Iterator[range]:
@@ -283,11 +273,7 @@ def gutter_of(explanation: Explanation) -> int:
 
 
 def render(explanation: Explanation, *, width: int = 100, color: bool = True) -> str:
-    """The picture as text.
-
-    Args:
-        color: ANSI background colors (24 bit) behind the tokens; otherwise the numbers below the tokens.
-    """
+    """The picture as text: ANSI background colors (24 bit) behind the tokens, or the numbers below them."""
     palettes = [Palette(quantity) for quantity in explanation.quantities]
     gutter = gutter_of(explanation)
     layout = lay_out(explanation, palettes, width - gutter, numbers=not color)
@@ -318,14 +304,9 @@ def _band_mark(layout: Layout, band: range, gutter: int) -> list[str]:
 
 
 def _row(
-    name: str,
-    completion: Completion,
-    values: Sequence[float | None],
-    palette: Palette,
-    widths: Sequence[int],
-    band: range,
-    color: bool,
-) -> list[str]:
+    name: str, completion: Completion, values: Sequence[float | None], palette: Palette, widths: Sequence[int],
+    band: range, color: bool,
+) -> list[str]:  # fmt: skip
     """The part of a completion that lies in a band, with colors or with a line of numbers below it."""
     positions = [position for position in band if position < len(completion.tokens)]
     if not positions:

@@ -54,14 +54,8 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
-
-    Attributes:
-        name: its folder's name, made unique among the runs of a page.
-        events: of events.jsonl; empty if there is none.
-        samples: completions of samples.jsonl; empty if there is none.
-        missing: what the folder does not hold or what of it cannot be read, as sentences.
-    """
+    """One run; ``name``: its folder's, made unique among the runs of a page; ``missing``: what the folder does not hold
+    or what of it cannot be read, as sentences."""
 
     name: str
     folder: Path
@@ -90,11 +84,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """The runs of these folders, in order.
-
-    Raises:
-        InputError: a folder holds no metrics.jsonl, or one that cannot be read; all of them are named.
-    """
+    """The runs of these folders, in order; InputError names all whose metrics.jsonl is not there, or cannot be read."""
     runs, faults = [], []
     for folder, name in zip(folders, _names(folders), strict=True):
         try:
@@ -178,11 +168,7 @@ Numbers = Sequence[float]
 
 
 def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[], float] = time.time) -> str:
-    """The page as text.
-
-    Args:
-        smooth: steps of the moving mean; None = a twentieth of the longest run; 1 = no smoothing.
-    """
+    """The page as text; ``smooth``: steps of the moving mean, None = a twentieth of the longest run, 1 = none."""
     data = json.dumps(page_data(runs, smooth, now), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     # a completion may hold </script>, and line separators that are line ends to older parsers
     for character in "<>&\u2028\u2029":
