@@ -40,7 +40,7 @@ from typing import Any
 
 import psutil
 
-from openrlhf_ext.reporting.figure import COLORS, plain
+from openrlhf_ext.reporting.progress import COLORS, plain
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.reporting.figure import COLORS, plain
+from openrlhf_ext.reporting.progress import COLORS, plain
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -27,8 +27,7 @@ from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.answers import normalized
 from openrlhf_ext.rewards.errors import RewardError
 from openrlhf_ext.rewards.pool import RewardPool
-from openrlhf_ext.tools.evaluate.grading import MATHS
-from openrlhf_ext.tools.evaluate.problems import load_benchmark
+from openrlhf_ext.tools.evaluate.problems import MATHS, load_benchmark
 
 ROOT = Path(__file__).parent.parent
 FILES = {"gsm8k": "gsm8k/test.jsonl", "math": "math/test.jsonl"}

@@ -37,20 +37,13 @@ RolloutRayActor = plain_class(_RolloutRayActorRemote)
 
 
 class DriverStrategy:
-    """What OpenRLHF's data sets ask of its DeepspeedStrategy in a process that is no rank.
-
-    (DeepspeedStrategy itself brings DeepSpeed and OpenRLHF's own models.)
-    """
+    """What OpenRLHF's data sets ask of its DeepspeedStrategy in a process that is no rank; that brings DeepSpeed and
+    OpenRLHF's own models. ``args``: OpenRLHF's namespace of options."""
 
     def __init__(self, args: Any) -> None:
-        """
-        Args:
-            args: OpenRLHF's namespace of options.
-        """
         self.args = args
 
     def is_rank_0(self) -> bool:
-        """The driver is the only one of its kind."""
         return True
 
     def print(self, *message: object) -> None:

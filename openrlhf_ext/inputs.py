@@ -81,12 +81,10 @@ FILE_NAME = Kind(
 
 
 def list_of(kind: Kind) -> Kind:
-    """A list whose entries are all of the kind."""
     return Kind(f"a list, each entry {kind.words}", lambda v: isinstance(v, list) and all(map(kind.holds, v)))
 
 
 def map_of(kind: Kind) -> Kind:
-    """A map whose values are all of the kind."""
     return Kind(f"a map, each value {kind.words}", lambda v: isinstance(v, dict) and all(map(kind.holds, v.values())))
 
 
@@ -103,22 +101,15 @@ def map_with(required: Mapping[str, Kind], optional: Mapping[str, Kind] | None =
 
 
 def or_null(kind: Kind) -> Kind:
-    """The kind, or null."""
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
 
 
 def check(
     value: Any, where: str, required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None, remedy: str = ""
 ) -> dict[str, Any]:
-    """``value``, which has to be a map with these keys; it may have others.
+    """``value``, which has to be a map with these keys; it may have others. InputError lists everything that is wrong.
 
-    Args:
-        where: file and place, at the start of the message.
-        required, optional: what stands under each key.
-        remedy: what to do about it.
-
-    Raises:
-        InputError: lists everything that is wrong.
+    ``where``: file and place, at the start of the message.
     """
     end = f"; {remedy}" if remedy else ""
     if not isinstance(value, dict):
@@ -139,14 +130,8 @@ def check(
 
 @contextmanager
 def reading(path: str | Path, how: str = "") -> Iterator[None]:
-    """Whatever goes wrong inside is said of the file: other people's parsers raise what they like.
-
-    Args:
-        how: in what form it is read, such as ``"as safetensors"``.
-
-    Raises:
-        InputError: also for a Rust library's panic, which is no ``Exception``.
-    """
+    """Whatever goes wrong inside is said of the file, as InputError: other people's parsers raise what they like, and a
+    Rust library's panic is no ``Exception``. ``how``: in what form it is read, such as ``"as safetensors"``."""
     try:
         yield
     except InputError:
@@ -180,11 +165,7 @@ def similar_path(path: str | Path) -> str:
 
 
 def read_text(path: str | Path, most: int = FILE_BYTES) -> str:
-    """The text of a file of at most ``most`` bytes, in UTF-8.
-
-    Raises:
-        InputError: it cannot be read, is larger, or no such text.
-    """
+    """The text of a file of at most ``most`` bytes, in UTF-8."""
     with reading(path), open(path, "rb") as file:
         content = file.read(most + 1)
         if len(content) > most:
@@ -195,21 +176,13 @@ def read_text(path: str | Path, most: int = FILE_BYTES) -> str:
 def read_json(
     path: str | Path, required: Mapping[str, Kind] | None = None, optional: Mapping[str, Kind] | None = None
 ) -> dict[str, Any]:
-    """The JSON object that a file holds; ``required`` and ``optional`` as for :func:`check`.
-
-    Raises:
-        InputError: it cannot be read, is no JSON, no object, or a value is of another kind.
-    """
+    """The JSON object that a file holds; ``required`` and ``optional`` as for :func:`check`."""
     return check(decode(read_text(path), str(path)), str(path), required or {}, optional)
 
 
 def decode(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        InputError: it is no JSON, is nested deeper than 64 levels, holds an integer of more than 100 digits, or half of
-            a UTF-16 pair.
-    """
+    """The value of a JSON text; InputError also for more than 64 levels, an integer of more than 100 digits, or half of
+    a UTF-16 pair."""
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = _DECODER.decode(text)
@@ -243,19 +216,14 @@ def _is_deep(value: Any) -> bool:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and content of the lines that are not blank.
-
-    Raises:
-        InputError: the file cannot be read, or a line is longer than 64 MiB.
-    """
+    """Number, from 1, and content of the lines that are not blank; InputError if one is longer than 64 MiB."""
     with reading(path), open(path, "rb") as file:
         number = 0
         while line := file.readline(LINE_BYTES + 1):
             number += 1
             if len(line) > LINE_BYTES:
-                raise InputError(
-                    f"{path}, line {number}: longer than {LINE_BYTES} bytes; write one object on each line"
-                )
+                said = f"longer than {LINE_BYTES} bytes; write one object on each line"
+                raise InputError(f"{path}, line {number}: {said}")
             if not line.isspace():
                 yield number, line
 
@@ -263,8 +231,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
 def json_array(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Number, from 1, and value of the elements of a file that is one JSON array; one chunk of it is held at a time.
 
-    Raises:
-        InputError: the file cannot be read, is no array, or an element is longer than 64 MiB.
+    InputError if an element is longer than 64 MiB.
     """
     with reading(path), open(path, encoding="utf-8") as file:
         text = file.read(_CHUNK)

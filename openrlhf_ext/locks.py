@@ -62,13 +62,11 @@ class FolderLock:
     one has locked.
 
     Args:
-        folder: made if it is not there.
         take_over: whether the name of a process of another host is no obstacle either, if the file is not locked.
         remedy: what somebody does who knows that this process has ended.
 
     Raises:
         LockError: another process holds it, or may hold it.
-        OSError: the file cannot be made.
     """
 
     def __init__(self, folder: Path, take_over: bool, remedy: str) -> None:
@@ -82,7 +80,6 @@ class FolderLock:
             raise
 
     def close(self) -> None:
-        """Release the lock."""
         os.ftruncate(self._file, 0)
         os.close(self._file)
 
@@ -96,9 +93,8 @@ class FolderLock:
                 raise LockError(f"is in use by {who}: wait until it has ended")
             if not told:
                 told = True
-                logger.info(
-                    "%s: waiting %g s at most for what is left of %s", self._folder, _ENDING_S, holder or "a run"
-                )
+                said = "%s: waiting %g s at most for what is left of %s"
+                logger.info(said, self._folder, _ENDING_S, holder or "a run")
             time.sleep(_LOOK_S)
         holder = self._holder()
         if holder is not None and not holder.is_here and not take_over:

@@ -12,14 +12,8 @@ import torch.distributed as dist
 def open_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
     """A store that this process serves at ``address`` and nowhere else, on a port that nobody can take before.
 
-    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means.
-
-    Args:
-        address: of this machine; torch by itself listens on all of them, and asks nobody who he is.
-        timeout: limit of each wait for a key.
-
-    Raises:
-        OSError: the machine does not have the address.
+    ``init_process_group`` of the same process uses it: that is what ``multi_tenant`` means. Torch by itself listens on
+    all addresses of the machine, and asks nobody who he is. ``timeout``: of each wait for a key.
     """
     address = address.strip("[]")  # IPv6 addresses come in brackets from Ray
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

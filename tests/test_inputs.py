@@ -26,18 +26,15 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints.store import CheckpointStore
 from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.files import parameter_count, tokenizer_difference, tokenizer_fault
-from openrlhf_ext.config.records import Wanted, scan_records
+from openrlhf_ext.config.files import Wanted, parameter_count, scan_records, tokenizer_difference, tokenizer_fault
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.tools.evaluate.problems import Problem, load_benchmark, load_problems
+from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark, load_completions, load_problems
 from openrlhf_ext.tools.evaluate.request import Request
-from openrlhf_ext.tools.evaluate.store import Store, load_completions
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
-from openrlhf_ext.tools.report.page import page_data
-from openrlhf_ext.tools.report.read import read_runs
+from openrlhf_ext.tools.report.page import page_data, read_runs
 from tests.config.test_file_rules import write_records
 from tests.models import make_tiny_policy, save_tensors
 from tests.tools.evaluate.test_store import RESULTS, SETTINGS

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.fp8.emulation import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe

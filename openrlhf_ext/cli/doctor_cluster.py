@@ -6,7 +6,6 @@ with this process, which is where the driver will be.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -50,11 +49,7 @@ _FILES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.age
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that keeps a run from working (error) or makes it worse (warning).
-
-    Attributes:
-        node: label of the node; "cluster" where it is about all of them.
-    """
+    """What keeps a run from working (error) or makes it worse (warning); ``node``: its label, "cluster" for all."""
 
     severity: Literal["error", "warning"]
     node: str
@@ -72,9 +67,6 @@ class ClusterReport:
     @property
     def has_errors(self) -> bool:
         return any(finding.severity == "error" for finding in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def error(self, node: str, text: str, remedy: str) -> None:
         self.findings.append(Finding("error", node, text, remedy))
@@ -101,14 +93,13 @@ class Places:
 def examine_cluster(
     address: str, packages: Sequence[str], config: RunConfig | None, wait_for: Sequence[str], wait_s: float
 ) -> ClusterReport:
-    """Looks at every node of a Ray cluster.
+    """Looks at every node of a Ray cluster, of which this machine is one.
 
     Args:
-        address: host:port of Ray's head; this machine is one of the cluster's nodes.
+        address: host:port of Ray's head.
         packages: distributions whose versions must be equal everywhere.
         config: of the run that is to start; None: only what every run needs is looked at.
-        wait_for: names of nodes (``ray start --node-name``) that are waited for.
-        wait_s: longest wait for them, and for the head.
+        wait_for: names of nodes (``ray start --node-name``) that are waited for, as is the head.
     """
     report = ClusterReport()
     try:
@@ -137,7 +128,7 @@ def examine_cluster(
 
 
 def check_access(address: str, report: ClusterReport) -> None:
-    """Adds to the findings that everybody may talk to the cluster."""
+    """Whether everybody may talk to the cluster."""
     if not asks_for_token(address, _CONNECT_S):
         text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
         report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md")
@@ -156,8 +147,7 @@ def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
 def _wait_for_nodes(address: str, names: Sequence[str], wait_s: float) -> str | None:
     """Joins Ray, and returns when the named nodes are there; what is missing when the time is over.
 
-    Raises:
-        TokenRefused: waiting does not help.
+    TokenRefused ends it: waiting does not help.
     """
     start, said = time.monotonic(), 0.0
     while True:
@@ -289,12 +279,11 @@ def _drain(server: socket.socket) -> None:
 def _start_probes() -> dict[str, Any]:
     """A probe on each node, by its label; the node's entry of Ray's table is not kept, nodes may leave."""
     actor = ray.remote(num_cpus=0, max_restarts=0)(Probe)
-    return {
-        node_label(node): actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in living_nodes()
-    }
+
+    def start(node: Any) -> Any:
+        return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+
+    return {node_label(node): start(node) for node in living_nodes()}
 
 
 def _answers(probes: Mapping[str, Any], method: str, report: ClusterReport, *arguments: Any) -> dict[str, Any]:

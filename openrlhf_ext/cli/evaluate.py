@@ -18,19 +18,20 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.errors import RolloutError
+from openrlhf_ext.tools.evaluate.problems import Store
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, examples, notes, tables
-from openrlhf_ext.tools.evaluate.store import Store
 
 _ALLOWED_ERRORS = 3.0
 
@@ -54,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
-    """Write and show the results; returns the exit status."""
+    """Writes and shows the results; returns the exit status."""
     if ungraded := [result for result in results if result.nothing_graded]:
         for result in ungraded:
-            _forget(request.store_path(result.benchmark))
+            # a grader that failed may work again when the same command is given once more
+            if (store := request.store_path(result.benchmark)) is not None:
+                store.unlink()
             _print(f"evaluate: {result.benchmark}: nothing was graded: {result.grading_error}", sys.stderr)
         return 1
     before = request.before
@@ -70,12 +73,6 @@ def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
     for requirement in unmet:
         _print(f"evaluate: {requirement}", sys.stderr)
     return 1 if unmet else 0
-
-
-def _forget(store: Path | None) -> None:
-    """A grader that failed may work again when the same command is given once more."""
-    if store is not None:
-        store.unlink()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -228,12 +225,12 @@ async def _open_vllm(
 
 def _write_results(request: Request, results: Sequence[EvaluationResult], text: str) -> list[str]:
     """Returns what holds the results."""
-    arguments, shown = request.arguments, [result.to_json() for result in results]
+    arguments, shown = request.arguments, [asdict(result) for result in results]
     written = []
     if arguments.json:
         options = {"options": vars(arguments) | {"n_samples": shown[0]["samples_per_prompt"]}}
-        _write(Path(arguments.json), json.dumps({**shown[0], **options} if len(shown) == 1 else
-                                                {"results": shown, **options}, indent=2) + "\n")  # fmt: skip
+        kept = shown[0] if len(shown) == 1 else {"results": shown}
+        _write(Path(arguments.json), json.dumps({**kept, **options}, indent=2) + "\n")
         written.append(arguments.json)
     if request.out:
         lasting = [{name: value for name, value in each.items() if name != "seconds"} for each in shown]
@@ -257,7 +254,7 @@ def _print(text: str, file: Any = None) -> None:
 
 
 def _unmet(result: Any, before: dict[str, Any] | None, arguments: argparse.Namespace) -> list[str]:
-    from openrlhf_ext.tools.evaluate.accuracy import difference_in_errors
+    from openrlhf_ext.tools.evaluate.result import difference_in_errors
 
     unmet = []
     if arguments.min_gain is not None and before is not None:

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.command import CommandParser, at_least, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, silence_libraries
+from openrlhf_ext.tools.explain.picture import render
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
-from openrlhf_ext.tools.explain.terminal import render
 from openrlhf_ext.user_code import users_part
 
 _ABOUT_INPUT = (ValueError, OSError)
@@ -66,12 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--algorithm", required=True, metavar="NAME", help="method, as in --algo.advantage.estimator")
     add("--module_path", metavar="FILE.py", help="file that registers a method of your own, which --algorithm names")
     add("--rollouts", required=True, metavar="FILE.jsonl", help="one completion per line; see docs/explain.md")
-    add(
-        "--step",
-        type=int,
-        metavar="N",
-        help="of a run's samples.jsonl: the step to show (default: the last of the file)",
-    )
+    add("--step", type=int, metavar="N", help="of a run's samples.jsonl: the step to show (default: the last of the "
+        "file)")  # fmt: skip
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
     add("--width", type=at_least(_NARROWEST), help="characters of a line (default: the terminal's)")
@@ -80,11 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["alpha1=1.0", "entropy_axis=row"]`` as a mapping; values are JSON, or text where they are not.
-
-    Raises:
-        ValueError: no equals sign, or a key given twice.
-    """
+    """``["alpha1=1.0", "entropy_axis=row"]`` as a mapping; values are JSON, or text where they are not."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")

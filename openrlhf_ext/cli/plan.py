@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.cli.command import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
-from openrlhf_ext.config.schema import modeline
+from openrlhf_ext.config.show import modeline
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.outputs import aligned
 
@@ -32,11 +32,7 @@ _GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the plan, and writes the best layout where that is asked for.
-
-    Returns:
-        0; 2 if nothing fits, or the arguments or the configuration are wrong.
-    """
+    """0; 2 if nothing fits, or the arguments or the configuration are wrong."""
     silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
     arguments, words = _parse(argv)
@@ -151,8 +147,7 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     )
     header = (
         "", "TP", "PP", "VP", "CP", "DP", "recompute", "tokens", "engines", "share", "training", "sampling",
-        "rollout",
-        "log-probs", "train", "sync", "step s",
+        "rollout", "log-probs", "train", "sync", "step s",
     )  # fmt: skip
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
     own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
@@ -164,27 +159,22 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
-    layout, training, engines, seconds = (
-        candidate.policy.training.layout, candidate.policy.training, candidate.engines, candidate.seconds,
-    )  # fmt: skip
-    megatron = training.megatron
+    training, engines, seconds = candidate.policy.training, candidate.engines, candidate.seconds
+    layout, megatron = training.layout, training.megatron
     selective = megatron.recompute_modules if megatron.recompute == "selective" else ()
     mode = " ".join((megatron.recompute, *selective))
     peaks = {moment.doing: f"{moment.total / _GIB:.1f}" for moment in candidate.moments}
-    times = (
-        ("does not fit", "", "", "", "") if seconds is None else tuple(
-            f"{value:.0f}" for value in (
-                seconds.rollout, seconds.logprobs, seconds.train, seconds.sync + seconds.moves, seconds.step,
-            )
-        )
+    times = ["does not fit", "", "", "", ""]
+    if seconds is not None:
+        s = seconds
+        times = [f"{value:.0f}" for value in (s.rollout, s.logprobs, s.train, s.sync + s.moves, s.step)]
+    degrees = (
+        layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.virtual_pipeline_size,
+        layout.context_parallel_size, layout.data_parallel_size,
     )  # fmt: skip
-    tokens = "-" if training.budget is None else str(training.budget)
-    return (
-        str(layout.tensor_parallel_size), str(layout.pipeline_parallel_size), str(layout.virtual_pipeline_size),
-        str(layout.context_parallel_size), str(layout.data_parallel_size), mode, tokens,
-        f"{engines.count} x {engines.tensor_parallel_size}", f"{candidate.share:g}", peaks["training"],
-        peaks["sampling"], *times,
-    )  # fmt: skip
+    tokens, own = "-" if training.budget is None else str(training.budget), f"{candidate.share:g}"
+    of_engines = f"{engines.count} x {engines.tensor_parallel_size}"
+    return (*map(str, degrees), mode, tokens, of_engines, own, peaks["training"], peaks["sampling"], *times)
 
 
 def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
@@ -243,8 +233,7 @@ def _degrees(candidate: Candidate) -> str:
     return (
         f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
         f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
-        f"{candidate.engines.tensor_parallel_size}, "
-        f"vllm.gpu_memory_utilization {candidate.share:g}"
+        f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}"
     )
 
 

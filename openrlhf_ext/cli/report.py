@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.cli.command import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.outputs import in_one_piece
-from openrlhf_ext.tools.report.page import write_page
-from openrlhf_ext.tools.report.read import read_runs
+from openrlhf_ext.tools.report.page import read_runs, write_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
     try:
         runs = read_runs(folders)
-        _replace(output, write_page(runs, arguments.smooth))
+        page = write_page(runs, arguments.smooth)
+        with in_one_piece(output) as partial:  # a browser may have the old one open
+            partial.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -43,19 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
-    add(
-        "--smooth",
-        type=positive,
-        metavar="N",
-        help="steps of the moving mean (default: a twentieth of the run); 1 = none",
-    )
+    about = "steps of the moving mean (default: a twentieth of the run); 1 = none"
+    add("--smooth", type=positive, metavar="N", help=about)
     return parser
-
-
-def _replace(output: Path, text: str) -> None:
-    """Writes the page at once: a browser may have the old one open."""
-    with in_one_piece(output) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

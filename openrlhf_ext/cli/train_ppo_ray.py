@@ -20,12 +20,8 @@ from openrlhf_ext.reporting import TerminalHandler
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Checks the configuration, then runs it.
-
-    Returns:
-        0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM; 128 + n if signal
-        n killed the driver, 137 also if it had to be ended.
-    """
+    """0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM; 128 + n if signal n
+    killed the driver, 137 also if it had to be ended."""
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
@@ -69,11 +65,8 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
 def dry_run(config: RunConfig, trials: Sequence[user_trial.Tried] = ()) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
 
-    Args:
-        trials: what came out of the user's own files.
-
-    Returns:
-        0; 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this machine.
+    Returns 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this machine. ``trials``:
+    what came out of the user's own files.
     """
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
@@ -81,7 +74,7 @@ def dry_run(config: RunConfig, trials: Sequence[user_trial.Tried] = ()) -> int:
     apply()
     with without_collection():
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
-        from openrlhf_ext.tools.plan.verdict import verdict
+        from openrlhf_ext.tools.plan.search import verdict
 
     try:
         proofs = [*layout_proofs(config)]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from openrlhf_ext.config.load import build_config, load_config
 from openrlhf_ext.config.rules import Findings
-from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import format_config, placement_table
-from openrlhf_ext.config.table import option_table
 from openrlhf_ext.options import ConfigError, Violation, value_of
 
 __all__ = [

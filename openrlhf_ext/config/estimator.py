@@ -26,22 +26,20 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class FlagOption:
-    """An option of the estimator that was set by one of OpenRLHF's flags."""
-
     key: str
     value: Any
     flag: str
 
 
 def flag_options(config: RunConfig) -> Iterator[FlagOption]:
-    """The estimator's options that were set by OpenRLHF's flags."""
+    """The options of the estimator that OpenRLHF's flags set."""
     actor, advantage = config.actor, config.algo.advantage
-    if actor.eps_clip_low_high is not None:
-        yield FlagOption("clip_low", actor.eps_clip_low_high[0], "actor.eps_clip_low_high")
-        yield FlagOption("clip_high", actor.eps_clip_low_high[1], "actor.eps_clip_low_high")
-    elif is_set(config, "actor.eps_clip"):
-        yield FlagOption("clip_low", actor.eps_clip, "actor.eps_clip")
-        yield FlagOption("clip_high", actor.eps_clip, "actor.eps_clip")
+    pair, flag = actor.eps_clip_low_high, "actor.eps_clip_low_high"
+    if pair is None and is_set(config, "actor.eps_clip"):
+        pair, flag = (actor.eps_clip, actor.eps_clip), "actor.eps_clip"
+    if pair is not None:
+        yield FlagOption("clip_low", pair[0], flag)
+        yield FlagOption("clip_high", pair[1], flag)
     if actor.dual_clip is not None:
         yield FlagOption("dual_clip", actor.dual_clip, "actor.dual_clip")
     if is_set(config, "actor.loss_agg_mode"):
@@ -66,11 +64,8 @@ def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
 
 
 def algorithm_name(config: RunConfig) -> str:
-    """The name under which the estimator is registered; for ``custom`` after running the file that registers it.
-
-    Raises:
-        ValueError: the file of ``algo.module_path`` cannot be run, or does not register one algorithm.
-    """
+    """The name under which the estimator is registered; for ``custom`` after running the file that registers it, which
+    raises ValueError where it cannot be run, or does not register one algorithm."""
     if config.algo.advantage.estimator != CUSTOM:
         return config.algo.advantage.estimator
     from openrlhf_ext.algorithms.registry import algorithm_of_file  # late: algorithms import torch

@@ -10,15 +10,17 @@ from pathlib import Path
 
 from openrlhf_ext.config.files import (
     DATA_SUFFIXES,
+    Scan,
+    Wanted,
     dataset_refs,
     is_http_url,
     is_hub_name,
     is_url,
     parameter_count,
     require_definition,
+    scan_records,
     tokenizer_fault,
 )
-from openrlhf_ext.config.records import Scan, Wanted, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError, similar_path
 from openrlhf_ext.options import Violation, leaf_fields, value_of
@@ -102,24 +104,19 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
 def _dataset_violations(option: str, value: str, data: Data, counts: list[int | None]) -> Iterator[Violation]:
     """Each dataset exists, and all of its records have the keys and the prompt form that will be read.
 
-    Args:
-        counts: gets the number of records of each dataset, None where it is not known.
+    ``counts`` gets the number of records of each dataset, None where it is not known.
     """
     for dataset in dataset_refs(value):
         counts.append(None)
         if is_hub_name(dataset.path):
             continue
         if not Path(dataset.path).exists():
-            yield Violation(
-                (option,),
-                f"{option}: {dataset.path} does not exist (a hub name has the form org/name)"
-                f"{similar_path(dataset.path)}",
-            )
+            near = similar_path(dataset.path)
+            said = f"{option}: {dataset.path} does not exist (a hub name has the form org/name){near}"
+            yield Violation((option,), said)
         elif Path(dataset.path).is_file() and dataset.suffix not in (*DATA_SUFFIXES, ".py"):
-            yield Violation(
-                (option,),
-                f"{option} must be one of {', '.join(DATA_SUFFIXES)}, a folder or a hub name: got {dataset.path}",
-            )
+            forms = f"one of {', '.join(DATA_SUFFIXES)}, a folder or a hub name"
+            yield Violation((option,), f"{option} must be {forms}: got {dataset.path}")
         else:
             try:
                 scan = scan_records(dataset.path, Wanted(data.input_key, data.label_key, data.apply_chat_template))
@@ -245,11 +242,8 @@ class Output:
 
 
 def _output_violations(config: RunConfig) -> Iterator[Violation]:
-    outputs = [
-        Output(option, path, is_folder)
-        for option, is_folder in _OUTPUTS.items()
-        if (path := value_of(config, option)) is not None
-    ]
+    paths = [(option, value_of(config, option), is_folder) for option, is_folder in _OUTPUTS.items()]
+    outputs = [Output(option, path, is_folder) for option, path, is_folder in paths if path is not None]
     for output in outputs:
         yield from _writable_violations(output)
     if config.has_critic and config.critic.save_value_network:
@@ -374,30 +368,31 @@ def _space_violations(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def final_bytes(config: RunConfig) -> int | None:
-    """Bytes of the final Hugging Face checkpoints, about; None where the model's files are not here to be counted."""
-    count = parameter_count(config.actor.model_name_or_path)
-    if count is None:
+def _parameters(config: RunConfig) -> tuple[int, int] | None:
+    """Of policy and critic (0 without one); None where the policy's files are not here to be counted."""
+    policy = config.actor.model_name_or_path
+    if (count := parameter_count(policy)) is None:
         return None
-    if config.has_critic and config.critic.save_value_network:
-        count += parameter_count(config.critic.model_name_or_path or config.actor.model_name_or_path) or count
+    return count, (parameter_count(config.critic.model_name_or_path or policy) or count) if config.has_critic else 0
+
+
+def final_bytes(config: RunConfig) -> int | None:
+    """Bytes of the final Hugging Face checkpoints, about; None where they cannot be told."""
+    if (found := _parameters(config)) is None:
+        return None
+    policy, critic = found
+    count = policy + (critic if config.critic.save_value_network else 0)
     return count * _WEIGHT_BYTES[config.megatron.param_dtype]
 
 
 def checkpoint_bytes(config: RunConfig) -> int | None:
-    """Bytes of one checkpoint, about; None where the model's files are not here to be counted."""
-    count = parameter_count(config.actor.model_name_or_path)
-    if count is None:
+    """Bytes of one checkpoint, about; None where they cannot be told."""
+    if (found := _parameters(config)) is None:
         return None
-    kind = config.megatron.param_dtype
-    forms = (0 if config.ckpt.disable_ds else _RESUMABLE_BYTES[kind]) + (
-        _WEIGHT_BYTES[kind] if config.ckpt.save_hf else 0
-    )
-    critic = 0
-    if config.has_critic and not config.ckpt.disable_ds:
-        critic_count = parameter_count(config.critic.model_name_or_path or config.actor.model_name_or_path)
-        critic = (critic_count or count) * _RESUMABLE_BYTES[kind]
-    return count * forms + critic
+    policy, critic = found
+    resumable, weights = (table[config.megatron.param_dtype] for table in (_RESUMABLE_BYTES, _WEIGHT_BYTES))
+    kept = 0 if config.ckpt.disable_ds else (policy + critic) * resumable
+    return kept + (policy * weights if config.ckpt.save_hf else 0)
 
 
 def _existing(folder: Path) -> Path:

@@ -1,22 +1,285 @@
-"""From files and command-line words to a checked, frozen configuration."""
+"""From files and command-line words to a checked, frozen configuration, each value with its place of origin."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+from yaml.composer import ComposerError
+
 from openrlhf_ext.config.files import is_url, resolve_path
 from openrlhf_ext.config.rules import Findings, check_config, check_settings
-from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.run_config import (
+    RunConfig,
+    UsageError,
+    find_option,
+    from_words,
+    is_section,
+    nearest_option,
+    option_table,
+)
 from openrlhf_ext.config.show import format_help
-from openrlhf_ext.config.sources import Setting, flattened, read_command_line, read_yaml, unknown_option
-from openrlhf_ext.config.table import find_option, option_table
+from openrlhf_ext.config.upstream import present_name
+from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
 from openrlhf_ext.options.sections.algo import UPSTREAM_ESTIMATORS
+
+# ---- YAML files and the command line --------------------------------------------------------------------------------
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``origin`` is ``file:line`` or ``command line``."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+@dataclass
+class CommandLine:
+    """What stood on it; ``help_filter``: the section (or part of a name) to show, "" = all, None = no help."""
+
+    config_files: list[str] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    help_filter: str | None = None
+    violations: list[Violation] = field(default_factory=list)
+
+
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_SCALARS = (  # tag, form, first characters
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]{1,40}", [*"-+0123456789"]),
+    ("float", _FLOAT, [*"-+.0123456789"]),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+)
+_TAG = "tag:yaml.org,2002:"
+_FORMS = {f"{_TAG}str": re.compile(r"[^\ud800-\udfff]*")}  # half of a UTF-16 pair is no character
+_FORMS |= {f"{_TAG}{tag}": re.compile(form) for tag, form, _ in _SCALARS}
+_FORMS |= {f"{_TAG}merge": re.compile("<<")}  # no scalar of ours; studies' loader knows it
+_FILE_BYTES = 1 << 20
+_LEVELS, _NODES = 20, 20_000  # the longest configuration of this repository has 5 and some 200
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """YAML with the scalars of YAML 1.2's core schema, of bounded size.
+
+    PyYAML follows YAML 1.1, in which ``off``, ``on`` and ``no`` are booleans and ``1e-6`` is text: an
+    ``is_correction_level: off`` or an ``lr: 1e-6`` would not mean what it says. An alias counts as what it stands for.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._level = self._nodes = 0
+        self._size_of: dict[int, int] = {}  # of a node that is complete, with all below it
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Raises ComposerError: too many nodes, too deep, that refer to themselves, or are none of the core schema."""
+        mark, before = self.peek_event().start_mark, self._nodes
+        self._level, self._nodes = self._level + 1, self._nodes + 1
+        if self._level > _LEVELS:
+            raise ComposerError(None, None, f"nested deeper than {_LEVELS} levels", mark)
+        if self.check_event(yaml.AliasEvent) and id(self.anchors.get(self.peek_event().anchor)) not in self._size_of:
+            said = f"the alias *{self.peek_event().anchor} has no anchor that ends before"
+            raise ComposerError(None, None, said, mark)
+        node = super().compose_node(parent, index)
+        self._nodes += self._size_of.get(id(node), 0)  # of an alias
+        self._size_of.setdefault(id(node), self._nodes - before)
+        if self._nodes > _NODES:
+            raise ComposerError(None, None, f"more than {_NODES} values, aliases included", mark)
+        if isinstance(parent, yaml.MappingNode) and index is None and not isinstance(node, yaml.ScalarNode):
+            raise ComposerError(None, None, "a name must be a text", mark)
+        if (fault := _node_fault(node)) is not None:
+            raise ComposerError(None, None, fault, mark)
+        self._level -= 1
+        return node
+
+
+def _node_fault(node: yaml.Node | None) -> str | None:
+    """Why a node is none of the core schema; explicit tags (``!!int abc``) need not fit what they stand before."""
+    if isinstance(node, yaml.ScalarNode):
+        form = _FORMS.get(node.tag)
+        is_good = form is not None and form.fullmatch(node.value) is not None
+        return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
+    kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
+    is_good = node is None or node.tag == _TAG + kind
+    return None if is_good else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+
+
+ConfigLoader.yaml_implicit_resolvers = {}
+for _name, _form, _first in _SCALARS:
+    ConfigLoader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_form})$"), _first)
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+ConfigLoader.add_constructor(f"{_TAG}int", _integer)
+
+
+def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
+    """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no YAML, a key twice).
+
+    Nested and dotted keys may be mixed.
+    """
+    try:
+        loader = ConfigLoader(read_text(os.path.expanduser(path), _FILE_BYTES))
+        root = loader.get_single_node()
+    except InputError as error:
+        return [], [Violation((), f"--config must name a readable file: {error}")]
+    except yaml.YAMLError as error:
+        return [], [Violation((), f"--config {_yaml_fault(path, error)}")]
+    if root is None:
+        return [], []
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
+        return [], [Violation((), f"--config {path} must hold a mapping of options (name: value), got {kind}")]
+    reader = _YamlReader(path, loader)
+    return list(reader.settings(root, "")), reader.violations
+
+
+def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
+    """``file:line is not valid YAML: what`` with the usual cause."""
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
+        return f"{path} is not valid YAML: {' '.join(str(error).split())}"
+    return (
+        f"{path}:{mark.line + 1} is not valid YAML: {error.problem} (column {mark.column + 1}); indent with spaces, "
+        "the options of one group equally deep"
+    )
+
+
+class _YamlReader:
+    """Walks the nodes of one file, so that every value keeps its line."""
+
+    def __init__(self, path: str, loader: ConfigLoader) -> None:
+        self.path, self.loader = path, loader
+        self.violations: list[Violation] = []
+        self._lines: dict[str, int] = {}
+
+    def settings(self, node: yaml.Node, name: str) -> Iterator[Setting]:
+        option = option_table().get(name)
+        is_leaf = option is not None and option.arity != "open"
+        is_null = isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
+        if isinstance(node, yaml.MappingNode) and not is_leaf:
+            for key, value in node.value:
+                yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
+        elif not (is_null and is_section(name)):  # a section with all its lines commented out
+            yield self._setting(node, name)
+
+    def _setting(self, node: yaml.Node, name: str) -> Setting:
+        line = node.start_mark.line + 1
+        if name in self._lines:
+            said = f"{name} stands twice in {self.path}: lines {self._lines[name]} and {line}; keep one"
+            self.violations.append(Violation((name,), said))
+        self._lines[name] = line
+        return Setting(name, self.loader.construct_object(node, deep=True), f"{self.path}:{line}")
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Splits ``argv`` (without the program's name) into files, overrides and a request for help."""
+    line = CommandLine()
+    for word, values in _words_by_option(argv, line.violations):
+        if word in ("--help", "-h"):
+            line.help_filter = " ".join(values)
+        elif word == "--config":
+            _add_config_file(line, values)
+        else:
+            _add_setting(line, word.removeprefix("--"), values)
+    return line
+
+
+def _words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterator[tuple[str, list[str]]]:
+    """``--name`` with the words that follow it; ``--name=value`` counts as two words."""
+    groups: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            name, separator, value = word.partition("=")
+            groups.append((name, [value] if separator else []))
+        elif groups:
+            groups[-1][1].append(word)
+        else:
+            violations.append(Violation((), f"options start with --: got {word!r} at the start of the command line"))
+    yield from groups
+
+
+def _add_config_file(line: CommandLine, values: list[str]) -> None:
+    named = [word for word in values if find_option(word) is not None and not os.path.exists(word)]
+    if named:  # what follows it are its values
+        said = f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
+        line.violations.append(Violation((), said))
+        values = values[: values.index(named[0])]
+    if values:
+        line.config_files.extend(values)
+    elif not named:
+        line.violations.append(Violation((), "--config takes the path of a YAML file, got none"))
+
+
+def _add_setting(line: CommandLine, name: str, words: list[str]) -> None:
+    option = find_option(name)
+    if option is None:
+        line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
+        return
+    try:
+        value = _free_value(words) if option.arity == "open" else from_words(option, words)
+    except UsageError as error:
+        line.violations.append(Violation((name,), f"{error} ({COMMAND_LINE})"))
+        return
+    except yaml.YAMLError as error:
+        message = f"--{name}: {' '.join(words)} is not valid YAML ({' '.join(str(error).split())})"
+        line.violations.append(Violation((name,), message))
+        return
+    line.settings.extend(flattened(name, value, COMMAND_LINE))
+
+
+def _free_value(words: list[str]) -> Any:
+    """A value whose type only the estimator knows: YAML, ``true`` for a bare flag, a list for several words."""
+    values = [yaml.load(word, Loader=ConfigLoader) for word in words]  # noqa: S506 (a SafeLoader)
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
+
+
+def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
+    """The settings inside a map of options; the value itself when it is no map."""
+    if not isinstance(value, dict):
+        yield Setting(name, value, origin)
+        return
+    for key, inner in value.items():
+        yield from flattened(f"{name}.{key}", inner, origin)
+
+
+def unknown_option(setting: Setting) -> Violation:
+    """The message for a name that is no option; says what it is called now, or names the nearest one."""
+    if is_section(setting.name):
+        message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
+        return Violation((setting.name,), message)
+    if (renamed := present_name(setting.name)) is not None:
+        return _renamed_option(setting, renamed)
+    nearest = nearest_option(setting.name)
+    hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
+    options = (setting.name,) if nearest is None else (setting.name, nearest)
+    return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
+
+
+def _renamed_option(setting: Setting, renamed: str) -> Violation:
+    option = option_table()[renamed.split()[0]]
+    end = f"; write --{renamed}"
+    if (refused := option.unsupported) is not None:
+        end = f" for {renamed}, which is refused here: {refused.why}; {refused.instead}"
+    message = f"{setting.name} ({setting.origin}) is the name of an earlier OpenRLHF{end}"
+    return Violation((setting.name, option.name), message)
+
+
+# ---- the configuration ----------------------------------------------------------------------------------------------
 
 Rules = Callable[[RunConfig], Findings]
 
@@ -44,12 +307,8 @@ def load_config(
         defaults: values of options that neither a file nor a word gives.
         chosen: options that the caller gives other values, so that no rule about them is asked.
 
-    Returns:
-        The configuration, with ``warnings`` for settings that are allowed but deserve a look.
-
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
-        SystemExit: after ``--help``.
     """
     line = read_command_line(argv)
     if line.help_filter is not None:
@@ -69,18 +328,14 @@ def load_config(
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
-    """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``.
-
-    Raises:
-        ConfigError: as :func:`load_config`.
-    """
+    """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
     settings = [setting for name, value in values.items() for setting in flattened(name, value, origin)]
     return _build(settings, [], [check_config if files else check_settings])
 
 
 @dataclass
 class _Draft:
-    """Settings that survived so far, and what was wrong with the others."""
+    """Settings that are good so far, and what was wrong with the others."""
 
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)

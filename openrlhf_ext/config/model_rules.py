@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from openrlhf_ext.config import precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
 from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import Violation
-from openrlhf_ext.options.sections import FP8, Megatron
+from openrlhf_ext.options.sections import Megatron
 
-_FP8_UNIT, _FP8_BLOCK = 16, 128
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
 
 
@@ -49,8 +49,8 @@ def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Itera
     yield from divisible(option, model, "megatron", config.megatron)
     yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
     yield from _positions(option, model, config.data.max_len)
-    yield from _fp8_layers(option, model, config.fp8, config.megatron)
-    yield from _fp8_widths(option, model, config.fp8, config.megatron)
+    yield from precision.layers(option, model, config)
+    yield from precision.widths(option, model, config)
 
 
 def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
@@ -112,9 +112,7 @@ def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> 
             f"{pp} * {vp} must divide the model's layers: got {stages} * {chunks}, the model of {option} has "
             f"{model.num_layers}; use a {vp} of {_divisors(model.num_layers // stages)}",
         )
-    elif (
-        layout.recompute == "full" and layout.recompute_method == "uniform" and per_chunk % layout.recompute_num_layers
-    ):
+    elif (layout.recompute, layout.recompute_method) == ("full", "uniform") and per_chunk % layout.recompute_num_layers:
         name = "megatron.recompute_num_layers"
         yield Violation(
             (option, name),
@@ -152,73 +150,7 @@ def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violati
         )
 
 
-def _fp8_layers(option: str, model: ModelShape, fp8: FP8, megatron: Megatron) -> Iterator[Violation]:
-    """FP8 is left with layers, and Megatron takes the others."""
-    if not (fp8.enable or fp8.rollout_enable):
-        return
-    start, end = "fp8.layers_in_bf16_start", "fp8.layers_in_bf16_end"
-    left_out = fp8.bf16_layers.start + fp8.bf16_layers.end
-    if left_out >= model.num_layers:
-        yield Violation(
-            (option, start, end),
-            f"{start} + {end} must be below the model's layers, or none is left for FP8: got {fp8.bf16_layers.start} + "
-            f"{fp8.bf16_layers.end}, the model of {option} has {model.num_layers}; lower them, or switch FP8 off",
-        )
-        return
-    if not fp8.enable or model.num_layers % megatron.pipeline_parallel_size:
-        return
-    # megatron-core 0.16.1 transformer_config.py:999, whatever the virtual stages; emulated for the same runs as TE's
-    most = model.num_layers // megatron.pipeline_parallel_size
-    for name, layers in ((start, fp8.bf16_layers.start), (end, fp8.bf16_layers.end)):
-        if layers > most:
-            yield Violation(
-                (option, name, "megatron.pipeline_parallel_size"),
-                f"{name} must not exceed the layers of a pipeline stage, which is Megatron's limit: got {layers}, a "
-                f"stage of the model of {option} has {most} ({model.num_layers} layers in "
-                f"{megatron.pipeline_parallel_size} stages); use {most} or fewer, or fewer stages",
-            )
-
-
-def _fp8_widths(option: str, model: ModelShape, fp8: FP8, megatron: Megatron) -> Iterator[Violation]:
-    """TransformerEngine's products take the shards of the weights; the emulation cuts any width.
-
-    Its FP8 products want multiples of 16, and blocks of activations that sequence parallelism gathers are whole:
-    ``Float8BlockQuantizer.is_quantizable`` (float8_blockwise_tensor.py of TransformerEngine 2.11).
-    """
-    if not fp8.enable or fp8.emulate:
-        return
-    tp, blocks = megatron.tensor_parallel_size, fp8.recipe == "blockwise" and megatron.sequence_parallel_enable
-    unit = _FP8_BLOCK if blocks else _FP8_UNIT
-    broken = {what: size for what, size in _shard_widths(model, tp).items() if size % unit}
-    if not broken:
-        return
-    names = ["fp8.enable", option, "megatron.tensor_parallel_size"]
-    remedies = ["lower megatron.tensor_parallel_size"] if tp > 1 else []
-    if blocks:
-        names += ["fp8.recipe", "megatron.sequence_parallel_enable"]
-        remedies += ["leave megatron.sequence_parallel_enable out", "use fp8.recipe current"]
-    remedy = ", ".join([*remedies, "add fp8.emulate or switch FP8 off"])
-    sizes = ", ".join(f"{what} {size:g}" for what, size in broken.items())
-    reason = " (fp8.recipe blockwise with megatron.sequence_parallel_enable)" if blocks else ""
-    yield Violation(
-        tuple(names),
-        f"fp8.enable needs shards of weights whose sides are multiples of {unit}{reason}: the model of {option} on "
-        f"megatron.tensor_parallel_size {tp} has {sizes}; {remedy}",
-    )
-
-
-def _shard_widths(model: ModelShape, tp: int) -> dict[str, float]:
-    """Sides of the weights of a layer that one tensor-parallel rank holds; not whole where another rule is broken."""
-    heads = model.num_heads * model.head_dim
-    return {
-        "hidden size": model.hidden_size,
-        "rows of q, k and v": (heads + 2 * model.num_kv_heads * model.head_dim) / tp,
-        "columns of the output projection": heads / tp,
-        "MLP width": model.ffn_hidden_size / tp,
-    }
-
-
-def _divisors(number: int, limit: int = 8) -> str:
+def _divisors(number: int) -> str:
     """The smallest divisors, as a remedy."""
     found = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    return ", ".join(map(str, found[:limit]))
+    return ", ".join(map(str, found[:8]))

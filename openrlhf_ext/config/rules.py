@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
@@ -134,16 +135,6 @@ def recomputation(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             ("actor.gradient_checkpointing_enable", "megatron.recompute"),
             "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them",
-        )
-
-
-def fp8_parameters(config: RunConfig) -> Iterator[Violation]:
-    """Beside FP8 products the rest of a model runs in bf16; fp32 is for emulation, where nothing is to be saved."""
-    if config.fp8.enable and not config.fp8.emulate and config.megatron.param_dtype == "fp32":
-        yield Violation(
-            ("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
-            "fp8.enable needs megatron.param_dtype bf16, in which everything beside the FP8 products is computed: got "
-            "fp32; use bf16, or add fp8.emulate",
         )
 
 
@@ -438,9 +429,9 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
-    policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, fp8_parameters, colocation,
-    transport, reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming, reserved_keys,
-    adaptive_kl, two_names,
+    policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
+    colocation, transport, reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming,
+    reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 
@@ -496,16 +487,6 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
         )
 
 
-def fp8_determinism(config: RunConfig) -> Iterator[str]:
-    """FP8 makes flipped codes of the last bits of a product, which on CPU depend on what else is in an engine's batch;
-    on GPUs the run asks for vLLM's batch-invariant kernels."""
-    if config.train.full_determinism_enable and config.fp8.rollout_enable and config.vllm.max_num_seqs != 1:
-        yield (
-            "train.full_determinism_enable with fp8.rollout_enable: where engines run on CPU, two runs differ unless "
-            "vllm.max_num_seqs is 1 (docs/fp8.md)"
-        )
-
-
 def restarts(config: RunConfig) -> Iterator[str]:
     """Restarts have checkpoints to begin from."""
     ckpt, restarts = config.ckpt, config.train.max_restarts
@@ -540,7 +521,7 @@ def unused_graders(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, fp8_determinism, restarts, unused_modes, unused_models, unused_graders,
+    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_models, unused_graders,
 )  # fmt: skip
 
 

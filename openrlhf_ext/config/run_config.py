@@ -1,34 +1,18 @@
-"""The whole configuration of a run: one frozen model whose paths are the option names, with its defaults resolved."""
+"""The whole configuration of a run: one frozen model whose paths are the option names, and the table of all options."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import Int, Section, added, is_set, no_meaning, not_yet
-from openrlhf_ext.options.sections import (
-    FP8,
-    Actor,
-    Algo,
-    Ckpt,
-    Critic,
-    Data,
-    DeepSpeed,
-    Eval,
-    Guide,
-    Logger,
-    Megatron,
-    Profile,
-    Ref,
-    Reward,
-    Rollout,
-    Train,
-    Vllm,
-    WeightSync,
-)
+from openrlhf_ext.options import Int, Option, Section, added, describe, is_set, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.algo import GUIDED
+from openrlhf_ext.options.sections.models import FP8
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
@@ -43,24 +27,24 @@ class RunConfig(Section):
     checked where the device is known: by the rollout engines and the policy actors at their start.
     """
 
-    actor: Actor = Actor()
-    megatron: Megatron = Megatron()
+    actor: sections.Actor = sections.Actor()
+    megatron: sections.Megatron = sections.Megatron()
     fp8: FP8 = FP8()
-    vllm: Vllm = Vllm()
-    weight_sync: WeightSync = WeightSync()
-    rollout: Rollout = Rollout()
-    reward: Reward = Reward()
-    algo: Algo = Algo()
-    train: Train = Train()
-    data: Data = Data()
-    eval: Eval = Eval()
-    ckpt: Ckpt = Ckpt()
-    logger: Logger = Logger()
-    profile: Profile = Profile()
-    ref: Ref = Ref()
-    guide: Guide = Guide()
-    critic: Critic = Critic()
-    ds: DeepSpeed = DeepSpeed()
+    vllm: sections.Vllm = sections.Vllm()
+    weight_sync: sections.WeightSync = sections.WeightSync()
+    rollout: sections.Rollout = sections.Rollout()
+    reward: sections.Reward = sections.Reward()
+    algo: sections.Algo = sections.Algo()
+    train: sections.Train = sections.Train()
+    data: sections.Data = sections.Data()
+    eval: sections.Eval = sections.Eval()
+    ckpt: sections.Ckpt = sections.Ckpt()
+    logger: sections.Logger = sections.Logger()
+    profile: sections.Profile = sections.Profile()
+    ref: sections.Ref = sections.Ref()
+    guide: sections.Guide = sections.Guide()
+    critic: sections.Critic = sections.Critic()
+    ds: sections.DeepSpeed = sections.DeepSpeed()
     local_rank: Int = no_meaning(
         -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
     )
@@ -88,12 +72,10 @@ class RunConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the policy."""
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
     def layout(self) -> ParallelLayout:
-        """How the policy is laid out over its ranks."""
         return self.layout_on(self.world_size)
 
     def layout_on(self, ranks: int) -> ParallelLayout:
@@ -107,16 +89,14 @@ class RunConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the estimator needs values."""
         return self.algo.advantage.estimator == "gae"
 
     @property
     def critic_layout(self) -> ParallelLayout:
-        """How the critic is laid out over its ranks."""
         return ParallelLayout.of(self.critic_megatron, self.critic_ranks)
 
     @property
-    def critic_megatron(self) -> Megatron:
+    def critic_megatron(self) -> sections.Megatron:
         """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
         own = {name: value for name, value in self.critic.megatron if value is not None}
         layout = self.megatron.model_copy(update=own)
@@ -126,12 +106,12 @@ class RunConfig(Section):
 
     @property
     def critic_ranks(self) -> int:
-        """Ranks of the critic; 0 without one."""
+        """0 without a critic."""
         return self.critic.num_nodes * self.critic.num_gpus_per_node if self.has_critic else 0
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL penalty needs a reference policy."""
+        """For a KL penalty."""
         return self.algo.kl.init_coef > 0 or bool(self.own_options.get("kl_coef"))
 
     @property
@@ -178,19 +158,16 @@ class RunConfig(Section):
 
     @property
     def samples_per_rollout(self) -> int:
-        """Responses in one batch of rollouts."""
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
     @property
     def gpu_memory_utilization(self) -> float:
-        """``vllm.gpu_memory_utilization`` with its default resolved."""
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
         return 0.8 if self.train.colocate_all else 0.95
 
     @property
     def rollout_dtype(self) -> Literal["bf16", "fp32"]:
-        """Data type of the engines, with ``vllm.dtype auto`` resolved."""
         return self.megatron.param_dtype if self.vllm.dtype == "auto" else self.vllm.dtype
 
     @property
@@ -221,7 +198,6 @@ class RunConfig(Section):
 
     @property
     def max_staleness(self) -> int:
-        """``train.max_staleness`` with its default resolved."""
         if self.train.max_staleness is not None:
             return self.train.max_staleness
         return self.train.async_queue_size if self.train.async_enable else 0
@@ -238,9 +214,7 @@ class RunConfig(Section):
 
     @property
     def correction_level(self) -> str:
-        """``algo.advantage.is_correction_level`` with its default resolved: off-policy are tokens that lag, and those
-        that FP8 engines sampled.
-        """
+        """With its default resolved: off-policy are tokens that lag, and those that FP8 engines sampled."""
         off_policy = self.max_staleness > 0 or self.fp8.rollout_enable
         if off_policy and not is_set(self, "algo.advantage.is_correction_level"):
             return "token"
@@ -248,7 +222,7 @@ class RunConfig(Section):
 
     @property
     def correction_mode(self) -> str:
-        """``algo.advantage.is_correction_mode`` with its default resolved: truncation beside FP8 engines."""
+        """With its default resolved: truncation beside FP8 engines."""
         can_clip = self.correction_level == "token" and self.algo.advantage.is_correction_gating == "ratio"
         if self.fp8.rollout_enable and can_clip and not is_set(self, "algo.advantage.is_correction_mode"):
             return "clip"
@@ -256,9 +230,82 @@ class RunConfig(Section):
 
     @property
     def correction_threshold(self) -> list[float]:
-        """[low, high] of the importance correction, with its default resolved; a single value is an upper bound."""
+        """[low, high], with its default resolved; a single value is an upper bound."""
         threshold = self.algo.advantage.is_correction_threshold
         clips = self.fp8.rollout_enable and self.correction_mode == "clip"
         if clips and not is_set(self, "algo.advantage.is_correction_threshold"):
             threshold = _FP8_THRESHOLD
         return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
+
+
+# ---- the table of options: finding one, and what command-line words mean --------------------------------------------
+
+# what other programs call an option, by the last part of its name
+_OTHER_NAMES = {"learning_rate": "lr", "pretrain": "model_name_or_path", "model": "model_name_or_path"}
+
+
+class UsageError(ValueError):
+    """Words on the command line that cannot belong to the option they follow."""
+
+
+def from_words(option: Option, words: Sequence[str]) -> Any:
+    """The raw value given by the words after ``--name``; raises UsageError unless their number fits."""
+    if option.arity == "flag" and not words:
+        return True
+    if option.nullable and list(words) == ["null"]:
+        return None
+    expected = {"pair": 2, "many": max(1, len(words))}.get(option.arity, 1)
+    if len(words) != expected:
+        raise UsageError(
+            f"--{option.name} takes {expected} value{'s' if expected > 1 else ''} ({option.expects}), "
+            f"got {len(words)}: {' '.join(words) or 'none'}"
+        )
+    return list(words) if option.arity in ("pair", "many") else words[0]
+
+
+@lru_cache(maxsize=1)
+def option_table() -> dict[str, Option]:
+    """Every option by name, in the order of the schema."""
+    return describe(RunConfig)
+
+
+def find_option(name: str) -> Option | None:
+    """The option of this name, or the open map a longer name falls into."""
+    table = option_table()
+    if name in table:
+        return table[name]
+    parent = ".".join(name.split(".")[:2])
+    option = table.get(parent)
+    return option if option is not None and option.arity == "open" and name != parent else None
+
+
+def is_section(name: str) -> bool:
+    """Whether options lie below this name."""
+    option = option_table().get(name)
+    return (option is not None and option.arity == "open") or any(
+        other.startswith(f"{name}.") for other in option_table()
+    )
+
+
+def nearest_option(name: str) -> str | None:
+    """The supported option that looks most like an unknown name, or None when none does."""
+    supported = [other for other, option in option_table().items() if option.unsupported is None]
+    plain = [other for other in supported if option_table()[other].arity != "open"]
+    section, leaf = name.split(".")[0], name.split(".")[-1]
+    by_leaf = [other for other in plain if other.split(".")[-1] == _OTHER_NAMES.get(leaf, leaf)]
+    meant = [other for other in by_leaf if other.startswith(f"{section}.")]
+    by_leaf = meant or [other for other in by_leaf if not other.startswith("critic.")] or by_leaf
+    if len(by_leaf) == 1:
+        return by_leaf[0]
+    head, key = ".".join(name.split(".")[:2]), name.split(".")[2:]
+    opened = [other for other in supported if other not in plain]
+    if key and (maps := difflib.get_close_matches(head, opened, n=1, cutoff=0.8)):
+        return ".".join([maps[0], *key])
+    spelled = {_spelling(other): other for other in plain}
+    found = difflib.get_close_matches(_spelling(name), spelled, n=1, cutoff=0.6)
+    return spelled[found[0]] if found else None
+
+
+def _spelling(name: str) -> str:
+    """OpenRLHF wrote ``--train_batch_size`` before 0.11; dots, dashes and underscores are one letter here."""
+    return name.replace(".", "_").replace("-", "_").lower()

@@ -1,22 +1,23 @@
-"""What users are shown: `--help`, the tables of docs/configuration.md, configuration and placement in a dry run."""
+"""What users are shown: `--help`, the tables of docs/configuration.md, the JSON schema, and what a dry run prints."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import FLAG_KEYS, algorithm_options
 from openrlhf_ext.config.files import model_folder
-from openrlhf_ext.config.openrlhf import DIFFERENCES
-from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.table import option_table
-from openrlhf_ext.fp8.recipe import BF16Layers
-from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
+from openrlhf_ext.config.run_config import RunConfig, option_table
+from openrlhf_ext.config.upstream import DIFFERENCES
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -52,19 +53,14 @@ are listed at the end.
 def format_help(pattern: str = "", own_file: str | None = None) -> str:
     """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help.
 
-    Args:
-        own_file: ``algo.module_path``, for the options of the estimator custom.
-
-    Raises:
-        ConfigError: nothing matches.
+    ``own_file``: ``algo.module_path``, for the options of the estimator custom. Raises ConfigError: nothing matches.
     """
     chosen = _matching(pattern)
     if not chosen:
         near = nearest(pattern, [*_groups(), *option_table()])
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(_groups())}")])
-    supported = [option for option in chosen if option.unsupported is None]
-    refused = [option for option in chosen if option.unsupported is not None]
+    supported, refused = _supported_and_refused(chosen)
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
         supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
     blocks = [_USAGE]
@@ -77,14 +73,13 @@ def format_help(pattern: str = "", own_file: str | None = None) -> str:
 
 def format_markdown() -> str:
     """The section of docs/configuration.md that is generated."""
-    options = list(option_table().values())
-    supported = [option for option in options if option.unsupported is None]
-    refused = [option for option in options if option.unsupported is not None]
+    supported, refused = _supported_and_refused(list(option_table().values()))
     lines: list[str] = []
     for group, members in groupby(supported, key=_group):
         rows = [_markdown_row(option) for option in members]
         lines += [f"### {group}", "", *_markdown_table(("option", "type", "default", "meaning"), rows), ""]
-    lines += ["### Options of the estimators", "", _METHODS, ""]
+    lines += ["### Options of the estimators", ""]
+    lines += ["As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md).", ""]
     lines += [*_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()), ""]
     lines += ["### Options of OpenRLHF that are refused", ""]
     lines += [*_markdown_table(("option", "inert value", "why", "instead"), map(_refused_row, refused)), ""]
@@ -94,7 +89,8 @@ def format_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-_METHODS = "As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md)."
+def _supported_and_refused(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+    return [one for one in options if one.unsupported is None], [one for one in options if one.unsupported is not None]
 
 
 def method_options(estimator: str, own_file: str | None = None) -> Iterator[Option]:
@@ -103,12 +99,10 @@ def method_options(estimator: str, own_file: str | None = None) -> Iterator[Opti
 
     registered = algorithm_of_file(own_file) if own_file and estimator == CUSTOM else estimator
     for name, field in leaf_fields(algorithm_class(registered).Options):
-        inner = nested_model(field)
-        options = {name: describe_field(name, field)} | {
-            f"{name}.{key}": option for key, option in (describe(inner) if inner else {}).items()
-        }
-        for key, option in options.items():
-            yield replace(option, name=f"algo.{estimator}.{key}")
+        options = [describe_field(name, field)]
+        if (inner := nested_model(field)) is not None:
+            options += [replace(option, name=f"{name}.{key}") for key, option in describe(inner).items()]
+        yield from (replace(option, name=f"algo.{estimator}.{option.name}") for option in options)
 
 
 def _method_rows() -> Iterator[Sequence[str]]:
@@ -146,9 +140,9 @@ def _help_entry(option: Option) -> str:
     mark = "+" if option.info.added else " "
     head = f" {mark} --{_shown_name(option)}  <{option.expects}>"
     default = f" [{option.shown_default}]" if option.shown_default else ""
-    return "\n".join(
-        [head, *textwrap.wrap(option.help + default, _WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 7)]
-    )
+    indent = " " * 7
+    meaning = textwrap.wrap(option.help + default, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([head, *meaning])
 
 
 def _refused_entry(option: Option) -> str:
@@ -265,10 +259,7 @@ def _flow(value: Any) -> str:
 
 
 def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return length
+    return len(os.path.commonprefix([list(one), list(other)]))
 
 
 def _policy_lines(config: RunConfig) -> Iterator[str]:
@@ -277,7 +268,7 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
     model = _local_model(config)
     if model is not None:
         yield from _model_lines(model, layout.tensor_parallel_size)
-    yield from _fp8_lines(config, model)
+    yield from precision.lines(config, model)
     rows = [["ranks", "node", "gpus", "tp", "cp", "pp", "dp", "layers"]]
     for ranks in _alike(layout, config.actor.num_gpus_per_node):
         columns = zip(*(_place(layout, rank, config.actor.num_gpus_per_node) for rank in ranks), strict=True)
@@ -324,7 +315,7 @@ def _degrees(layout: ParallelLayout) -> str:
 
 
 def _local_model(config: RunConfig) -> ModelShape | None:
-    """Facts of the model; None when nothing of it is here."""
+    """None when nothing of it is here."""
     try:
         folder = model_folder(config.actor.model_name_or_path or "")
         return None if folder is None else read_model_shape(folder)
@@ -341,35 +332,6 @@ def _model_lines(model: ModelShape, tp: int) -> Iterator[str]:
     )
 
 
-def _fp8_lines(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
-    """What is FP8, in training and rollout, and which layers are not."""
-    fp8 = config.fp8
-    if not (fp8.enable or fp8.rollout_enable):
-        return
-    training = fp8.training_label.removeprefix("FP8 ") or "off"
-    rollout = "blockwise e4m3 fp32" if fp8.rollout_enable else "off"
-    yield f"FP8 of the linear layers: training {training}; rollout {rollout}"
-    yield f"layers that stay in the model's precision: {_bf16_layers(fp8.bf16_layers, model)}"
-    recipe = fp8.training_recipe
-    if model is not None and fp8.rollout_enable and recipe is not None and recipe.blockwise:
-        yield _tiles_line(model, config.layout.tensor_parallel_size, config.vllm.tensor_parallel_size)
-
-
-def _tiles_line(model: ModelShape, trainer_tp: int, engine_tp: int) -> str:
-    """Where two quantizers with the same blocks do not cut the same ones."""
-    layer = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_hidden_size)
-    names = differing_tensors(layer, trainer_tp, engine_tp)
-    if not names:
-        return "tiles of the weights: the same in trainer and engines"
-    return f"tiles of the weights differ between trainer and engines, which then quantize apart: {', '.join(names)}"
-
-
-def _bf16_layers(kept: BF16Layers, model: ModelShape | None) -> str:
-    if model is None:
-        return f"{kept.start} at the start and {kept.end} at the end"
-    return " ".join(map(str, kept.numbers(model.num_layers))) or "none"
-
-
 def _stage_layers(model: ModelShape | None, stage: int, stages: int) -> str:
     if model is None:
         return "?"
@@ -383,7 +345,7 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
     where = "on the GPUs of these policy ranks" if shared else "on GPUs of their own, placed by Ray"
     yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, {where}"
     if shared:
-        for engine in [*range(config.vllm.num_engines)][:_ENGINES_SHOWN]:
+        for engine in range(min(config.vllm.num_engines, _ENGINES_SHOWN)):
             yield f"  engine {engine}: rank{'s' if size > 1 else ''} {_span([engine * size, (engine + 1) * size - 1])}"
         if config.vllm.num_engines > _ENGINES_SHOWN:
             yield f"  ... and so on, up to engine {config.vllm.num_engines - 1}"
@@ -414,7 +376,6 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
-    """The models beside the policy and where they are."""
     if config.has_critic:
         shared = ", on GPUs of the policy" if config.train.colocate_all else ""
         model = config.critic.model_name_or_path or "the model of the policy"
@@ -428,3 +389,62 @@ def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
 def _place_of_frozen(ranks: int) -> str:
     """Where a model is that scores completions and is never trained."""
     return f"{ranks} ranks of its own, laid out as the policy" if ranks else "in the host memory of the policy's ranks"
+
+
+# ---- the JSON schema, by which editors complete and check YAML files: options.schema.json ---------------------------
+
+SCHEMA = Path(__file__).resolve().parents[1] / "options.schema.json"
+_DEFS = "#/$defs/"
+
+
+def format_schema() -> str:
+    """The schema as text. Names with dots in them are patterns, which editors check and do not offer."""
+    from openrlhf_ext.algorithms.registry import algorithm_class  # late: algorithms import torch
+
+    schema = RunConfig.model_json_schema()
+    models = schema["$defs"]
+    for estimator in ESTIMATORS:
+        options = algorithm_class(estimator).Options.model_json_schema()
+        models |= options.pop("$defs", {}) | {f"algo.{estimator}": options}
+        models["Algo"]["properties"][estimator] = {"$ref": f"{_DEFS}algo.{estimator}"}
+    for model in [schema, *models.values()]:
+        model.pop("required", None)  # a file may leave to another one, or to the command line, what a run needs
+        if dotted := dict(_dotted(model, models)):
+            model["patternProperties"] = {f"^{re.escape(name)}$": {"$ref": place} for name, place in dotted.items()}
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Options of openrlhf-ext train"}
+    schema = about | _plain(schema)
+    groups = ",\n".join(f"{json.dumps(name)}: {json.dumps(model)}" for name, model in schema.pop("$defs").items())
+    return f'{json.dumps(schema)[:-1]}, "$defs": {{\n{groups}\n}}}}\n'  # a line for each group: readable differences
+
+
+def modeline(file: Path) -> str:
+    """The line by which editors find the schema from a YAML file."""
+    return f"# yaml-language-server: $schema={os.path.relpath(SCHEMA, file.resolve().parent)}\n"
+
+
+def _dotted(model: dict[str, Any], models: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name with dots, place in the schema) of every option below the groups of a model."""
+    for name, about in model.get("properties", {}).items():
+        for form in (about, *about.get("anyOf", ())):
+            if group := form.get("$ref", "").removeprefix(_DEFS):
+                yield from (
+                    (f"{name}.{inner}", f"{_DEFS}{group}/properties/{inner}") for inner in models[group]["properties"]
+                )
+                yield from ((f"{name}.{inner}", place) for inner, place in _dotted(models[group], models))
+
+
+def _plain(node: Any) -> Any:
+    """Without pydantic's titles, and without what only our own declarations say."""
+    if isinstance(node, list):
+        return [_plain(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    said = {key: _plain(inner) for key, inner in node.items()}
+    if "$ref" in said:
+        return {"$ref": said["$ref"]}
+    if isinstance(said.get("title"), str):
+        del said["title"]
+    if isinstance(said.get("option"), dict) and "unsupported" in said["option"]:
+        if refused := said.pop("option")["unsupported"]:
+            said |= {"deprecated": True, "description": f"refused: {refused['why']}; {refused['instead']}"}
+    return said

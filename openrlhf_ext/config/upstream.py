@@ -1,11 +1,17 @@
-"""The configuration as OpenRLHF 0.11.2's classes read it."""
+"""OpenRLHF 0.11.2 and we: the configuration as its classes read it, where defaults differ, earlier names of options.
+
+Releases before 0.11 wrote ``--pretrain``; 0.11.0 and 0.11.1 wrote ``--algo.advantage.is_correction_enable``.
+The parser of 0.11.2 knows neither. Sources: ``openrlhf/cli/train_ppo_ray.py`` and ``examples/scripts`` of both times.
+Which of its options are refused, and why, stands beside the option (``not_yet``, ``no_meaning`` in the sections).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.options import info_of, leaf_fields, nest, value_of
 
 
@@ -53,3 +59,152 @@ def _to_namespace(tree: Any) -> Any:
     if isinstance(tree, dict):
         return SimpleNamespace(**{name: _to_namespace(branch) for name, branch in tree.items()})
     return tree
+
+
+# ---- defaults and names ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An option whose default or choices cannot be OpenRLHF's here."""
+
+    name: str
+    upstream: str
+    ours: str
+    why: str
+
+
+DIFFERENCES = (
+    Difference(
+        "algo.advantage.estimator",
+        "gae (and six others)",
+        "grpo (and others)",
+        "the estimators are those of docs/methods.md",
+    ),
+    Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
+    Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
+    Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
+    Difference(
+        "vllm.gpu_memory_utilization",
+        "0.95",
+        "0.95; 0.8 with train.colocate_all",
+        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there",
+    ),
+    Difference("reward.clip_range", "-10 10", "null", "rewards enter the estimator as they are graded"),
+    Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
+    Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
+    Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
+)
+
+# earlier name -> present name, with a value where the present option has another meaning
+RENAMED = {
+    # models and where they run
+    "pretrain": "actor.model_name_or_path",
+    "critic_pretrain": "critic.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path",
+    "colocate_all_models": "train.colocate_all",
+    "colocate_actor_ref": "train.colocate_actor_ref",
+    "colocate_critic_reward": "train.colocate_critic_reward",
+    "ref_reward_offload": "ref.offload",
+    "async_train": "train.async_enable",
+    "async_queue_size": "train.async_queue_size",
+    "partial_rollout": "train.partial_rollout_enable",
+    # rewards and agents
+    "remote_rm_url": "reward.remote_url",
+    "agent_func_path": "train.agent_func_path",
+    "normalize_reward": "reward.normalize_enable",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
+    # batches and lengths
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "rollout_batch_size": "rollout.batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "vllm_generate_batch_size": "rollout.vllm_generate_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "data.max_len (prompt and response together)",
+    "max_len": "data.max_len",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "seed": "train.seed",
+    "full_determinism": "train.full_determinism_enable",
+    # data
+    "prompt_data": "data.prompt_dataset",
+    "prompt_data_probs": "data.prompt_probs",
+    # optimizer
+    "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "adam_betas": "actor.adam.betas",
+    "l2": "actor.adam.weight_decay",
+    "max_norm": "actor.max_norm",
+    "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio",
+    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant",
+    "freezing_actor_steps": "critic.freezing_steps",
+    "save_value_network": "critic.save_value_network",
+    # algorithm
+    "advantage_estimator": "algo.advantage.estimator",
+    "gamma": "algo.advantage.gamma",
+    "lambd": "algo.advantage.lambd",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "init_kl_coef": "algo.kl.init_coef",
+    "kl_estimator": "algo.kl.estimator",
+    "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon",
+    "use_kl_loss": "algo.kl.use_loss",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "value_clip": "critic.value_clip",
+    "dynamic_filtering": "algo.dynamic_filtering_enable",
+    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+    "enable_vllm_is_correction": "algo.advantage.is_correction_level token",
+    "vllm_enable_is_correction": "algo.advantage.is_correction_level token",
+    "algo.advantage.is_correction_enable": "algo.advantage.is_correction_level token",
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "use_icepop": "algo.advantage.is_correction_mode mask",
+    "vllm_is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
+    "algo.advantage.is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
+    # engines
+    "enforce_eager": "vllm.enforce_eager",
+    "enable_prefix_caching": "vllm.enable_prefix_caching",
+    "deepspeed_enable_sleep": "ds.enable_sleep",
+    # DeepSpeed
+    "zero_stage": "ds.zero_stage",
+    "bf16": "megatron.param_dtype bf16",
+    "param_dtype": "megatron.param_dtype",
+    "adam_offload": "ds.adam_offload",
+    "packing_samples": "ds.packing_samples",
+    "ring_attn_size": "ds.ring_attn_size",
+    "ring_head_stride": "ds.ring_attn_head_stride",
+    "target_modules": "ds.lora.target_modules",
+    # checkpoints and records
+    "save_path": "ckpt.output_dir",
+    "ckpt_path": "ckpt.path",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "max_ckpt_num": "ckpt.max_num",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable",
+    "best_metric_key": "ckpt.best_metric_key",
+    "use_ds_universal_ckpt": "ds.use_universal_ckpt",
+    "use_wandb": "logger.wandb.key",
+    "use_tensorboard": "logger.tensorboard_dir",
+}
+
+
+def present_name(name: str) -> str | None:
+    """What OpenRLHF 0.11.2 calls an option of an earlier release; None if no release had this name.
+
+    Besides the table: ``actor_num_nodes`` is ``actor.num_nodes``, and ``max_epochs`` the one option that ends so.
+    """
+    if name in RENAMED:
+        return RENAMED[name]
+    if "." in name:
+        return None
+    spelled = {option.replace(".", "_"): option for option in option_table()}
+    same = [option for spelling, option in spelled.items() if spelling == name]
+    ends = [option for spelling, option in spelled.items() if spelling.endswith(f"_{name}")]
+    return next((found[0] for found in (same, ends) if len(found) == 1), None)

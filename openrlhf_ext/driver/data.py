@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.records import Wanted, record_fault
+from openrlhf_ext.config.files import Wanted, record_fault
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.options import required
 

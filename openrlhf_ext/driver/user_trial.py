@@ -12,8 +12,7 @@ from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.config.files import dataset_refs, is_hub_name
-from openrlhf_ext.config.records import Wanted, first_record
+from openrlhf_ext.config.files import Wanted, dataset_refs, first_record, is_hub_name
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
 from openrlhf_ext.user_code import time_limit, told

@@ -36,29 +36,21 @@ Arity = Literal["flag", "one", "pair", "many", "open"]
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule.
-
-    Attributes:
-        options: names of the options involved; a rule is not reported when one of them is itself invalid.
-        message: the rule, the values and the remedy, naming every option involved.
-    """
+    """One broken rule: the message has rule, values and remedy; it is not reported if one of the options is invalid."""
 
     options: tuple[str, ...]
     message: str
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message lists every violation, one per line, without passwords of addresses.
-
-    Args:
-        violations: what is wrong; a text stands for a violation that is filed under no option.
-    """
+    """A configuration that cannot run: a line for each violation, without passwords of addresses. A text is a violation
+    that is filed under no option."""
 
     def __init__(self, violations: Sequence[Violation | str]) -> None:
         self.violations = tuple(Violation((), entry) if isinstance(entry, str) else entry for entry in violations)
         count = len(self.violations)
-        lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
-        super().__init__(redact("\n".join(lines + [f"- {violation.message}" for violation in self.violations])))
+        head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
+        super().__init__(redact("\n".join([head, *(f"- {violation.message}" for violation in self.violations)])))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Violation, ...]]]:
         return type(self), (self.violations,)
@@ -90,13 +82,9 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class NotSupported:
-    """Why a known option of OpenRLHF must stay at a value without effect.
+    """Why an option of OpenRLHF must stay at its default, or at one of the ``inert`` values, which ask for nothing.
 
-    Attributes:
-        why: what is missing, or why the option means nothing here.
-        instead: what to do about it.
-        yet: whether it may come; False for options that have no meaning with a Megatron policy.
-        inert: values besides the default that ask for nothing.
+    ``yet``: it may come; False for options that have no meaning with a Megatron policy.
     """
 
     why: str
@@ -105,13 +93,12 @@ class NotSupported:
     inert: tuple[Any, ...] = ()
 
     def message(self, name: str, value: str, origin: str) -> str:
-        """What to tell a user who asked for ``value`` at ``origin``."""
         status = "not supported with the Megatron policy yet" if self.yet else "not an option of the Megatron policy"
         return f"{name} is {status}: {self.why}; got {value} ({origin}); {self.instead}"
 
 
 class Reason(TypedDict):
-    """``why`` and ``instead`` of several options."""
+    """Of several refused options."""
 
     why: str
     instead: str
@@ -158,11 +145,9 @@ def option(
 
     Args:
         default: the default value; a function that makes it (then give ``default_text``); ``...`` for none.
-        help_text: meaning and unit, shown by ``--help`` and in the documentation.
+        help_text: meaning and unit.
         path: how relative paths in the value are resolved; None for anything that is no path.
-        secret: whether the value must not be shown.
         default_text: how the default is shown where its value says too little.
-        recommended, refuses_null: as in :class:`OptionInfo`.
         constraints: pydantic bounds (``ge``, ``gt``, ``le``, ``lt``, ``min_length``, ``max_length``).
     """
     info = OptionInfo(None, path, secret, default_text, False, recommended, refuses_null)
@@ -193,7 +178,6 @@ def _field(default: Any, help_text: str, info: OptionInfo, constraints: dict[str
 
 
 def info_of(field: FieldInfo) -> OptionInfo:
-    """The :class:`OptionInfo` of a field declared by one of the functions above."""
     extra: Any = field.json_schema_extra
     return extra["option"] if isinstance(extra, dict) else OptionInfo()
 
@@ -287,17 +271,12 @@ class Option:
     """One option as users see it.
 
     Attributes:
-        name: dotted name, on the command line with ``--`` before it; for a method the key.
+        name: dotted name; for a method the key.
         expects: its type, choices and bounds in words.
-        default: its default; None where it is made at run time or there is none.
-        shown_default: its default as text.
-        help: meaning and unit.
+        default: None where it is made at run time or there is none.
         arity: words it takes: ``flag`` none or one, ``pair`` two, ``many`` one or more, ``open`` any value under any
             sub-name.
         nullable: whether ``null`` is a value.
-        choices: allowed values of an option with choices.
-        info: support, path and secrecy.
-        required: there is no default.
     """
 
     name: str
@@ -358,7 +337,6 @@ def value_text(value: Any) -> str:
 
 
 def describe_field(name: str, field: FieldInfo) -> Option:
-    """One option, from its declaration."""
     info = info_of(field)
     annotation, nullable = _without_none(field.annotation)
     default = None if field.default is PydanticUndefined else field.default
@@ -445,7 +423,6 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def value_of(config: BaseModel, name: str) -> Any:
-    """The value of the option with this dotted name."""
     return reduce(getattr, name.split("."), config)
 
 
@@ -471,10 +448,8 @@ class Fault:
 
     Attributes:
         name: dotted name below the model that was to be made.
-        problem: what is wrong, to follow the name; all of it where there is no such option.
-        value: what was given.
+        problem: what is wrong, to follow the name; all of it where there is no such option (``unknown``).
         hint: what may have been meant.
-        unknown: there is no such option.
     """
 
     name: str

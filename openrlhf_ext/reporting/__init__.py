@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from openrlhf_ext.reporting.events import EventLog
-from openrlhf_ext.reporting.figure import write_figure
-from openrlhf_ext.reporting.metrics import MetricsWriter, read_metrics
+from openrlhf_ext.reporting.lines import EventLog, MetricsWriter, SampleWriter, chosen_groups, read_metrics
 from openrlhf_ext.reporting.names import METRICS, Metric, is_documented
-from openrlhf_ext.reporting.progress import ProgressLine, RunStatus, TerminalHandler, duration
-from openrlhf_ext.reporting.samples import SampleWriter, chosen_groups
+from openrlhf_ext.reporting.progress import ProgressLine, RunStatus, TerminalHandler, duration, write_figure
 
 __all__ = [
     "METRICS", "EventLog", "Metric", "MetricsWriter", "ProgressLine", "RunStatus", "SampleWriter", "TerminalHandler",

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 from openrlhf_ext.config.file_rules import checkpoint_bytes
 from openrlhf_ext.config.files import (
+    Wanted,
     parameter_count,
     require_definition,
+    scan_records,
 )
-from openrlhf_ext.config.records import Wanted, scan_records
 from openrlhf_ext.inputs import InputError
 
 

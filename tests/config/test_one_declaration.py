@@ -10,7 +10,7 @@ import ray
 import torch
 
 from openrlhf_ext.algorithms import registry
-from openrlhf_ext.config import ConfigError, format_config, load, load_config, table
+from openrlhf_ext.config import ConfigError, format_config, load, load_config, run_config
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.show import format_markdown
 from openrlhf_ext.config.upstream import upstream_args
@@ -77,9 +77,9 @@ def test_an_option_of_a_section(run_dir: Path, monkeypatch, capsys):
     class Config(RunConfig):
         train: Patient = Patient()
 
-    for module in (table, load):
+    for module in (run_config, load):
         monkeypatch.setattr(module, "RunConfig", Config)
-    table.option_table.cache_clear()
+    run_config.option_table.cache_clear()
     try:
         with pytest.raises(SystemExit):
             load_config(["--help", "train"])
@@ -95,4 +95,4 @@ def test_an_option_of_a_section(run_dir: Path, monkeypatch, capsys):
         with pytest.raises(Exception, match="frozen"):
             config.train.patience = 8
     finally:
-        table.option_table.cache_clear()
+        run_config.option_table.cache_clear()

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.config import option_table
-from openrlhf_ext.config.openrlhf import DIFFERENCES
-from openrlhf_ext.config.upstream import upstream_args
+from openrlhf_ext.config.upstream import DIFFERENCES, upstream_args
 
 pytest.importorskip("openrlhf", reason="compares with the installed OpenRLHF")
 

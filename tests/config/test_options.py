@@ -8,10 +8,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from openrlhf_ext.config.schema import SCHEMA, format_schema, modeline
-from openrlhf_ext.config.show import format_markdown
-from openrlhf_ext.config.sources import ConfigLoader
-from openrlhf_ext.config.table import find_option, nearest_option, option_table
+from openrlhf_ext.config.load import ConfigLoader
+from openrlhf_ext.config.run_config import find_option, nearest_option, option_table
+from openrlhf_ext.config.show import SCHEMA, format_markdown, format_schema, modeline
 from openrlhf_ext.options.sections.algo import ESTIMATORS
 
 FROZEN = Path(__file__).with_name("options.txt")

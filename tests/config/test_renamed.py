@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openrlhf_ext.config import option_table
-from openrlhf_ext.config.openrlhf import RENAMED, present_name
+from openrlhf_ext.config.upstream import RENAMED, present_name
 
 
 def test_every_present_name_is_an_option_and_no_earlier_one_is():

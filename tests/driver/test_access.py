@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from openrlhf_ext.cli.listening import find_listeners
+from openrlhf_ext.cli.doctor import find_listeners
 from openrlhf_ext.driver import access, cluster
 from openrlhf_ext.driver.cluster import RaySession
 from tests.patience import PATIENCE_S

@@ -14,8 +14,8 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from openrlhf_ext.cli.doctor import find_listeners
 from openrlhf_ext.cli.doctor_cluster import ClusterReport, check_access
-from openrlhf_ext.cli.listening import find_listeners
 from openrlhf_ext.driver import cluster as cluster_module
 from openrlhf_ext.driver.cluster import RaySession, start_with_retries
 from openrlhf_ext.driver.placement import PlacementError, RankGroup, blocks, place_ranks, reserve

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.reporting import MetricsWriter, write_figure
-from openrlhf_ext.reporting.figure import moving_mean
+from openrlhf_ext.reporting.progress import moving_mean
 from tests.patience import PATIENCE_S
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.reporting import METRICS, figure, is_documented, progress
+from openrlhf_ext.reporting import METRICS, is_documented, progress
 from openrlhf_ext.rewards.grading import RESERVED_LOG_KEYS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -24,7 +24,7 @@ def test_document_lists_the_reserved_keys() -> None:
 def test_names_are_unique_and_what_is_shown_is_documented() -> None:
     table = [metric.name for metric in METRICS]
     assert len(set(table)) == len(table)
-    shown = {column.metric for column in progress.COLUMNS} | {name for panel in figure.PANELS for name in panel[:2]}
+    shown = {column.metric for column in progress.COLUMNS} | {name for panel in progress.PANELS for name in panel[:2]}
     assert [name for name in shown - {None} if not is_documented(name)] == []
 
 

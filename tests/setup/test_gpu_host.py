@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from openrlhf_ext.cli import doctor, gpu_host
-from openrlhf_ext.cli.gpu_host import GpuHost, examine_gpu_host
+from openrlhf_ext.cli import doctor
+from openrlhf_ext.cli.doctor import GpuHost, examine_gpu_host
 from openrlhf_ext.rollout.sync import cuda_ipc
 
 TE = {"transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0", "transformer-engine-cu13": "2.11.0"}
@@ -49,11 +49,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of all that is looked at; holds cuDNN's wheel in nvidia/cudnn."""
     touch(tmp_path / "nvidia/cudnn/lib/libcudnn.so.9")
     nvidia = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr(gpu_host, "find_spec", lambda name: nvidia)
-    monkeypatch.setattr(gpu_host, "_TOOLKIT", str(tmp_path / "cuda"))
+    monkeypatch.setattr(doctor, "find_spec", lambda name: nvidia)
+    monkeypatch.setattr(doctor, "_TOOLKIT", str(tmp_path / "cuda"))
     for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpu_host, "_output", lambda command, *_: "580.65.06\n580.65.06\n" * (command == "nvidia-smi"))
+    monkeypatch.setattr(doctor, "_output", lambda command, *_: "580.65.06\n580.65.06\n" * (command == "nvidia-smi"))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
     return tmp_path
 
@@ -98,7 +98,7 @@ def test_a_second_cudnn_is_found_wherever_transformer_engine_looks(
 def test_a_second_cudnn_of_the_linker_is_found(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(machine / "usr/libcudnn.so.9")
     line = f"\tlibcudnn.so.9 (libc6,x86-64) => {machine}/usr/libcudnn.so.9\n"
-    monkeypatch.setattr(gpu_host, "_output", lambda command, *_: line * (command == "ldconfig"))
+    monkeypatch.setattr(doctor, "_output", lambda command, *_: line * (command == "ldconfig"))
     host = examine_gpu_host()
     assert len(host.cudnn_libraries) == 2 and host.driver is None
 
@@ -119,8 +119,8 @@ def test_an_extension_of_another_torch_is_seen_by_its_import(
     touch(machine / "transformer_engine/__init__.py")
     (machine / "transformer_engine/pytorch.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(machine))
-    monkeypatch.setattr(gpu_host, "_IMPORT_S", 2.0 if "sleep" in module else 60.0)
-    monkeypatch.setattr(gpu_host, "installed_version", TE.get)
+    monkeypatch.setattr(doctor, "_IMPORT_S", 2.0 if "sleep" in module else 60.0)
+    monkeypatch.setattr(doctor, "installed_version", TE.get)
     assert examine_gpu_host().engine_error == says
 
 
@@ -142,4 +142,4 @@ def test_the_doctor_shows_the_host_and_counts_its_problems(monkeypatch: pytest.M
 
 
 def test_a_command_that_is_not_there_or_fails_says_nothing() -> None:
-    assert gpu_host._output("no-such-command-anywhere") == "" == gpu_host._output("false")
+    assert doctor._output("no-such-command-anywhere") == "" == doctor._output("false")

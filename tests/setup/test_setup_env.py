@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.cli.gpu_host import OLDEST_DRIVER
+from openrlhf_ext.cli.doctor import OLDEST_DRIVER
 from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]

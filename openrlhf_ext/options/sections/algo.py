@@ -35,61 +35,47 @@ UPSTREAM_ESTIMATORS = {
 }
 
 
+# an option has its default, its meaning and its bounds, as in a table
+# fmt: off
+
+
 class Advantage(Section):
     """The estimator, and the correction for engines that sample from a slightly different policy."""
 
-    needs = {
-        "algo.advantage.estimator=gae": ("lambd", "gamma"),
-    }
+    needs = {"algo.advantage.estimator=gae": ("lambd", "gamma")}
 
-    is_correction_level: Literal["off", "token", "seq"] = option(
-        "off",
+    is_correction_level: Literal["off", "token", "seq"] = option("off",
         "importance correction between policy and engine: off, per token, or per sequence",
-        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable",
-    )
-    is_correction_mode: Literal["mask", "clip"] = option(
-        "mask",
+        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable")
+    is_correction_mode: Literal["mask", "clip"] = option("mask",
         "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)",
-        default_text="mask; clip with fp8.rollout_enable where it is possible",
-    )
-    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option(
-        "ratio", "statistic the threshold is compared with: the ratio of probabilities, or a divergence per token"
-    )
-    is_correction_threshold: tuple[Float, ...] = option(
-        (0.5, 5.0),
-        "LOW HIGH bounds of the statistic, or a single HIGH (a divergence takes only HIGH)",
-        min_length=1,
-        max_length=2,
-        default_text="0.5 5; 2 with fp8.rollout_enable and mode clip",
-    )
+        default_text="mask; clip with fp8.rollout_enable where it is possible")
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = option("ratio",
+        "statistic the threshold is compared with: the ratio of probabilities, or a divergence per token")
+    is_correction_threshold: tuple[Float, ...] = option((0.5, 5.0),
+        "LOW HIGH bounds of the statistic, or a single HIGH (a divergence takes only HIGH)", min_length=1, max_length=2,
+        default_text="0.5 5; 2 with fp8.rollout_enable and mode clip")
     lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
     gamma: Float = option(1, "discount factor per token of the estimator gae", ge=0, le=1)
-    estimator: Estimator = option(
-        "grpo", "estimator of the advantages and its loss (docs/algorithms.md); custom = that of algo.module_path"
-    )
-    no_std_norm: bool = option(
-        False, "subtract the group mean without dividing by the std; sets normalize_std false of the estimator"
-    )
+    estimator: Estimator = option("grpo",
+        "estimator of the advantages and its loss (docs/algorithms.md); custom = that of algo.module_path")
+    no_std_norm: bool = option(False,
+        "subtract the group mean without dividing by the std; sets normalize_std false of the estimator")
 
 
 class Kl(Section):
     """A KL penalty to the policy as it was at the start; a reference model is built only for one."""
 
-    needs = {
-        "algo.kl.init_coef": ("estimator", "use_loss", "unbiased_gradient"),
-    }
+    needs = {"algo.kl.init_coef": ("estimator", "use_loss", "unbiased_gradient")}
 
-    target: Float | None = option(
-        None, "mean KL per token that the adaptive controller steers to, nats; null = a constant coefficient", gt=0
-    )
+    target: Float | None = option(None,
+        "mean KL per token that the adaptive controller steers to, nats; null = a constant coefficient", gt=0)
     horizon: Int = option(10000, "samples over which the adaptive controller corrects a deviation", ge=1)
     init_coef: Float = option(0.0, "coefficient of the KL penalty, at the start if algo.kl.target is set", ge=0)
-    estimator: Literal["k1", "k2", "k3"] = option(
-        "k1", "estimator of the KL per token, d = log-prob of the policy minus the reference's: d, d^2/2, exp(-d)-1+d"
-    )
-    unbiased_gradient: bool = option(
-        False, "with algo.kl.use_loss: give the penalty the importance-corrected gradient of the KL, for any estimator"
-    )
+    estimator: Literal["k1", "k2", "k3"] = option("k1",
+        "estimator of the KL per token, d = log-prob of the policy minus the reference's: d, d^2/2, exp(-d)-1+d")
+    unbiased_gradient: bool = option(False,
+        "with algo.kl.use_loss: give the penalty the importance-corrected gradient of the KL, for any estimator")
     use_loss: bool = option(False, "put the KL penalty into the loss of each token instead of the reward")
 
     def violations(self) -> Iterator[Violation]:
@@ -119,13 +105,11 @@ class Algo(Section):
 
     advantage: Advantage = Advantage()
     kl: Kl = Kl()
-    dynamic_filtering_enable: bool = option(
-        False, "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range"
-    )
+    dynamic_filtering_enable: bool = option(False,
+        "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range")
     dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")
-    module_path: str | None = added(
-        None, "a .py file that registers an algorithm of your own, for the estimator custom", path="input"
-    )
+    module_path: str | None = added(None,
+        "a .py file that registers an algorithm of your own, for the estimator custom", path="input")
 
     def of(self, estimator: str) -> dict[str, Any]:
         """The map of an estimator's options."""

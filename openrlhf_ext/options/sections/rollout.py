@@ -13,70 +13,47 @@ _REWARD_MODEL: Reason = {
 }
 
 
+# an option has its default, its meaning and its bounds, as in a table
+# fmt: off
+
+
 class Vllm(Section):
     """The rollout engines."""
 
     num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1, le=2**13)
     tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
-    sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option(
-        "auto",
-        "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc on "
-        "GPUs that policy and engines share (train.colocate_all); auto = nccl or cuda_ipc on GPUs, gloo elsewhere "
-        "and in the place of nccl with train.full_determinism_enable",
-    )
-    sync_with_ray: bool = no_meaning(
-        False,
-        "send weights through Ray's collective group",
-        why="weights travel in packed buckets over a torch process group",
-        instead="use vllm.sync_backend",
-    )
-    enable_prefix_caching: bool = option(
-        False, "reuse the KV cache of common prompt prefixes; dropped after every weight sync"
-    )
+    sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option("auto",
+        "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc "
+        "on GPUs that policy and engines share (train.colocate_all); auto = nccl or cuda_ipc on GPUs, gloo elsewhere "
+        "and in the place of nccl with train.full_determinism_enable")
+    sync_with_ray: bool = no_meaning(False, "send weights through Ray's collective group",
+        why="weights travel in packed buckets over a torch process group", instead="use vllm.sync_backend")
+    enable_prefix_caching: bool = option(False,
+        "reuse the KV cache of common prompt prefixes; dropped after every weight sync")
     enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")
-    enable_sleep: bool = option(
-        False,
-        "with train.colocate_all: the engines give up their memory while the policy trains; without effect on CPU",
-    )
-    gpu_memory_utilization: Float | None = option(
-        None,
-        "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)",
-        gt=0,
-        le=1,
-        default_text="0.95; 0.8 with train.colocate_all, where the policy keeps some memory for itself",
-    )
-    dtype: Literal["auto", "bf16", "fp32"] = added(
-        "auto", "data type of the engines' weights and activations; auto = megatron.param_dtype"
-    )
-    max_num_seqs: Int | None = added(
-        None, "requests that an engine works on at a time", ge=1, default_text="1024 on GPU, 256 on CPU"
-    )
-    max_requests: Int | None = added(
-        None,
+    enable_sleep: bool = option(False,
+        "with train.colocate_all: the engines give up their memory while the policy trains; without effect on CPU")
+    gpu_memory_utilization: Float | None = option(None,
+        "share of a GPU's memory an engine may take; without effect on CPU (see vllm.kv_cache_mib)", gt=0, le=1,
+        default_text="0.95; 0.8 with train.colocate_all, where the policy keeps some memory for itself")
+    dtype: Literal["auto", "bf16", "fp32"] = added("auto",
+        "data type of the engines' weights and activations; auto = megatron.param_dtype")
+    max_num_seqs: Int | None = added(None, "requests that an engine works on at a time", ge=1,
+        default_text="1024 on GPU, 256 on CPU")
+    max_requests: Int | None = added(None,
         "responses that an engine is asked for at a time; what is more waits in the driver, for the engine that is "
-        "free first",
-        ge=1,
-        default_text="vllm.max_num_seqs",
-    )
-    max_num_batched_tokens: Int | None = added(
-        None,
-        "tokens that an engine computes in one step; on CPU at least data.max_len",
-        ge=1,
-        default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more",
-    )
+        "free first", ge=1, default_text="vllm.max_num_seqs")
+    max_num_batched_tokens: Int | None = added(None,
+        "tokens that an engine computes in one step; on CPU at least data.max_len", ge=1,
+        default_text="8192 on GPU; on CPU 4096, or data.max_len if that is more")
     kv_cache_mib: Int = added(64, "KV cache per engine when it runs on CPU, MiB; without effect on GPU", ge=1, le=2**20)
-    start_timeout_s: Float = added(
-        600, "longest wait for processes to be placed and for all engines to be ready, seconds", gt=0
-    )
-    max_restarts: Int = added(
-        3,
+    start_timeout_s: Float = added(600,
+        "longest wait for processes to be placed and for all engines to be ready, seconds", gt=0)
+    max_restarts: Int = added(3,
         "how often in a run engines that died or hang are restarted, their prompts being sampled again; 0 = the run "
-        "stops at the first one",
-        ge=0,
-    )
-    hang_timeout_s: Float = added(
-        300, "an engine that does not answer for so long, a weight sync apart, counts as hanging, seconds", gt=0
-    )
+        "stops at the first one", ge=0)
+    hang_timeout_s: Float = added(300,
+        "an engine that does not answer for so long, a weight sync apart, counts as hanging, seconds", gt=0)
 
     def violations(self) -> Iterator[Violation]:
         """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
@@ -92,88 +69,56 @@ class Vllm(Section):
 class WeightSync(Section):
     """How the policy hands its weights to the engines after every step."""
 
-    bucket_mib: Int = added(
-        512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1, le=2**20
-    )
+    bucket_mib: Int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1,
+        le=2**20)
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
-    probe_tolerance: Float | None = added(
-        None,
+    probe_tolerance: Float | None = added(None,
         "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text "
-        "of the model's own, mean over its tokens, below -5 in proportion; a larger one ends the run. Later on, "
-        "one above a quarter of this plus three times what was found at the start is warned of",
-        gt=0,
-        default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8",
-    )
-    probe_length: Int | None = added(
-        None,
+        "of the model's own, mean over its tokens, below -5 in proportion; a larger one ends the run. Later on, one "
+        "above a quarter of this plus three times what was found at the start is warned of", gt=0,
+        default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8")
+    probe_length: Int | None = added(None,
         "most tokens of the fixed text that is compared after every sync, at most half of them of the first prompt; "
-        "more than a cache block (16 on GPU, 128 on CPU) and 16 prove the prefix cache too",
-        ge=2,
-        default_text="160, or data.max_len - 1 if that is less",
-    )
+        "more than a cache block (16 on GPU, 128 on CPU) and 16 prove the prefix cache too", ge=2,
+        default_text="160, or data.max_len - 1 if that is less")
 
 
 class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
-    needs = {
-        "reward.overlong_buffer_len": ("overlong_penalty_factor",),
-    }
+    needs = {"reward.overlong_buffer_len": ("overlong_penalty_factor",)}
 
     num_nodes: Int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
     num_gpus_per_node: Int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
     normalize_enable: bool = not_yet(False, "normalize the reward model's output", **_REWARD_MODEL)
-    clip_range: tuple[Float, Float] | None = no_meaning(
-        None,
-        "interval rewards are clipped to",
-        why="rewards enter the estimator as they are graded",
-        instead="clip inside the reward function",
-    )
-    overlong_buffer_len: Float | None = option(
-        None,
+    clip_range: tuple[Float, Float] | None = no_meaning(None, "interval rewards are clipped to",
+        why="rewards enter the estimator as they are graded", instead="clip inside the reward function")
+    overlong_buffer_len: Float | None = option(None,
         "length of the soft punishment zone before rollout.max_new_tokens, tokens (whole number); null = no penalty; "
-        "sets length_penalty of the estimator (DAPO eq. 13)",
-        ge=1,
-    )
-    overlong_penalty_factor: Float = option(
-        1, "penalty at rollout.max_new_tokens, in units of reward; needs reward.overlong_buffer_len", gt=0
-    )
-    stop_properly_penalty_coef: Float | None = not_yet(
-        None,
-        "scale or override of the reward of truncated responses",
+        "sets length_penalty of the estimator (DAPO eq. 13)", ge=1)
+    overlong_penalty_factor: Float = option(1,
+        "penalty at rollout.max_new_tokens, in units of reward; needs reward.overlong_buffer_len", gt=0)
+    stop_properly_penalty_coef: Float | None = not_yet(None, "scale or override of the reward of truncated responses",
         why="the estimators have rules of their own for truncated responses",
-        instead="use mask_truncated or length_penalty of the estimator (algo.<estimator>.*)",
-    )
+        instead="use mask_truncated or length_penalty of the estimator (algo.<estimator>.*)")
     model_name_or_path: str | None = not_yet(None, "checkpoint of a reward model", **_REWARD_MODEL)
-    remote_url: str | None = option(
-        None,
+    remote_url: str | None = option(None,
         "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), which gets "
-        "completions too if it takes them, or the http(s) URLs of reward servers, separated by commas",
-        path="input",
-    )
+        "completions too if it takes them, or the http(s) URLs of reward servers, separated by commas", path="input")
     offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)
-    timeout_s: Float = added(
-        30,
-        "longest time one call of the reward function, one request to a reward server, or what an agent awaits between "
-        "two generations may take, seconds",
-        gt=0,
-    )
-    max_failures: Int = added(
-        10, "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0
-    )
+    timeout_s: Float = added(30,
+        "longest time one call of the reward function, one request to a reward server, or what an agent awaits "
+        "between two generations may take, seconds", gt=0)
+    max_failures: Int = added(10,
+        "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0)
     failure_value: Float = added(0.0, "reward of a response whose grading failed")
     num_workers: Int = added(2, "grader processes per engine, for reward functions", ge=1, le=2**8)
-    memory_mib: Int = added(
-        4096,
+    memory_mib: Int = added(4096,
         "memory that a grader process may take for itself, MiB; a call of the reward function that asks for more fails",
-        ge=64,
-        le=2**20,
-    )
-    environment: tuple[str, ...] = added(
-        (),
+        ge=64, le=2**20)
+    environment: tuple[str, ...] = added((),
         "names of environment variables that grader processes get besides those that every program needs (PATH, HOME, "
-        "LANG, ...) and REWARD_*; other variables, such as keys and tokens, are kept from them",
-    )
+        "LANG, ...) and REWARD_*; other variables, such as keys and tokens, are kept from them")
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -197,35 +142,23 @@ class Rollout(Section):
         "!train.dynamic_batch_enable": ("micro_batch_size",),
     }
 
-    max_tokens_per_gpu: Int | None = option(
-        None,
-        "with train.dynamic_batch_enable: tokens of a micro-batch on one rank when log-probs are computed",
-        ge=1,
-        default_text="train.max_tokens_per_gpu",
-    )
+    max_tokens_per_gpu: Int | None = option(None,
+        "with train.dynamic_batch_enable: tokens of a micro-batch on one rank when log-probs are computed", ge=1,
+        default_text="train.max_tokens_per_gpu")
     batch_size: Int = option(1024, "prompts per batch of rollouts", ge=1)
-    vllm_generate_batch_size: Int | None = option(
-        None,
-        "prompts per call of the engines; only rollout.batch_size is built",
-        ge=1,
-        default_text="rollout.batch_size",
-    )
+    vllm_generate_batch_size: Int | None = option(None,
+        "prompts per call of the engines; only rollout.batch_size is built", ge=1, default_text="rollout.batch_size")
     micro_batch_size: Int = option(1, "samples per forward pass and rank when log-probs are computed", ge=1, le=2**16)
-    max_new_tokens: Int | None = option(
-        None, "longest response, tokens", ge=1, default_text="what data.max_len leaves after the prompt"
-    )
-    top_p: Float = option(
-        1.0, "nucleus of sampling; below 1 the engines sample from another distribution than is trained", gt=0, le=1
-    )
+    max_new_tokens: Int | None = option(None, "longest response, tokens", ge=1,
+        default_text="what data.max_len leaves after the prompt")
+    top_p: Float = option(1.0,
+        "nucleus of sampling; below 1 the engines sample from another distribution than is trained", gt=0, le=1)
     temperature: Float = option(1.0, "temperature of sampling; log-probs and entropies use the same one", gt=0)
     n_samples_per_prompt: Int = option(1, "responses per prompt (size of a group)", ge=1, le=2**16)
     timeout_s: Float = added(1800, "longest wait for one batch of rollouts, seconds", gt=0)
-    max_filter_batches: Int = added(
-        10,
+    max_filter_batches: Int = added(10,
         "with algo.dynamic_filtering_enable: batches' worth of prompts (multiples of rollout.batch_size) sampled for "
-        "one step before the run stops with an error",
-        ge=1,
-    )
+        "one step before the run stops with an error", ge=1)
 
     def cautions(self) -> Iterator[str]:
         if self.top_p < 1:

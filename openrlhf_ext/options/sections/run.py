@@ -25,6 +25,10 @@ def _interval(value: int) -> int:
 Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1")]
 
 
+# an option has its default, its meaning and its bounds, as in a table
+# fmt: off
+
+
 class Train(Section):
     """Optimizer steps."""
 
@@ -34,79 +38,52 @@ class Train(Section):
         "train.max_staleness | train.async_enable": ("late_groups",),
     }
 
-    colocate_actor_ref: bool = option(
-        False, "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set"
-    )
+    colocate_actor_ref: bool = option(False,
+        "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
     colocate_critic_reward: bool = not_yet(False, "share GPUs between critic and reward model", **_REWARD_MODEL)
-    colocate_all: bool = option(
-        False,
-        "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep and "
-        "vllm.enable_sleep",
-    )
-    max_staleness: Int | None = added(
-        None,
-        "weight versions that a trained token may lag behind the policy (more: train.late_groups); above 0 the engines "
-        "sample while the policy trains (docs/modes.md), and algo.advantage.is_correction_level is token unless it is "
-        "set",
-        ge=0,
-        default_text="0; train.async_queue_size with train.async_enable",
-    )
-    late_groups: Literal["train", "drop"] = added(
-        "train",
+    colocate_all: bool = option(False,
+        "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep "
+        "and vllm.enable_sleep")
+    max_staleness: Int | None = added(None,
+        "weight versions that a trained token may lag behind the policy (more: train.late_groups); above 0 the "
+        "engines sample while the policy trains (docs/modes.md), and algo.advantage.is_correction_level is token "
+        "unless it is set", ge=0, default_text="0; train.async_queue_size with train.async_enable")
+    late_groups: Literal["train", "drop"] = added("train",
         "what happens to a group that took longer to sample than train.max_staleness allows: it is trained with the "
-        "importance correction, or dropped; either way it is counted",
-    )
-    async_enable: bool = option(
-        False, "OpenRLHF's name for train.max_staleness = train.async_queue_size, see train.partial_rollout_enable"
-    )
+        "importance correction, or dropped; either way it is counted")
+    async_enable: bool = option(False,
+        "OpenRLHF's name for train.max_staleness = train.async_queue_size, see train.partial_rollout_enable")
     async_queue_size: Int = option(1, "with train.async_enable: train.max_staleness", ge=1)
-    partial_rollout_enable: bool = option(
-        False,
+    partial_rollout_enable: bool = option(False,
         "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on, as "
-        "train.max_staleness alone does; without it a weight sync waits for the groups in flight",
-    )
+        "train.max_staleness alone does; without it a weight sync waits for the groups in flight")
     enable_ema: bool = not_yet(False, "keep a moving average of the weights", **_EMA)
     ema_beta: Float = not_yet(0.992, "decay of the moving average", **_EMA)
-    dynamic_batch_enable: bool = option(
-        False,
+    dynamic_batch_enable: bool = option(False,
         "fill micro-batches up to a token budget (train.max_tokens_per_gpu, rollout.max_tokens_per_gpu) instead of "
-        "with a number of samples; either way they are packed without padding",
-    )
-    max_tokens_per_gpu: Int = option(
-        16192,
-        "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank (context-parallel ranks share a "
-        "micro-batch: times megatron.context_parallel_size in all)",
-        ge=1,
-    )
+        "with a number of samples; either way they are packed without padding")
+    max_tokens_per_gpu: Int = option(16192,
+        "with train.dynamic_batch_enable: tokens of a training micro-batch on one rank (context-parallel ranks share "
+        "a micro-batch: times megatron.context_parallel_size in all)", ge=1)
     num_episodes: Int = option(1, "passes over the prompts", ge=1)
     max_epochs: Int = option(1, "passes over each batch of rollouts", ge=1)
-    micro_batch_size: Int = option(
-        1, "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1, le=2**16
-    )
-    batch_size: Int = option(
-        128,
-        "samples (not prompts) per optimizer step, over all ranks; whole groups of rollout.n_samples_per_prompt",
-        ge=1,
-    )
+    micro_batch_size: Int = option(1,
+        "samples per forward-backward pass and data-parallel rank; see train.dynamic_batch_enable", ge=1, le=2**16)
+    batch_size: Int = option(128,
+        "samples (not prompts) per optimizer step, over all ranks; whole groups of rollout.n_samples_per_prompt", ge=1)
     seed: Int = option(42, "seed of data order and sampling", ge=0, le=2**31 - 1)
-    full_determinism_enable: bool = option(
-        False,
+    full_determinism_enable: bool = option(False,
         "give every request to the engines a seed of its own, so that samples do not depend on which engine serves a "
         "prompt; on GPUs, vLLM's batch-invariant kernels too (slower), so that they do not depend on the requests "
-        "beside it, and only TransformerEngine's deterministic attention (docs/checkpoints.md: what that promises)",
-    )
-    drift_check: bool = added(
-        False,
+        "beside it, and only TransformerEngine's deterministic attention (docs/checkpoints.md: what that promises)")
+    drift_check: bool = added(False,
         "self-test: train with learning rate 0 and fail if a step changes a weight, the policy's log-probs, or what "
-        "the engines sample from",
-    )
-    agent_func_path: str | None = option(
-        None, "a .py file that defines AgentExecutor, for multi-turn rollouts with rewards of their own", path="input"
-    )
+        "the engines sample from")
+    agent_func_path: str | None = option(None,
+        "a .py file that defines AgentExecutor, for multi-turn rollouts with rewards of their own", path="input")
     step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
-    max_restarts: Int = added(
-        0, "how many times a failed run is started again, from its last checkpoint in ckpt.path", ge=0
-    )
+    max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
+        ge=0)
 
     def violations(self) -> Iterator[Violation]:
         """What the names for streaming ask for is one thing."""
@@ -129,9 +106,7 @@ class Train(Section):
 class Eval(Section):
     """Evaluation during training."""
 
-    needs = {
-        "eval.dataset": ("steps", "split", "temperature", "top_p", "n_samples_per_prompt"),
-    }
+    needs = {"eval.dataset": ("steps", "split", "temperature", "top_p", "n_samples_per_prompt")}
 
     steps: Interval = option(-1, "training steps between evaluations of eval.dataset, -1 = none during training")
     dataset: str | None = option(None, "evaluation prompts; same forms as data.prompt_dataset", path="input")
@@ -153,51 +128,33 @@ class Ckpt(Section):
         "ckpt.load_enable | train.max_restarts": ("fallback_enable",),
     }
 
-    save_steps: Interval = option(
-        -1, "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway"
-    )
-    path: str = option(
-        "./ckpt/checkpoints_ppo_ray", "folder of the checkpoints, on storage that all nodes share", path="output"
-    )
-    save_hf: bool = option(
-        False,
-        "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)",
-    )
+    save_steps: Interval = option(-1,
+        "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
+    path: str = option("./ckpt/checkpoints_ppo_ray", "folder of the checkpoints, on storage that all nodes share",
+        path="output")
+    save_hf: bool = option(False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)")
     disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
     max_num: Int = option(3, "checkpoints of ckpt.save_steps kept besides the best one; the oldest are deleted", ge=1)
-    max_mem: float = option(
-        float("inf"),
+    max_mem: float = option(float("inf"),
         "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
-        gt=0,
-    )
-    load_enable: bool = option(
-        False, "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning"
-    )
-    fallback_enable: bool = added(
-        False, "if the newest checkpoint is damaged, resume from the newest good one instead of stopping"
-    )
-    async_enable: bool = added(
-        False, "write checkpoints while training goes on, from a copy in host memory; one at a time"
-    )
-    take_over_lock: bool = added(
-        False,
+        gt=0)
+    load_enable: bool = option(False,
+        "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning")
+    fallback_enable: bool = added(False,
+        "if the newest checkpoint is damaged, resume from the newest good one instead of stopping")
+    async_enable: bool = added(False,
+        "write checkpoints while training goes on, from a copy in host memory; one at a time")
+    take_over_lock: bool = added(False,
         "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
-        "because that run has ended",
-    )
-    grace_s: Float = added(
-        20,
-        "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run ends "
-        "(docs/checkpoints.md); 0 = no checkpoint is written then",
-        ge=0,
-    )
-    best_metric_key: str = option(
-        "",
+        "because that run has ended")
+    grace_s: Float = added(20,
+        "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run "
+        "ends (docs/checkpoints.md); 0 = no checkpoint is written then", ge=0)
+    best_metric_key: str = option("",
         "evaluation metric (more is better) whose best checkpoint is kept besides the newest ones, such as "
-        "eval/accuracy; empty = none is",
-    )
-    output_dir: str = option(
-        "./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures", path="output"
-    )
+        "eval/accuracy; empty = none is")
+    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
+        path="output")
 
     @property
     def saves(self) -> bool:
@@ -222,75 +179,50 @@ class Ckpt(Section):
 class Wandb(Section):
     """Weights and Biases."""
 
-    needs = {
-        "logger.wandb.key": ("org", "group", "project"),
-    }
+    needs = {"logger.wandb.key": ("org", "group", "project")}
 
     key: str | None = option(None, "API key; null = no W&B logging", secret=True)
     org: str | None = option(None, "W&B entity")
     group: str | None = option(None, "W&B group")
     project: str = option("openrlhf_train_ppo", "W&B project")
-    run_name: str = option(
-        lambda: datetime.now().strftime("ppo_%m%dT%H:%M"),
-        "name of the run, also of its TensorBoard folder",
-        default_text="ppo_<mmddTHH:MM>",
-    )
+    run_name: str = option(lambda: datetime.now().strftime("ppo_%m%dT%H:%M"),
+        "name of the run, also of its TensorBoard folder", default_text="ppo_<mmddTHH:MM>")
 
 
 class Logger(Section):
     """Where numbers go."""
 
-    needs = {
-        "logger.wandb.key | logger.tensorboard_dir": ("logging_steps",),
-    }
+    needs = {"logger.wandb.key | logger.tensorboard_dir": ("logging_steps",)}
 
     logging_steps: Int = option(1, "training steps between writes to W&B and TensorBoard", ge=1)
     wandb: Wandb = Wandb()
     tensorboard_dir: str | None = option(None, "folder of TensorBoard files; null = none", path="output")
-    metrics_path: str | None = added(
-        None, "file of metrics, one JSON object per step", path="output", default_text="<ckpt.output_dir>/metrics.jsonl"
-    )
-    figure_path: str | None = added(
-        None,
-        "figure (PNG) of reward, accuracy, entropy and length, rewritten as the run goes",
-        path="output",
-        default_text="<ckpt.output_dir>/training.png",
-    )
-    samples_every: Interval | None = added(
-        None,
+    metrics_path: str | None = added(None, "file of metrics, one JSON object per step", path="output",
+        default_text="<ckpt.output_dir>/metrics.jsonl")
+    figure_path: str | None = added(None,
+        "figure (PNG) of reward, accuracy, entropy and length, rewritten as the run goes", path="output",
+        default_text="<ckpt.output_dir>/training.png")
+    samples_every: Interval | None = added(None,
         "training steps between those whose completions are kept beside the metrics, in samples.jsonl, and the first "
-        "step's are; -1 = none",
-        default_text="a twentieth of the run",
-    )
-    samples_groups: Int = added(
-        2,
-        "groups of completions kept of such a step, fewer if they are long; 0 = all of them, whatever their size",
-        ge=0,
-    )
-    peak_tflops: Float | None = added(
-        None,
+        "step's are; -1 = none", default_text="a twentieth of the run")
+    samples_groups: Int = added(2,
+        "groups of completions kept of such a step, fewer if they are long; 0 = all of them, whatever their size", ge=0)
+    peak_tflops: Float | None = added(None,
         "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is known and "
-        "megatron.param_dtype is bf16, no MFU on CPU",
-        gt=0,
-    )
+        "megatron.param_dtype is bf16, no MFU on CPU", gt=0)
     verbose: bool = added(False, "show the logs of Ray and of the libraries")
 
 
 class Profile(Section):
     """Where the seconds of single steps go."""
 
-    needs = {
-        "profile.steps": ("ranks",),
-    }
+    needs = {"profile.steps": ("ranks",)}
 
-    steps: str | None = added(
-        None,
+    steps: str | None = added(None,
         "training steps in which policy ranks are profiled, such as 5 or 5-7: traces and a table beside the metrics "
-        "(docs/report.md); null = none",
-    )
-    ranks: tuple[Annotated[Int, Field(ge=0)], ...] = added(
-        (0,), "policy ranks that are profiled in these steps", min_length=1
-    )
+        "(docs/report.md); null = none")
+    ranks: tuple[Annotated[Int, Field(ge=0)], ...] = added((0,), "policy ranks that are profiled in these steps",
+        min_length=1)
 
     @property
     def first_and_last(self) -> tuple[int, int] | None:
@@ -312,20 +244,15 @@ class Profile(Section):
 class Data(Section):
     """Prompts."""
 
-    needs = {
-        "!data.apply_chat_template": ("input_template",),
-    }
+    needs = {"!data.apply_chat_template": ("input_template",)}
 
     disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
     max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
-    prompt_dataset: str | None = option(
-        None,
+    prompt_dataset: str | None = option(None,
         "prompts: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several separated by commas; "
-        "required",
-        path="input",
-    )
+        "required", path="input")
     prompt_probs: str | None = option(None, "share of each dataset, separated by commas; null = concatenate")
     prompt_split: str = option("train", "split of data.prompt_dataset")
     input_key: str = option("input", "key of the prompt in a record")
@@ -334,9 +261,8 @@ class Data(Section):
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
     max_images_per_prompt: Int = not_yet(0, "images per prompt", **_IMAGES)
-    overlong_prompts: Literal["skip", "error"] = added(
-        "skip", "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop"
-    )
+    overlong_prompts: Literal["skip", "error"] = added("skip",
+        "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop")
 
     def violations(self) -> Iterator[Violation]:
         """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1."""

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.options.sections import Reward
+from openrlhf_ext.rewards.answers import extract_answer, normalized, surely_different
 from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import RewardResult
-from openrlhf_ext.tools.evaluate.grading import MATHS, SOLVED, Grading
-from openrlhf_ext.tools.evaluate.measures import Measures
-from openrlhf_ext.tools.evaluate.problems import Problem, Task
-from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
+from openrlhf_ext.rewards.grading import Grader, RewardResult
+from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
+from openrlhf_ext.tools.evaluate.result import SOLVED, EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
     Answers,
     Completion,
+    Measures,
     Sampler,
     SamplingSettings,
     TransformersSampler,
     max_prompt_tokens,
 )
-from openrlhf_ext.tools.evaluate.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GradingSettings:
-    """How to grade.
-
-    Attributes:
-        max_failures: gradings of a problem file that may fail; ``None``: any number. They count as wrong.
-    """
+    """How to grade; ``max_failures`` gradings of a problem file may fail (``None``: all), and count as wrong."""
 
     num_workers: int = 2
     reward_timeout_s: float = 30.0
@@ -63,13 +58,7 @@ def evaluate(
     already: a group of which the last problem is missing is sampled again as a whole, so that a command that was killed
     ends in the bytes of one that was not, wherever the engine computes the same batch alike.
 
-    Args:
-        stores: for each task, where its graded problems are kept.
-        open_sampler: loads the model; not called if the stores hold everything.
-        short_tokens: completions of at most this many tokens are counted apart; ``None``: none are.
-
-    Returns:
-        One result for each task.
+    ``open_sampler`` loads the model; it is not called if the stores hold everything.
 
     Raises:
         ValueError: the data or an option is wrong; names it.
@@ -111,12 +100,8 @@ def grade_saved(
     task: Task, store: Store, completions: Sequence[Sequence[str]], grading: GradingSettings, ks: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationResult:  # fmt: skip
-    """:func:`evaluate` of completions that are there already, without a model.
-
-    Args:
-        tokenizer: for the chat template, where the task asks for it.
-    """
-    problems = [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+    """:func:`evaluate` of completions that are there already, without a model; the tokenizer has the chat template."""
+    problems = _prompted(task, tokenizer)
 
     async def given(group: Sequence[Problem]) -> list[Answers]:
         return [
@@ -135,12 +120,7 @@ async def open_transformers(
     folder: str, tokenizer: PreTrainedTokenizerBase, sampling: SamplingSettings, device: str, dtype: str, *,
     entropy: bool = False, reference: str | None = None,
 ) -> AsyncIterator[Sampler]:  # fmt: skip
-    """Load a checkpoint in plain transformers.
-
-    Args:
-        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``.
-        reference: folder of a checkpoint from which the divergence is measured too; ``None``: it is not.
-    """
+    """Loads a checkpoint in plain transformers, and the reference from which its divergence is measured."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -155,8 +135,12 @@ async def open_transformers(
     yield TransformersSampler(model, tokenizer, sampling, device, measure)
 
 
+def _prompted(task: Task, tokenizer: PreTrainedTokenizerBase | None) -> list[Problem]:
+    return [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+
+
 def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int | None) -> tuple[list[Problem], int]:
-    problems = [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+    problems = _prompted(task, tokenizer)
     if room is None:
         return problems, 0
     fitting = [p for p in problems if len(tokenizer(p.prompt, add_special_tokens=False)["input_ids"]) <= room]
@@ -166,9 +150,9 @@ def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int
             "length (max_position_embeddings)"
         )
     if skipped := len(problems) - len(fitting):
-        logger.warning("%s: %d of %d prompts are longer than %d tokens and left out", task.path, skipped, len(problems),
-                       room)  # fmt: skip
-    return fitting, len(problems) - len(fitting)
+        said = "%s: %d of %d prompts are longer than %d tokens and left out"
+        logger.warning(said, task.path, skipped, len(problems), room)
+    return fitting, skipped
 
 
 async def _grade_groups(
@@ -179,11 +163,10 @@ async def _grade_groups(
         logger.info("%s: %d of %d problems are there from an earlier command", task.name, done, len(problems))
     if done >= len(problems):
         return
-    grader = open_grader(
-        Reward(remote_url=task.reward, num_workers=settings.num_workers, timeout_s=settings.reward_timeout_s)
-    )
+    workers = settings.num_workers
+    grader = open_grader(Reward(remote_url=task.reward, num_workers=workers, timeout_s=settings.reward_timeout_s))
     policy = FailurePolicy(settings.max_failures)
-    grading = Grading(grader, policy, settings.num_workers, by_equality=task.reward == MATHS)
+    grading = Grading(grader, policy, workers, by_equality=task.reward == MATHS)
     try:
         grader.start()
         for start in range(done - done % size, len(problems), size):
@@ -222,3 +205,76 @@ def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str
         "reward": grade.reward, "score": grade.score, "graded": failure is None, "extra_logs": grade.extra_logs,
         **{name: value for name, value in optional.items() if value is not None},
     }  # fmt: skip
+
+
+# ---- grades and votes -----------------------------------------------------------------------------------------------
+
+_IN_FLIGHT_PER_WORKER = 4  # enough to keep the workers busy; waiting samples would run into the pool's queue deadline
+
+
+class Grading:
+    """Grades and groups completions through one grader, which the caller starts and closes.
+
+    ``by_equality``: the grader compares the label, taken as an answer, with the stated answer, so that it can also tell
+    which wrong answers are equal; else answers are equal if their normalized texts are.
+    """
+
+    def __init__(self, grader: Grader, policy: FailurePolicy, num_workers: int, *, by_equality: bool) -> None:
+        self._grader, self._policy, self._by_equality = grader, policy, by_equality
+        self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
+
+    async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | RewardError:
+        """The grade of one completion, or why it cannot be graded; RewardFailureLimit if too many cannot."""
+        async with self._in_flight:
+            try:
+                return await self._grader.grade(query, prompt, label, completion)
+            except RewardError as error:
+                self._policy.tolerate(error)
+                return error
+
+    async def votes(self, texts: Sequence[str], correct: Sequence[bool]) -> list[int | None]:
+        """For each completion of a problem the number of the answer it votes for; ``None``: it states none.
+
+        All correct answers are one, since each equals the label. Wrong ones are compared with the first of each group.
+        """
+        return await group_votes(texts, correct, self._equal)
+
+    async def _equal(self, first: str, second: str) -> bool:
+        if not self._by_equality or surely_different(first, second):
+            return False
+        async with self._in_flight:
+            try:
+                result = await self._grader.grade(f"<answer>{second}</answer>", "", f"<answer>{first}</answer>")
+            except RewardError as error:
+                logger.warning("two answers could not be compared and count as different: %s", error)
+                return False
+        return result.score >= SOLVED
+
+
+async def group_votes(
+    texts: Sequence[str], correct: Sequence[bool], equal: Callable[[str, str], Awaitable[bool]]
+) -> list[int | None]:
+    """:meth:`Grading.votes` with any rule of equality; answers of the same normalized text are equal in any case."""
+    groups: list[str] = []  # the first answer of each; "" for the correct one, wherever it comes
+    known: dict[tuple[bool, str], int] = {}
+    votes: list[int | None] = []
+    for text, is_correct in zip(texts, correct, strict=True):
+        answer = extract_answer(text)
+        if answer is None:
+            votes.append(None)
+            continue
+        key = (is_correct, "" if is_correct else normalized(answer))
+        if key not in known:
+            known[key] = await _group_of("" if is_correct else answer, groups, equal)
+        votes.append(known[key])
+    return votes
+
+
+async def _group_of(answer: str, groups: list[str], equal: Callable[[str, str], Awaitable[bool]]) -> int:
+    others = [number for number, first in enumerate(groups) if first and answer]
+    same = await asyncio.gather(*(equal(groups[number], answer) for number in others))
+    found = next((number for number, is_same in zip(others, same, strict=True) if is_same), None)
+    if found is None:
+        groups.append(answer)
+        return len(groups) - 1
+    return found

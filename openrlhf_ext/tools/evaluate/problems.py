@@ -1,16 +1,37 @@
-"""Problem files for evaluation: one JSON object per line, in a user's format or as a benchmark was published."""
+"""Problem files for evaluation, in a user's format or as a benchmark was published, and graded problems on the disk."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.config.records import Wanted, record_fault
-from openrlhf_ext.inputs import InputError, check, decode, json_lines, nearest
+from openrlhf_ext import rewards
+from openrlhf_ext.config.files import Wanted, record_fault
+from openrlhf_ext.inputs import (
+    FLAG,
+    INTEGER,
+    MAP,
+    NUMBER,
+    TEXT,
+    InputError,
+    Kind,
+    check,
+    decode,
+    json_lines,
+    list_of,
+    map_of,
+    map_with,
+    nearest,
+    or_null,
+)
+from openrlhf_ext.redaction import redact
+from openrlhf_ext.reporting.lines import JsonLines, read_lines
 from openrlhf_ext.rewards.answers import last_boxed
 
 if TYPE_CHECKING:
@@ -19,6 +40,8 @@ if TYPE_CHECKING:
 _SHOWN_FAULTS = 5
 _HASHES = re.compile(r"####[ \t]*(\S.*)\Z")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\\circ\})\Z")
+MATHS = str(Path(rewards.__file__).with_name("maths.py"))
+"""The benchmarks' reward function: mathematical equality."""
 MATH_TEMPLATE = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 """The instruction of Qwen2.5-Math's evaluation. ``extract_answer`` looks into ``<answer>`` before ``\\boxed{}``."""
 SYSTEM_PROMPTS = {
@@ -30,15 +53,11 @@ SYSTEM_PROMPTS = {
 
 
 class NotThisFormat(InputError):
-    """A value is not what the benchmark has there."""
+    """A line is not of the format that it should have."""
 
 
 def system_message(given: str | None) -> str | None:
-    """The system message that is meant by a protocol's name or a text; None = there is none.
-
-    Raises:
-        InputError: one word that is no protocol's name.
-    """
+    """The system message that is meant by a protocol's name or a text; None = there is none."""
     if given is None or given in SYSTEM_PROMPTS:
         return SYSTEM_PROMPTS.get(given or "")
     if len(given.split()) < 2:
@@ -49,11 +68,7 @@ def system_message(given: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as it stands in the file, or as the prompt made of it, and the label the reward function gets.
-
-    Attributes:
-        index: its place in the file, from 0.
-    """
+    """A question as it stands in the file, or as the prompt made of it, its label, its place in the file, from 0."""
 
     index: int
     prompt: Any
@@ -62,11 +77,9 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptStyle:
-    """How a question becomes a prompt.
+    """How a question becomes a prompt: a format string around it, and a chat's system message.
 
-    Attributes:
-        template: a format string around the question, for instance ``"User: {}\\nAssistant: "``.
-        system_prompt: the chat's system message; without a chat template it stands in front, an empty line between.
+    Without a chat template the system message stands in front, an empty line between.
     """
 
     template: str | None = None
@@ -98,11 +111,7 @@ class PromptStyle:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem file and how it is graded.
-
-    Attributes:
-        reward: Python file with ``reward_func``, or addresses of reward servers.
-    """
+    """A problem file, and its reward: a Python file with ``reward_func``, or addresses of reward servers."""
 
     name: str
     path: str
@@ -115,11 +124,7 @@ def load_problems(
     path: str | Path, input_key: str = "question", label_key: str = "answer", limit: int | None = None,
     chat: bool = False,
 ) -> list[Problem]:  # fmt: skip
-    """Read a user's JSONL file.
-
-    Args:
-        limit: number of problems from the start of the file; all if ``None``.
-        chat: a question may be a list of messages.
+    """The (first) problems of a user's file; with ``chat`` a question may be a list of messages.
 
     Raises:
         InputError: lines are not JSON objects, lack a key or have no such question, or the file holds no problem; names
@@ -137,13 +142,7 @@ def load_problems(
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
-    """Read a benchmark's file as it was published.
-
-    Args:
-        limit: number of problems from the start of the file; all if ``None``.
-
-    Returns:
-        Questions, and labels that are the bare final answers.
+    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers.
 
     Raises:
         InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
@@ -204,8 +203,9 @@ BENCHMARKS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
 
 
 def _question(row: Mapping[str, Any]) -> str:
-    _require_keys(row, ("problem" if "problem" in row else "question", "answer"))
-    return _text(row, "problem" if "problem" in row else "question")
+    key = "problem" if "problem" in row else "question"
+    _require_keys(row, (key, "answer"))
+    return _text(row, key)
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
@@ -242,3 +242,161 @@ def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], l
         more = len(lines) - len(problems) - len(shown)
         raise InputError("; ".join(shown) + (f"; and {more} more" if more else ""))
     return problems
+
+
+# ---- graded problems: one line for the settings, then one for each problem, in order --------------------------------
+
+_SETTINGS = "settings"
+_LINE_FORMAT = 2
+"""Of a problem's line; the first one had no ``extra_logs``, and did not say its number."""
+_ANOTHER = "give another --out"
+_COMPLETION = map_with(
+    {
+        "text": TEXT, "tokens": or_null(NUMBER), "truncated": or_null(FLAG), "reward": NUMBER, "score": NUMBER,
+        "graded": FLAG, "extra_logs": map_of(NUMBER),
+    },
+    {"error": TEXT, "entropy": NUMBER, "kl": NUMBER, "vote": or_null(INTEGER)},
+)  # fmt: skip
+_COMPLETIONS = Kind(
+    f"a list of at least one, each {_COMPLETION.words}", lambda v: list_of(_COMPLETION).holds(v) and v != []
+)
+_LINE = {"problem": INTEGER, "prompt": TEXT, "completions": _COMPLETIONS}
+_TEXT_OR_LINE = Kind("a text", lambda v: TEXT.holds(v) or (MAP.holds(v) and TEXT.holds(v.get("text"))))
+_HASHED_BYTES = 1 << 20
+_HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
+
+
+class Store:
+    """The results of one problem file: those of an earlier, killed command, and those appended now; a context manager.
+
+    No other process works in the file's folder; without a path results are kept in memory only.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self.results = [] if path is None else read_results(path, settings)
+        self._lines = None if path is None else JsonLines(path, keep=lambda line: True)
+        if self._lines is not None and path is not None and not path.stat().st_size:
+            self._lines.append({_SETTINGS: dict(settings)})
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def append(self, results: Sequence[Mapping[str, Any]]) -> None:
+        for result in map(dict, results):
+            self.results.append(result)
+            if self._lines is not None:
+                self._lines.append(result)
+
+
+def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The graded problems that a file holds; a line that a kill cut off is left out. Changes nothing.
+
+    Raises:
+        InputError: the file holds results of other settings (which, it says), or something else than results.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    first, newline, _ = text.partition(b"\n")
+    ours = json.dumps({_SETTINGS: dict(settings)})
+    if not newline and ours.encode().startswith(first):  # nothing yet, or killed within the first write
+        return []
+    where = f"{path} does not hold results of an evaluation"
+    before = check(decode(first, where), where, {_SETTINGS: MAP}, remedy=_ANOTHER)[_SETTINGS]
+    pairs = [(name, before.get(name), value) for name, value in json.loads(ours)[_SETTINGS].items()]
+    if different := [f"{name} was {was!r}, is {now!r}" for name, was, now in pairs if was != now]:
+        raise InputError(
+            f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
+        )
+    results = [
+        check(line, f"{path}, line {number}", _LINE, {"greedy": _COMPLETION}, _ANOTHER)
+        for number, line in read_lines(path)
+        if number > 1
+    ]
+    if len({len(result["completions"]) for result in results}) > 1:
+        raise InputError(f"{path}: its problems have different numbers of completions; {_ANOTHER}")
+    return results
+
+
+def task_settings(
+    task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None, reference: str | None
+) -> dict[str, Any]:
+    """What the results of a task depend on, in plain data: of saved completions the file, else the model, a reference
+    and every option that changes what is sampled, the engine's included."""
+    settings = {
+        "line_format": _LINE_FORMAT,
+        "benchmark": task.name,
+        "data": _file_digest(task.path),
+        "problems": len(task.problems),
+        "questions_and_labels": digest_of([[problem.prompt, problem.label] for problem in task.problems]),
+        "reward": _file_digest(task.reward) if Path(task.reward).is_file() else redact(task.reward),
+        **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
+    }
+    if completions is not None:
+        return settings | {"completions": _file_digest(completions)}
+    assert model is not None
+    compared = None if reference is None else _model_digest(reference)
+    return settings | {"model": _model_digest(model), "reference": compared, **sampling}
+
+
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(path: str | Path) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _model_digest(folder: str | Path) -> str:
+    """What tells two checkpoints apart: names, sizes, first and last MiB of the files of weights, tokenizer, settings.
+
+    A training step changes every tensor, so that whole files need not be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in _HASHED_FILES and p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASHED_BYTES))
+            file.seek(max(0, size - _HASHED_BYTES))
+            digest.update(file.read(_HASHED_BYTES))
+    return digest.hexdigest()
+
+
+def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
+    """Saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order; those of later problems
+    are left out. A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
+
+    Raises:
+        InputError: the file has another format, lacks problems, has different numbers of completions, or says that they
+            are of other prompts.
+    """
+    found: dict[int, list[str]] = {}
+    remedy = 'give lines {"problem": 0, "completions": ["text", ...]}'
+    for number, line in json_lines(path):
+        where = f"{path}, line {number}"
+        row = check(decode(line, where), where, {})
+        if _SETTINGS in row:
+            continue
+        check(row, where, {"problem": INTEGER, "completions": list_of(_TEXT_OR_LINE)}, remedy=remedy)
+        place, texts = row["problem"], [each if isinstance(each, str) else each["text"] for each in row["completions"]]
+        if not texts:
+            raise InputError(f"{where}: problem {place} has no completions; {remedy}")
+        if place in found:
+            raise InputError(f"{where}: problem {place} is there twice")
+        found[place] = texts
+        question = problems[place].prompt if 0 <= place < len(problems) else None
+        prompt = row.get("prompt")
+        if isinstance(question, str) and isinstance(prompt, str) and question.strip() not in prompt:
+            raise InputError(f"{where}: these are completions of {prompt!r:.80}, problem {place} is {question!r:.80}")
+    if missing := [place for place in range(len(problems)) if place not in found]:
+        raise InputError(
+            f"{path} lacks {len(missing)} of {len(problems)} problems, the first is {missing[0]} (counted from 0)"
+        )
+    counts = sorted({len(found[place]) for place in range(len(problems))})
+    if len(counts) > 1:
+        raise InputError(f"{path} has between {counts[0]} and {counts[-1]} completions of a problem: give equally many")
+    return [found[place] for place in range(len(problems))]

@@ -27,17 +27,20 @@ from openrlhf_ext.inputs import (
     reading,
 )
 from openrlhf_ext.patches.environment import has_cuda
-from openrlhf_ext.tools.evaluate.grading import MATHS
 from openrlhf_ext.tools.evaluate.problems import (
     MATH_TEMPLATE,
+    MATHS,
     SYSTEM_PROMPTS,
     PromptStyle,
     Task,
+    digest_of,
     load_benchmark,
+    load_completions,
     load_problems,
+    read_results,
     system_message,
+    task_settings,
 )
-from openrlhf_ext.tools.evaluate.store import digest_of, load_completions, read_results, task_settings
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")

@@ -1,20 +1,133 @@
-"""What an evaluation measured, from the lines of its problems; tables of it as papers print them."""
+"""What an evaluation measured, from the lines of its problems: statistics, and tables as papers print them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import NormalDist
 from typing import Any
 
-from openrlhf_ext.tools.evaluate.accuracy import (
-    Votes,
-    clustered_standard_error,
-    mean,
-    pass_at_k,
-    wilson_interval,
-)
-from openrlhf_ext.tools.evaluate.grading import SOLVED
+import numpy as np
+
+# ---- accuracy with its error, pass@k, maj@k, intervals: pure functions of plain numbers -----------------------------
+
+_MOST_SUBSETS = 2000
+SOLVED = 1.0
+"""A completion is correct when its score reaches this."""
+_QUANTILE = NormalDist().inv_cdf(0.975)
+
+# Shape suffixes: D = subsets of the samples, S = samples, A = different answers.
+
+
+def mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    if not numbers:
+        raise ValueError("the mean of no values is undefined")
+    return math.fsum(numbers) / len(numbers)
+
+
+def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> float:
+    """Standard error of the mean over all samples when the samples of a prompt belong together.
+
+    Samples of one prompt succeed or fail together more often than samples of different prompts, so that the usual
+    formula over all samples is too small. For prompts c with samples i and grand mean m of n samples in C prompts:
+    ``sqrt(C / (C - 1) * sum_c (sum_i (s_ci - m))^2) / n`` (E. Miller, Adding Error Bars to Evals, 2024, section 2.2,
+    with the correction for few clusters). With equally many samples per prompt it is the standard error of the prompt
+    means. Raises ValueError: fewer than two prompts, or one without samples.
+    """
+    clusters = len(scores_by_prompt)
+    if clusters < 2 or not all(scores_by_prompt):
+        raise ValueError(f"a standard error needs samples of at least two prompts, got {clusters}, each with samples")
+    grand_mean = mean(score for scores in scores_by_prompt for score in scores)
+    samples = sum(map(len, scores_by_prompt))
+    squares = math.fsum(math.fsum(score - grand_mean for score in scores) ** 2 for scores in scores_by_prompt)
+    return math.sqrt(clusters / (clusters - 1) * squares) / samples
+
+
+def difference_in_errors(first: float, first_error: float, second: float, second_error: float) -> float:
+    """How many standard errors two independent means lie apart; infinite if they differ without any error."""
+    error = math.hypot(first_error, second_error)
+    if error == 0:
+        return 0.0 if first == second else math.inf
+    return abs(first - second) / error
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of ``k`` samples is correct.
+
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1).
+    """
+    if samples < 1 or not 0 <= correct <= samples:
+        raise ValueError(f"need 0 <= successes <= samples and at least one sample, got {correct} of {samples}")
+    _require_k(k, samples)
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+class Votes:
+    """Votes of ``k`` of a problem's samples: the chance that the most frequent answer is correct.
+
+    Estimated over all subsets of ``k`` samples, or over 2000 drawn ones where there are more. Several answers that lead
+    together are drawn from with equal chances, so that a subset counts by the share of them that is correct (the papers
+    state no rule for ties). A sample without an answer has no vote; a subset without any vote is wrong.
+    """
+
+    def __init__(self, samples: int, k: int, seed: int = 0) -> None:
+        _require_k(k, samples)
+        if math.comb(samples, k) <= _MOST_SUBSETS:
+            chosen = np.array(list(combinations(range(samples), k)))
+        else:
+            draw = np.random.default_rng(seed)
+            chosen = np.array([draw.permutation(samples)[:k] for _ in range(_MOST_SUBSETS)])
+        self._subsets_DS = np.zeros((len(chosen), samples), dtype=np.float32)
+        np.put_along_axis(self._subsets_DS, chosen, 1.0, axis=1)
+
+    def count(self, votes: Sequence[tuple[Hashable | None, bool]]) -> tuple[float, float]:
+        """The chance of a correct majority, and the share of subsets in which several answers lead.
+
+        A vote is a sample's answer (``None``: it states none) and whether it is correct.
+        """
+        answers = list(dict.fromkeys(answer for answer, _ in votes if answer is not None))
+        if not answers:
+            return 0.0, 0.0
+        belongs_SA = np.array([[answer == one for one in answers] for answer, _ in votes], dtype=np.float32)
+        correct_A = belongs_SA.T @ np.array([is_correct for _, is_correct in votes], dtype=np.float32) > 0
+        counts_DA = self._subsets_DS @ belongs_SA
+        most_D = counts_DA.max(axis=1, keepdims=True)
+        leads_DA = (counts_DA == most_D) & (most_D > 0)
+        leaders_D = leads_DA.sum(axis=1)
+        shares_D = (leads_DA & correct_A).sum(axis=1) / np.maximum(leaders_D, 1)
+        return float(shares_D.mean()), float((leaders_D > 1).mean())
+
+
+def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
+    """95 % interval of the mean of each problem's share of successes, of which each is that of ``draws`` draws.
+
+    Wilson's interval (1927) of the effective number of draws: all draws over the design effect, which is the variance
+    of the clustered mean over that of independent draws (Franco, Little, Louis and Slud, Comparative Study of
+    Confidence Intervals for Proportions in Complex Sample Surveys, 2019). The effect is held between 1 and ``draws``:
+    the effective number lies between that of the problems and that of all draws. Where all draws have the same outcome
+    the effect cannot be seen: then the number is that of the problems.
+    """
+    problems, center = len(shares), mean(shares)
+    spread = center * (1 - center)
+    effect = float(draws)
+    if problems > 1 and spread > 0:
+        squared_error = math.fsum((share - center) ** 2 for share in shares) / (problems - 1) / problems
+        effect = min(max(squared_error * (problems * draws - 1) / spread, 1.0), effect)
+    size, z = problems * draws / effect, _QUANTILE
+    middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
+    half = z * math.sqrt(max(spread, 0.0) / size + (z / (2 * size)) ** 2) / (1 + z**2 / size)
+    return min(center, middle - half), max(center, middle + half)
+
+
+def _require_k(k: int, samples: int) -> None:
+    if not 1 <= k <= samples:
+        raise ValueError(f"k must be between 1 and the number of samples, got k = {k} of {samples}")
+
+
+# ---- the result of a task -------------------------------------------------------------------------------------------
 
 _SHOWN_SAMPLES = 3
 _SHOWN_CHARACTERS = 600
@@ -34,28 +147,26 @@ class SampleAnswer:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation measured. Intervals are those of ``wilson_interval``, 95 %.
+    """What an evaluation measured; ``None`` where it was not asked, or there is nothing to count.
+
+    Intervals are those of ``wilson_interval``, 95 %; ``..._at_k`` have sizes k as their keys.
 
     Attributes:
-        model, dataset: what was evaluated on what; no model if saved completions were graded.
+        model: None if saved completions were graded.
         accuracy: share of all samples whose score is at least 1, which is pass@1.
-        standard_error: of the accuracy, samples of a prompt taken together; ``None`` for a single prompt.
+        standard_error: of the accuracy, samples of a prompt taken together.
         score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
-        response_length_mean: tokens; ``None`` where they are not known.
-        ended: share of completions that ended by themselves, before ``max_new_tokens``; ``None`` likewise.
-        short_tokens, short_share: which completions count as short, and how many are; ``None`` if that is not asked.
-        short_accuracy, long_accuracy: that of the short ones and of the others; ``None`` where there are none.
-        greedy_accuracy, greedy_accuracy_interval: that of one completion of the most likely tokens for each problem,
-            which no other number counts; ``None`` if that is not asked.
-        entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others; ``None``
-            where there are none, or it is not asked.
-        kl_to_reference: divergence of the model from the reference, nats, mean over all tokens; ``None`` likewise.
+        response_length_mean: tokens.
+        ended: share of completions that ended by themselves, before ``max_new_tokens``.
+        short_share, short_accuracy: of completions of at most ``short_tokens`` tokens.
+        greedy_accuracy: that of one completion of the most likely tokens for each problem, which no other number
+            counts.
+        entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others.
+        kl_to_reference: nats, mean over all tokens.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
-        pass_at_k: k -> chance that one of k samples is correct (unbiased).
-        majority_at_k: k -> chance that the most frequent stated answer of k samples is correct, see ``Votes``.
-        ties_at_k: k -> chance that several answers are the most frequent ones.
+        ties_at_k: chance that several answers are the most frequent ones.
         reward_failures: completions that could not be graded, greedy ones included; they count as wrong.
-        grading_error: why the first of them was not; ``None`` if all were.
+        grading_error: why the first of them was not.
         skipped_overlong: prompts left out because the model has no room for them.
         seconds: sampling and grading, with loading the model.
     """
@@ -98,20 +209,12 @@ class EvaluationResult:
         greedy = self.prompts if self.greedy_accuracy is not None else 0
         return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def summarize(
     problems: Sequence[Mapping[str, Any]], benchmark: str, dataset: str, model: str | None, ks: Sequence[int],
     skipped_overlong: int, seconds: float, short_tokens: int | None = None,
 ) -> EvaluationResult:  # fmt: skip
-    """Count what the lines of a task's problems say.
-
-    Args:
-        ks: sizes of pass@k and maj@k; maj@n is counted in any case.
-        short_tokens: longest completion that counts as short; needs completions whose tokens are known.
-    """
+    """Counts what the lines of a task's problems say; maj@n whatever ``ks`` holds."""
     groups = [problem["completions"] for problem in problems]
     flat = [completion for group in groups for completion in group]
     samples = len(groups[0])
@@ -199,11 +302,7 @@ def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None = None) -> str:
     """Markdown, aligned for a terminal: with several tasks a row for each, as papers print them; then a table for each
-    task, of everything that was measured.
-
-    Args:
-        before: an earlier result in JSON, whose numbers stand beside those of the only task.
-    """
+    task, of everything that was measured. Numbers of an earlier result stand beside those of the only task."""
     parts = [_overview(results)] if len(results) > 1 else []
     for result in results:
         heading = f"{result.benchmark}: {result.prompts} problems x {result.samples_per_prompt} completions"

@@ -1,10 +1,14 @@
-"""Sampling completions for checkpoints outside a run: with plain transformers, or with a vLLM engine given to it."""
+"""Sampling completions for checkpoints outside a run, with plain transformers or with a vLLM engine given to it.
+
+Their entropies, and their divergence from a reference, come from forward passes of plain models.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,17 +27,16 @@ _SMALL_MODEL_PARAMETERS = 20_000_000
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion.
+    """One sampled completion; what is not known or measured is ``None``.
 
     Attributes:
         query: prompt and completion as one text, special tokens kept (what a reward function gets).
         text: the completion alone, special tokens kept.
         body: the same without the token that ended it.
-        tokens: its length, end-of-sequence token included; ``None`` if that is not known.
-        truncated: it reached ``max_new_tokens`` without an end-of-sequence token; ``None`` if that is not known.
-        ids: of the prompt's and the completion's tokens; ``None`` if they are not known.
-        entropy: nats, mean over the completion's tokens; ``None`` if it is not measured.
-        kl: divergence of the policy from the reference, nats, mean over the tokens; ``None`` if it is not measured.
+        tokens: its length, end-of-sequence token included.
+        truncated: it reached ``max_new_tokens`` without an end-of-sequence token.
+        ids: of the prompt's and the completion's tokens.
+        entropy, kl: the policy's, and its divergence from the reference: nats, means over the completion's tokens.
     """
 
     query: str
@@ -48,12 +51,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Answers:
-    """What was sampled for one problem.
-
-    Attributes:
-        completions: at the settings' temperature.
-        greedy: of the most likely tokens; ``None`` unless the settings ask for it.
-    """
+    """What was sampled for one problem; ``greedy``: of the most likely tokens, if the settings ask for it."""
 
     completions: Sequence[Completion]
     greedy: Completion | None = None
@@ -61,13 +59,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How completions are sampled.
-
-    Attributes:
-        temperature: of the softmax; 0 takes the most likely token.
-        top_p: nucleus size; 1 samples from the whole vocabulary.
-        greedy: whether one completion of the most likely tokens is wanted beside the others.
-    """
+    """How completions are sampled; temperature 0 takes the most likely token, top_p 1 the whole vocabulary."""
 
     n_samples: int = 4
     temperature: float = 1.0
@@ -86,27 +78,23 @@ Measure = Callable[[Sequence[Completion]], list[Completion]]
 
 
 class Sampler(Protocol):
-    """Samples completions."""
-
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
         """Answers to some prompts, in the given order: a function of the arguments and of nothing sampled before.
 
-        Args:
-            places: where their problems stand in the file; seeds are derived from it.
+        Seeds are derived from ``places``, where the problems stand in the file.
         """
 
 
 class TransformersSampler:
-    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place."""
+    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place.
+
+    Completions go through ``measure``, but greedy ones do not.
+    """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, device: str,
         measure: Measure | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            measure: what completions go through that are not greedy.
-        """
         self._model, self._tokenizer, self._settings, self._device = model, tokenizer, settings, device
         self._measure = measure
 
@@ -133,15 +121,14 @@ class CompletionEngine(Protocol):
 
 
 class EngineSampler:
-    """Samples with an engine; every completion has a seed of its own, derived from (seed, problem, sample)."""
+    """Samples with an engine; every completion has a seed of its own, derived from (seed, problem, sample).
+
+    ``folder``: the checkpoint, whose ``generation_config.json`` names more tokens that end a completion.
+    """
 
     def __init__(
         self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, folder: str, settings: SamplingSettings
     ) -> None:
-        """
-        Args:
-            folder: the checkpoint, whose ``generation_config.json`` names more tokens that end a completion.
-        """
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._eos = _eos_ids(_saved_generation_config(folder), tokenizer)
 
@@ -161,12 +148,10 @@ class EngineSampler:
             temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_new_tokens,
             stop_token_ids=self._eos,
         )  # fmt: skip
+        found = iter(sampled)
         return [
-            [
-                _completion(self._tokenizer, ids, new_ids, self._eos)
-                for new_ids in sampled[i * samples : (i + 1) * samples]
-            ]
-            for i, ids in enumerate(prompt_ids)
+            [_completion(self._tokenizer, ids, new_ids, self._eos) for new_ids in islice(found, samples)]
+            for ids in prompt_ids
         ]
 
 
@@ -180,25 +165,17 @@ def sample_completions(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: SamplingSettings,
     device: str | torch.device = "cpu",
 ) -> list[list[Completion]]:  # fmt: skip
-    """Completions of each prompt, in the given order.
+    """Completions of each prompt, in the given order; no special tokens are added. The model is moved to ``device``.
 
     The model's own sampling defaults (top-k, repetition penalty, ...) are not used: the distribution is exactly that of
     the options, as in a rollout. The same seed, batch size and device give the same completions; the global random
-    state is left as it was.
-
-    Args:
-        model: moved to ``device``.
-        prompts: no special tokens are added to them; those of similar length share a batch.
-
-    Raises:
-        ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
+    state is left as it was. Raises ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
     """
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
     _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, settings.max_new_tokens))
     config = _generation_config(model, tokenizer, settings)
-    order = sorted(
-        (i for i in range(len(prompts)) for _ in range(settings.n_samples)), key=lambda i: len(prompt_ids[i])
-    )
+    rows = [i for i in range(len(prompts)) for _ in range(settings.n_samples)]
+    order = sorted(rows, key=lambda i: len(prompt_ids[i]))  # those of similar length share a batch
     completions: list[list[Completion]] = [[] for _ in prompts]
     nn.Module.to(model, device)  # transformers' own wrapper of it has no type
     with _evaluating(model, config), _seeded(settings.seed, torch.device(device)), threads_for(model):
@@ -325,3 +302,90 @@ def _completion(
         truncated=end is None,
         ids=(*prompt_ids, *kept),
     )
+
+
+# ---- entropy and divergence -----------------------------------------------------------------------------------------
+
+_MOST_LOGITS = 1 << 27  # of one forward pass: 512 MiB in fp32, of which there are a few at a time
+
+# Shape suffixes: B = sequences in a batch, S = longest of them, T = longest completion, V = vocabulary.
+
+
+class Measures:
+    """Measures completions token by token, over the whole vocabulary at the temperature they were sampled with (not 0).
+
+    Distributions are those from which the completions' tokens were drawn, the end-of-sequence token's included, before
+    any nucleus is cut out of them; logits are taken to fp32. The reference has the same vocabulary; both models are
+    moved to ``device``. A forward pass has fewer than ``batch_size`` sequences where their logits would be too large.
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, reference: PreTrainedModel | None, temperature: float, batch_size: int,
+        device: str,
+    ) -> None:  # fmt: skip
+        self._policy, self._reference = policy, reference
+        self._temperature, self._batch_size, self._device = temperature, batch_size, device
+
+    @torch.inference_mode()
+    def __call__(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Completions (with ``ids``) with their ``entropy``, and with a reference their ``kl``: means, in nats.
+
+        Raises:
+            ValueError: a number is not finite, since a model's logits are not.
+        """
+        for model in filter(None, (self._policy, self._reference)):
+            nn.Module.to(model, self._device)  # transformers' own wrapper of it has no type
+        measured = list(completions)
+        with threads_for(self._policy):
+            for rows in self._batches(completions):
+                for row, (entropy, kl) in zip(rows, self._means([completions[row] for row in rows]), strict=True):
+                    measured[row] = replace(measured[row], entropy=entropy, kl=kl)
+        return measured
+
+    def _batches(self, completions: Sequence[Completion]) -> Iterator[list[int]]:
+        """Places of the sequences of each forward pass, longest first."""
+        order = sorted(range(len(completions)), key=lambda row: len(_ids(completions[row])), reverse=True)
+        longest = max(map(_length, completions))
+        vocabulary = self._policy.config.get_text_config().vocab_size
+        size = max(1, min(self._batch_size, _MOST_LOGITS // ((longest + 1) * vocabulary)))
+        return (order[start : start + size] for start in range(0, len(order), size))
+
+    def _means(self, batch: Sequence[Completion]) -> list[tuple[float, float | None]]:
+        ids_BS, mask_BS = (tensor.to(self._device) for tensor in left_padded([_ids(each) for each in batch], pad=0))
+        lengths_B1 = torch.tensor([[_length(each)] for each in batch], device=self._device)
+        longest = int(lengths_B1.max())
+        sampled_BT = torch.arange(longest, device=self._device) >= longest - lengths_B1
+        logp_BTV = self._log_probs(self._policy, ids_BS, mask_BS, longest)
+        p_BTV = logp_BTV.exp()
+        entropies = _row_means(-(p_BTV * logp_BTV).sum(-1), sampled_BT)
+        if self._reference is None:
+            return [(entropy, None) for entropy in entropies]
+        reference_BTV = self._log_probs(self._reference, ids_BS, mask_BS, longest)
+        divergences = _row_means((p_BTV * (logp_BTV - reference_BTV)).sum(-1), sampled_BT)
+        return list(zip(entropies, divergences, strict=True))
+
+    def _log_probs(self, model: PreTrainedModel, ids_BS: Tensor, mask_BS: Tensor, longest: int) -> Tensor:
+        """Log-probabilities of every token at the last ``longest`` places of the sequences, (B, T, V) fp32."""
+        forward: Any = model
+        logits_BTV = forward(
+            input_ids=ids_BS, attention_mask=mask_BS, position_ids=(mask_BS.cumsum(1) - 1).clamp(min=0),
+            logits_to_keep=longest + 1, use_cache=False,
+        ).logits[:, :-1]  # fmt: skip
+        return (logits_BTV.float() / self._temperature).log_softmax(-1)
+
+
+def _row_means(value_BT: Tensor, sampled_BT: Tensor) -> list[float]:
+    mean_B = value_BT.double().where(sampled_BT, 0.0).sum(1) / sampled_BT.sum(1)
+    if not bool(mean_B.isfinite().all()):
+        raise ValueError("entropies or divergences are not finite, since a model's logits are not: try --dtype float32")
+    return mean_B.tolist()
+
+
+def _ids(completion: Completion) -> tuple[int, ...]:
+    assert completion.ids is not None
+    return completion.ids
+
+
+def _length(completion: Completion) -> int:
+    assert completion.tokens is not None
+    return completion.tokens

@@ -13,20 +13,15 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, with_published_values
-from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
+from openrlhf_ext.tools.explain.picture import Completion, Explanation, Quantity
 from openrlhf_ext.tools.explain.rollouts import TOKEN_NUMBERS, Rollout
 
 
 def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], group: str | None = None) -> Explanation:
-    """Shape all rollouts as one batch and describe one group of them.
+    """Shapes all rollouts (complete groups) as one batch and describes one group of them, by default the first.
 
-    Args:
-        rollouts: complete groups.
-        options: of the algorithm; published values stand in for options without a default.
-        group: the group to show, None for the first.
-
-    Raises:
-        ValueError: unknown algorithm, option or group, or rollouts that the algorithm refuses.
+    Published values stand in for options without a default. Raises ValueError: unknown algorithm, option or group, or
+    rollouts that the algorithm refuses.
     """
     rows = _rows_of(rollouts, rollouts[0].group if group is None else group)
     options = with_published_values(name, options, max_length=max(map(len, rollouts)))

@@ -38,14 +38,9 @@ class Rollout:
 
 
 def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
-    """Read and check a rollouts file, one JSON object per completion; blank lines are skipped.
+    """Reads and checks a rollouts file, one JSON object per completion; blank lines are skipped.
 
-    Args:
-        step: of a run's samples.jsonl, whose last line may still be being written: only this step's completions; None
-            = those of the last step.
-
-    Raises:
-        InputError: naming the line, the key and the rule that it breaks.
+    Of a run's samples.jsonl, whose last line may still be being written, only this step's completions, or the last's.
     """
     rollouts: list[Rollout] = []
     # Not splitlines: it also splits at line separators that may stand inside a JSON string.

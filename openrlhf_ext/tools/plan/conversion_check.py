@@ -34,7 +34,6 @@ class CheckSettings:
     """What is checked, and how; plain values, so that they travel to the ranks.
 
     Attributes:
-        dtype: 'fp32' or 'bf16', of the policy and of transformers' model.
         sequences, tokens: random sequences whose log-probs are compared, and the length of the longest.
         tolerance: mean log-prob difference that passes, nats.
         timeout_s: longest wait in one collective call, and for all ranks together.
@@ -54,8 +53,8 @@ class CheckReport:
     """What was found.
 
     Attributes:
-        different: names of exported tensors that are not bit for bit those of the files (cast to the dtype).
-        missing: names of tensors of the files that were not exported, apart from those that no model reads.
+        different: exported tensors that are not bit for bit those of the files (cast to the dtype).
+        missing: tensors of the files that were not exported, apart from those that no model reads.
     """
 
     tensors: int

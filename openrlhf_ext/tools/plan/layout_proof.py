@@ -11,6 +11,7 @@ Ranks that differ only in their data- or context-parallel coordinate hold the sa
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,10 +45,9 @@ class LayoutProofError(ValueError):
 
 @dataclass(frozen=True)
 class RankShare:
-    """What the ranks with one (tensor, pipeline) coordinate hold; sizes in bytes.
+    """What the ranks with one (tensor, pipeline) coordinate hold; sizes in bytes. The first of them was built.
 
     Attributes:
-        ranks: the ranks that hold this share; the first one was built.
         layers: global layers of each model chunk.
         optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
             data- and context-parallel ranks by the distributed optimizer.
@@ -66,13 +66,13 @@ class RankShare:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients, optimizer and FP8 copies together, without activations."""
+        """Without activations."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
 
 
 @dataclass(frozen=True)
 class LayoutProof:
-    """A layout that fits: the share of every rank, and what was proved on how many HF tensors."""
+    """The share of every rank, and on how many HF tensors it was proved."""
 
     layout: ParallelLayout
     shares: tuple[RankShare, ...]
@@ -83,7 +83,7 @@ class LayoutProof:
 
 @dataclass(frozen=True)
 class _Holder:
-    """One parameter of one built rank: where a rule was met."""
+    """A parameter of a built rank: where a rule was met."""
 
     rule: Rule
     stage: int
@@ -100,9 +100,7 @@ def prove_layout(
 ) -> LayoutProof:
     """Builds every distinct rank of the layout and checks the weight map on it.
 
-    Args:
-        value_head: HF name of a critic's value head; None for a policy.
-        converters: whose copies of weights are counted.
+    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted.
 
     Raises:
         LayoutProofError: lists everything that does not fit.
@@ -124,7 +122,7 @@ def prove_layout(
     if problems:
         raise LayoutProofError("the weights do not all have exactly one place:\n" + "\n".join(problems))
     tensors = hf_tensors(shape)
-    entries = sum(_volume(t.shape) for t in tensors)
+    entries = sum(math.prod(t.shape) for t in tensors)
     return LayoutProof(layout, tuple(shares), len(tensors), entries, time.perf_counter() - started)
 
 
@@ -204,10 +202,8 @@ def _gaps(name: str, rule: Rule, shape: ModelShape, size: int) -> Iterator[str]:
 
 
 def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iterator[str]:
-    """Names and shapes in which our list of HF tensors differs from transformers' model class.
-
-    A critic's value head is known to no class of transformers, and stands in the place of the vocabulary projection.
-    """
+    """Names and shapes in which our list of HF tensors differs from transformers' model class, which knows no critic's
+    value head: it stands in the place of the vocabulary projection."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with reading(Path(model_path) / "config.json", "by transformers"), torch.device("meta"):
@@ -220,10 +216,6 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             yield f"{name}: transformers has {theirs.get(name)}, the weight map {ours.get(name)}"
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:

@@ -1,4 +1,4 @@
-"""What one rank of the policy holds, in bytes, from ``config.json`` alone: states, and what a backward pass keeps.
+"""What a layout keeps on a GPU, in host memory and on disk, in bytes, from ``config.json`` alone.
 
 States (parameters, fp32 gradients, Adam's) follow from the weight map and from how Megatron's DDP lays them out in its
 gradient buffer; they are exact (tests/tools/plan/test_memory.py compares them with real ranks). Activations are
@@ -13,19 +13,22 @@ those that autograd saves, with the weights left out, by one of two sets of form
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers.known import layer_converters
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.family import Rule
+from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import chunk_layers, shard_shape, stage_rules
 from openrlhf_ext.options.sections import Megatron
+from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 
 GIB = 1 << 30
 _GRADIENT_BYTES = 4  # accumulated in fp32
@@ -48,7 +51,7 @@ Kernels = Literal["local", "flash"]
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds of the model and its optimizer, whatever is computed; bytes, but for ``parameters``."""
+    """What a rank holds of the model and its optimizer; bytes, but for ``parameters``."""
 
     parameters: int
     weights: int
@@ -62,14 +65,15 @@ class States:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part, without those that are not there."""
-        parts = {
-            "weights": self.weights,
-            "gradients (fp32)": self.gradients,
-            "optimizer": self.optimizer,
+        return _there({
+            "weights": self.weights, "gradients (fp32)": self.gradients, "optimizer": self.optimizer,
             "FP8 copies of weights": self.copies,
-        }
-        return {name: size for name, size in parts.items() if size}
+        })  # fmt: skip
+
+
+def _there(parts: dict[str, int]) -> dict[str, int]:
+    """Parts that take anything."""
+    return {name: size for name, size in parts.items() if size}
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class StateOptions:
     Attributes:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the data- and context-parallel ranks.
-        bucket_size: parameters of a bucket where gradients are reduced during the backward pass; None = one bucket.
+        bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
         converters: whose copies of weights are counted.
     """
 
@@ -95,24 +99,15 @@ def chunk_parameters(
 ) -> tuple[tuple[str, int], ...]:
     """(name, entries) of one tensor-parallel rank's parameters of a model chunk, in the order of construction.
 
-    Args:
-        first, last: whether the chunk begins with the embedding, and ends in the final norm and the head.
+    The first chunk begins with the embedding, the last one ends in the final norm and the head.
     """
-
-    def entries(rule: Rule) -> int:
-        return math.prod(shard_shape(rule, shape, tensor_parallel_size))
-
-    one = {rule.parameter: entries(rule) for rule in stage_rules(shape, range(1), first, last)}
-    names = [name for name in _BUILT if f"decoder.layers.0.{name}" in one]
-    in_layers = [
-        (f"decoder.layers.{i}.{name}", one[f"decoder.layers.0.{name}"]) for i in range(layers) for name in names
-    ]
-    before, after = "embedding.word_embeddings.weight", ("decoder.final_layernorm.weight", "output_layer.weight")
-    return (
-        *((name, one[name]) for name in (before,) if name in one),
-        *in_layers,
-        *((name, one[name]) for name in after if name in one),
-    )
+    rules = stage_rules(shape, range(1), first, last)
+    one = {rule.parameter: math.prod(shard_shape(rule, shape, tensor_parallel_size)) for rule in rules}
+    layer = [(name, one[f"decoder.layers.0.{name}"]) for name in _BUILT if f"decoder.layers.0.{name}" in one]
+    in_layers = [(f"decoder.layers.{i}.{name}", entries) for i in range(layers) for name, entries in layer]
+    before, after = ("embedding.word_embeddings.weight",), ("decoder.final_layernorm.weight", "output_layer.weight")
+    outer = [[(name, one[name]) for name in names if name in one] for names in (before, after)]
+    return (*outer[0], *in_layers, *outer[1])
 
 
 @cache
@@ -206,8 +201,8 @@ class LayerActivations:
 
     Attributes:
         input: the layer's input, which is all that recomputation of whole layers keeps.
-        shares_input: whether the norms keep that tensor itself, and no copy of it.
-        attention: everything up to attention and from it to the MLP, without what ``core`` is.
+        shares_input: the norms keep that tensor itself, and no copy of it.
+        attention: everything up to attention and from it to the MLP, without ``core``.
         core: what attention itself keeps: its operands, its result and their statistics.
         core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
         mlp: norm and MLP; their recomputation keeps their input, as large as ``input``.
@@ -235,7 +230,6 @@ class Pass:
         kernels: which set of formulas holds.
         param_bytes: of an entry of parameters and activations.
         fp8: linear layers keep their inputs in FP8, one byte an entry (``flash`` only).
-        megatron: what is computed again in the backward pass.
     """
 
     tokens: int
@@ -280,7 +274,7 @@ class Activations:
         micro_batch: of the rank's layers in one pass of one model chunk.
         in_flight: passes whose backward pass is still to come, at the most.
         recomputed: what the backward pass makes again at a time, besides.
-        final: of the final norm and the hidden states that the head sees, on the last stage.
+        final: of the final norm and the hidden states that the head sees.
     """
 
     micro_batch: int
@@ -295,11 +289,7 @@ class Activations:
 
 
 def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> Activations:
-    """Of the ranks of a stage in training; the head's own workspace is not among them.
-
-    Args:
-        micro_batches: of a train step, on one data-parallel rank.
-    """
+    """Of a stage's ranks in a train step of so many micro-batches; the head's own workspace is not among them."""
     layer = layer_activations(shape, layout, work)
     layers = shape.num_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_size)
     kept, recomputed = _kept_and_recomputed(layer, layers, work.megatron)
@@ -343,3 +333,256 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
     if chunks == 1:
         return min(micro_batches, stages - stage)
     return min(micro_batches * chunks, (stages - stage - 1) * 2 + (chunks - 1) * stages + 1)
+
+
+# ---- moments of a run -----------------------------------------------------------------------------------------------
+
+_CONTEXTS = "CUDA contexts and NCCL (estimate)"
+_FRAGMENTS = 0.1
+"""Of the activations: what torch's allocator loses to fragments. An estimate."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run.
+
+    Attributes:
+        prompts, group: prompts of a batch, and responses to each.
+        prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
+        longest: tokens of the longest response.
+        batch: samples of an optimizer update.
+        scored_by: models that compute log-probs before training: the policy, a reference, a guide.
+    """
+
+    prompts: int
+    group: int
+    prompt_tokens: int
+    response_tokens: int
+    longest: int
+    batch: int
+    epochs: int
+    scored_by: int
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+    def forward(self, shape: ModelShape) -> ForwardFlops:
+        """Over one sequence."""
+        return forward_flops(shape, [self.length], self.response_tokens)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
+        forward_budget, forward_sequences: the same for log-probs.
+    """
+
+    layout: ParallelLayout
+    megatron: Megatron
+    budget: int | None
+    sequences: int
+    forward_budget: int | None
+    forward_sequences: int
+    near_ranks: int
+    fp8: bool = False
+
+    def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
+        budget = self.forward_budget if forward_only else self.budget
+        if budget is None:
+            return self.forward_sequences if forward_only else self.sequences
+        return max(1, budget * self.layout.context_parallel_size // length)
+
+    def micro_batches(self, samples: int, length: int, forward_only: bool = False) -> int:
+        """Of one data-parallel rank; interleaved schedules take whole rounds of the stages."""
+        rows = math.ceil(samples / self.layout.data_parallel_size)
+        count = math.ceil(rows / self.per_micro_batch(length, forward_only))
+        stages = self.layout.pipeline_parallel_size
+        return -(-count // stages) * stages if self.layout.virtual_pipeline_size > 1 else count
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is on a GPU at a time, by part, in bytes; ``doing`` says when."""
+
+    doing: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Policy or critic in a layout; ``states`` are those of the ranks of each stage."""
+
+    shape: ModelShape
+    training: Training
+    states: tuple[States, ...]
+
+    @property
+    def parameters(self) -> int:
+        return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
+
+    @property
+    def fullest(self) -> States:
+        return max(self.states, key=lambda one: one.total)
+
+
+def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
+    megatron, layout = config.megatron, config.layout
+    buckets = megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_parallel_size)
+    bucket_size = buckets if megatron.overlap_grad_reduce else None
+    distributed, converters = megatron.distributed_optimizer_enable, layer_converters(config)
+    options = StateOptions(param_bytes(megatron), distributed, bucket_size, converters)
+    fp8 = config.fp8.enable and not config.fp8.emulate
+    training = _training(config, megatron, layout, config.actor.num_gpus_per_node, fp8=fp8)
+    return _trained_model(shape, training, options)
+
+
+def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
+    """The critic as the configuration lays it out; its layers are not in FP8."""
+    megatron, layout = config.critic_megatron, config.critic_layout
+    options = StateOptions(param_bytes(megatron), megatron.distributed_optimizer_enable)
+    training = _training(config, megatron, layout, config.critic.num_gpus_per_node, fp8=False)
+    return _trained_model(shape, training, options)
+
+
+def _training(config: RunConfig, megatron: Megatron, layout: ParallelLayout, near_ranks: int, *, fp8: bool) -> Training:
+    train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
+    budget = train.max_tokens_per_gpu if dynamic else None
+    forward_budget = (rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None
+    sequences, forward_sequences = train.micro_batch_size, rollout.micro_batch_size
+    return Training(layout, megatron, budget, sequences, forward_budget, forward_sequences, near_ranks, fp8)
+
+
+def _trained_model(shape: ModelShape, training: Training, options: StateOptions) -> TrainedModel:
+    stages = range(training.layout.pipeline_parallel_size)
+    return TrainedModel(shape, training, tuple(rank_states(shape, training.layout, at, options) for at in stages))
+
+
+def param_bytes(megatron: Megatron) -> int:
+    return 2 if megatron.param_dtype == "bf16" else 4
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The models that are trained, with what the fullest ranks of each hold: states, and what training adds to them."""
+
+    policy: TrainedModel
+    critic: TrainedModel | None
+    policy_parts: tuple[Parts, Parts]
+    critic_parts: tuple[Parts, Parts] | None
+
+
+def trained(config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None) -> Trained:
+    critic_parts = None if critic is None else _heaviest(config, work, critic)
+    return Trained(policy, critic, _heaviest(config, work, policy), critic_parts)
+
+
+def moments(
+    config: RunConfig, engine: Parts, policy: tuple[Parts, Parts], critic: tuple[Parts, Parts] | None = None
+) -> tuple[Moment, ...]:
+    """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
+
+    Args:
+        engine: of a worker that is awake.
+        policy, critic: states, and what training adds to them, of the fullest ranks.
+    """
+    staging = 2 * config.weight_sync.bucket_mib << 20
+    (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
+    if not config.train.colocate_all:
+        buffers = {"buffers of the weight sync": staging}
+        sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
+        found = [Moment("sampling", sampling)]
+        found.append(Moment("training", {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}))
+        if critic is not None:
+            found.append(Moment("training the critic", {**critic_states, **critic_working, _CONTEXTS: RESERVE_BYTES}))
+        return tuple(found)
+    asleep, engine_sleeps = config.ds.enable_sleep, config.vllm.enable_sleep
+    awake = {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
+    sampling, training = shared_parts(engine, states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
+    found = [Moment("sampling", {**sampling, **awake}), Moment("training", {**training, **working, **awake})]
+    if critic is not None:
+        _, training = shared_parts(engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
+        awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
+        found.append(Moment("training the critic", {**training, **critic_working, **awake}))
+    return tuple(found)
+
+
+def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[Parts, Parts]:
+    stages = [_stage(config, work, model, stage) for stage in range(len(model.states))]
+    return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
+
+
+def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -> tuple[Parts, Parts]:
+    kept, states = activation_bytes(config, work, model, stage, model.training.megatron), model.states[stage]
+    working = {"activations": kept, "fragments (estimate)": int(_FRAGMENTS * kept)}
+    if stage == len(model.states) - 1 and model.shape.value_head is None:
+        working["head: workspace, hidden states and their gradient"] = _head(config, work, model)
+    return states.parts, working
+
+
+def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, stage: int, megatron: Megatron) -> int:
+    """Of a stage's ranks, at the peak of its schedule."""
+    training = model.training
+    count = training.micro_batches(min(work.batch, work.samples), work.length)
+    size = param_bytes(config.megatron)
+    one = Pass(_tokens(config, training), config.data.max_len, "flash", size, training.fp8, megatron)
+    return activations(model.shape, training.layout, stage, one, count).peak
+
+
+def _tokens(config: RunConfig, training: Training) -> int:
+    """Of a training micro-batch on one rank: its budget, or as many of the longest sequences as it has."""
+    if training.budget is not None:
+        return training.budget
+    return math.ceil(training.sequences * config.data.max_len / training.layout.context_parallel_size)
+
+
+def _head(config: RunConfig, work: Workload, model: TrainedModel) -> int:
+    """Its workspace; hidden states of response tokens and their gradient (docs/head.md)."""
+    tokens = _tokens(config, model.training) * work.response_tokens // work.length
+    states = tokens * model.shape.hidden_size * 2 * param_bytes(config.megatron)
+    return (config.megatron.head_workspace_mib << 20) + states
+
+
+# ---- elsewhere ------------------------------------------------------------------------------------------------------
+
+
+def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
+    """Of a node, by part, if all its ranks were the fullest."""
+    fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
+    per_node = config.actor.num_gpus_per_node
+    moved = fullest.weights + fullest.optimizer
+    return _there({
+        "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
+        "reference policy": per_node * fullest.weights if config.has_reference else 0,
+        "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
+    })  # fmt: skip
+
+
+def checkpoints(config: RunConfig, parameters: int) -> dict[str, int]:
+    """Bytes on disk of the policy's checkpoints that are kept, by form."""
+    ckpt, size = config.ckpt, param_bytes(config.megatron)
+    resumable = parameters * (size + 12 if size == 2 else 12)
+    kept = ckpt.max_num if ckpt.saves else 0
+    return _there({
+        f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
+        f"{kept} in Hugging Face form": kept * parameters * size if ckpt.save_hf else 0,
+        "the final one in Hugging Face form": parameters * size,
+    })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every layout of a run on so many GPUs: what it holds, how long a step takes, and what binds.
+"""Every layout of a run on so many GPUs: what it holds, how long a step takes, what binds; the verdict of a dry run.
 
 A layout is a set of options on top of the run's configuration. Whether it is allowed is asked of the configuration's
 own rules, so that what plan writes is what a run takes.
@@ -9,22 +9,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from openrlhf_ext.config import RunConfig, Violation
-from openrlhf_ext.config.files import model_folder, unknown_model
+import torch
+
+from openrlhf_ext.config import RunConfig, Violation, value_of
+from openrlhf_ext.config.file_rules import not_given
+from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.tools.plan.memory import StateOptions, rank_states
-from openrlhf_ext.tools.plan.moments import (
+from openrlhf_ext.redaction import redact
+from openrlhf_ext.tools.plan.memory import (
+    GIB,
     Moment,
+    StateOptions,
     Trained,
     TrainedModel,
     activation_bytes,
@@ -34,6 +40,7 @@ from openrlhf_ext.tools.plan.moments import (
     moments,
     param_bytes,
     policy_in,
+    rank_states,
     trained,
 )
 from openrlhf_ext.tools.plan.seconds import (
@@ -85,7 +92,6 @@ class Candidate:
     """A layout with what it holds and takes.
 
     Attributes:
-        options: of the layout, by their names.
         moments: the fullest GPU while engines sample and while the policy is trained, and while a critic is; other
             GPUs each time unless all are colocated.
         host: bytes of a node's memory, by part.
@@ -108,7 +114,6 @@ class Candidate:
 
     @property
     def fullest(self) -> Moment:
-        """Where memory is tightest."""
         return max(self.moments, key=lambda moment: moment.total)
 
     def tight(self, moment: Moment | None = None) -> bool:
@@ -118,10 +123,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one run on one kind of GPU.
+    """Plans one run on one kind of GPU, in place of the layout that its configuration has.
 
     Attributes:
-        config: of the run; the layout in it is replaced.
         response_tokens, prompt_tokens: mean lengths; None for 0.6 of the longest response, and for what is left of
             ``data.max_len`` beside it, at most 512.
         device_memory: bytes of the GPU that is there; None for those of the data sheet.
@@ -167,20 +171,16 @@ class Planner:
     def work(self) -> Workload:
         config, rollout = self.config, self.config.rollout
         longest = rollout.max_new_tokens or config.data.max_len // 2
+        prompt = self.prompt_tokens or min(512, config.data.max_len - longest)
+        response = self.response_tokens or max(1, int(0.6 * longest))
+        batch = min(config.train.batch_size, config.samples_per_rollout)
         return Workload(
-            rollout.batch_size,
-            rollout.n_samples_per_prompt,
-            self.prompt_tokens or min(512, config.data.max_len - longest),
-            self.response_tokens or max(1, int(0.6 * longest)),
-            longest,
-            min(config.train.batch_size, config.samples_per_rollout),
-            config.train.max_epochs,
-            1 + config.has_reference,
-        )
+            rollout.batch_size, rollout.n_samples_per_prompt, prompt, response, longest, batch,
+            config.train.max_epochs, scored_by=1 + config.has_reference,
+        )  # fmt: skip
 
     @cached_property
     def clock(self) -> Clock:
-        """Seconds of this run's phases."""
         gpu = GPUS[self.gpu_name]
         gpu = dataclasses.replace(gpu, memory=self.device_memory or gpu.memory)
         return Clock(gpu, self.shape, self.parameters, self.work, self.assumed)
@@ -204,14 +204,8 @@ class Planner:
                     yield self._with_best_share({**options, **one}, with_options(config, one), models)
 
     def as_configured(self) -> Candidate:
-        """The layout that the configuration has."""
         config = self.config
-        shown = [
-            "actor.num_nodes", "actor.num_gpus_per_node", *(f"megatron.{leaf}" for leaf in _MEGATRON),
-            "vllm.num_engines", "vllm.tensor_parallel_size",
-        ]  # fmt: skip
-        options = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in shown}
-        return self._candidate(options, config, self._trained(config))
+        return self._candidate({name: value_of(config, name) for name in _SHOWN}, config, self._trained(config))
 
     @property
     def is_allowed(self) -> bool:
@@ -225,7 +219,6 @@ class Planner:
 
     @property
     def configured_gpus(self) -> int:
-        """GPUs of the configuration as it is."""
         config = self.config
         if config.train.colocate_all:
             return config.world_size
@@ -260,7 +253,7 @@ class Planner:
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))
 
     def _engine_fits(self, tp: int) -> bool:
-        """Whether an engine of so many GPUs fits on them without a policy, with one of the longest sequences."""
+        """Whether an engine of so many GPUs fits without a policy, with one of the longest sequences."""
         given = self.config.vllm.gpu_memory_utilization
         for share in SHARES if given is None else (given,):
             config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
@@ -352,9 +345,8 @@ class Planner:
         if config.vllm.gpu_memory_utilization is not None:
             return self._candidate(options, config, models)
         tried = (with_options(config, {SHARE: share}) for share in SHARES)
-        return min(
-            (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried), key=_order
-        )
+        found = (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried)
+        return min(found, key=_order)
 
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
         engines, memory = self._engines(config), self.clock.gpu.memory
@@ -428,9 +420,10 @@ class Planner:
         return dataclasses.replace(self.clock, shape=critic.shape, parameters=critic.parameters, work=work)
 
 
-_MEGATRON = (
-    "tensor_parallel_size", "sequence_parallel_enable", "pipeline_parallel_size", "context_parallel_size",
-    "virtual_pipeline_size", "recompute",
+_SHOWN = (
+    "actor.num_nodes", "actor.num_gpus_per_node", "megatron.tensor_parallel_size",
+    "megatron.sequence_parallel_enable", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
+    "megatron.virtual_pipeline_size", "megatron.recompute", "vllm.num_engines", "vllm.tensor_parallel_size",
 )  # fmt: skip
 
 
@@ -488,3 +481,80 @@ def lacking(candidate: Candidate) -> str:
         f"memory while {moment.doing}: {candidate.short / gib:.1f} GiB are missing, and {moment.largest} is the "
         "largest part"
     )
+
+
+# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
+
+_PARTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a dry run; ``starts``: whether a run would, once it has what it was not given."""
+
+    text: str
+    details: tuple[str, ...]
+    starts: bool
+
+
+def verdict(config: RunConfig) -> Verdict:
+    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none."""
+    name, memory = _gpu()
+    missing = " and ".join(violation.options[0] for violation in not_given(config))
+    starts = f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given" if missing else "would start"
+    details = [*_model_lines(config), *_places(config)]
+    try:
+        laid_out = Planner(config, device_memory=memory).as_configured()
+    except PlanError as error:
+        unknown = str(error) if model_folder(config.actor.model_name_or_path or "") else "the model is not here"
+        return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
+    details += _memory_lines(laid_out, name)
+    if not laid_out.short:
+        # an engine that is alone on its GPU takes the share that it is given, whatever it needs
+        decisive = laid_out.moments if config.train.colocate_all else laid_out.moments[1:]
+        tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
+        return Verdict(f"{starts}{tight}", tuple(details), True)
+    short = f"does not fit on {name}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
+    if memory is None:  # nobody said that it is an H100 where the run will be
+        return Verdict(f"{starts}, but it {short}", tuple(details), True)
+    return Verdict(f"would fail: it {short}", tuple(details), False)
+
+
+def _gpu() -> tuple[str, int | None]:
+    """The GPU of this machine and its bytes, None where there is none."""
+    if not torch.cuda.is_available():
+        return "an H100 (there is no GPU here)", None
+    return f"this machine's {torch.cuda.get_device_name(0)}", torch.cuda.get_device_properties(0).total_memory
+
+
+def _model_lines(config: RunConfig) -> Iterator[str]:
+    name = config.actor.model_name_or_path or ""
+    if not is_hub_name(name):
+        yield f"model: {redact(name)}"
+    elif (folder := model_folder(name)) is not None:
+        yield f"model: {name} of the hub, which a run downloads; config.json is that of {os.path.relpath(folder)}"
+    else:
+        yield redact(f"model: {unknown_model(name)}")
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    workers, ranks = config.engine_workers, config.training_ranks
+    shared = config.train.colocate_all
+    yield (
+        f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
+        f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
+        f"{'the same' if shared else 'others'}"
+    )
+
+
+def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
+    yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
+    yield from (f"  {_moment_line(moment)}" for moment in laid_out.moments)
+
+
+def _moment_line(moment: Moment) -> str:
+    parts = sorted(moment.parts.items(), key=lambda part: -part[1])
+    shown = [f"{name} {size / GIB:.1f}" for name, size in parts[:_PARTS_SHOWN]]
+    if others := sum(size for _, size in parts[_PARTS_SHOWN:]):
+        shown.append(f"others {others / GIB:.1f}")
+    return f"{moment.doing} {moment.total / GIB:.1f}: {', '.join(shown)}"

@@ -10,11 +10,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops, forward_flops
+from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.tools.plan.memory import GIB, States
+from openrlhf_ext.tools.plan.memory import GIB, States, Training, Workload
 
 _BF16, _FP32 = 2, 4
 
@@ -25,11 +23,9 @@ class Gpu:
 
     Attributes:
         memory: bytes, as the driver counts them.
-        tflops: dense bf16.
-        fp8_tflops: dense FP8; that of bf16 where there is none.
+        tflops: dense bf16; ``fp8_tflops``: the same where there is no FP8.
         hbm: of its memory.
-        near: between GPUs of a node.
-        far: between nodes, for each GPU.
+        near, far: between GPUs of a node; between nodes, for each GPU.
     """
 
     memory: int
@@ -85,79 +81,10 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One step of a run.
-
-    Attributes:
-        prompts, group: prompts of a batch, and responses to each.
-        prompt_tokens, response_tokens: their mean lengths; every sequence is taken to be that long.
-        longest: tokens of the longest response.
-        batch: samples of an optimizer update.
-        scored_by: models that compute log-probs before training: the policy, a reference, a guide.
-    """
-
-    prompts: int
-    group: int
-    prompt_tokens: int
-    response_tokens: int
-    longest: int
-    batch: int
-    epochs: int
-    scored_by: int
-
-    @property
-    def samples(self) -> int:
-        return self.prompts * self.group
-
-    @property
-    def length(self) -> int:
-        return self.prompt_tokens + self.response_tokens
-
-    def forward(self, shape: ModelShape) -> ForwardFlops:
-        """FLOPs of a forward pass over one sequence."""
-        return forward_flops(shape, [self.length], self.response_tokens)
-
-
-@dataclass(frozen=True)
-class Training:
-    """How the policy is trained.
-
-    Attributes:
-        budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
-        forward_budget, forward_sequences: the same for log-probs.
-        fp8: linear layers multiply in FP8.
-    """
-
-    layout: ParallelLayout
-    megatron: Megatron
-    budget: int | None
-    sequences: int
-    forward_budget: int | None
-    forward_sequences: int
-    near_ranks: int
-    fp8: bool = False
-
-    def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
-        """Sequences of this length in a micro-batch."""
-        budget = self.forward_budget if forward_only else self.budget
-        if budget is None:
-            return self.forward_sequences if forward_only else self.sequences
-        return max(1, budget * self.layout.context_parallel_size // length)
-
-    def micro_batches(self, samples: int, length: int, forward_only: bool = False) -> int:
-        """Of one data-parallel rank; interleaved schedules take whole rounds of the stages."""
-        rows = math.ceil(samples / self.layout.data_parallel_size)
-        count = math.ceil(rows / self.per_micro_batch(length, forward_only))
-        stages = self.layout.pipeline_parallel_size
-        return -(-count // stages) * stages if self.layout.virtual_pipeline_size > 1 else count
-
-
-@dataclass(frozen=True)
 class Engines:
     """The rollout engines.
 
     Attributes:
-        count, tensor_parallel_size: engines, and GPUs of each.
         kv_bytes: of the KV cache on one GPU.
         most: requests that an engine works on at a time.
         prefix_caching: a group's prompt is computed once.
@@ -201,7 +128,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of phases on one kind of GPU."""
+    """Seconds of a run's phases on one kind of GPU."""
 
     gpu: Gpu
     shape: ModelShape
@@ -269,7 +196,6 @@ class Clock:
         return (count + bubble) * self._micro_batch(training, sequences, forward_only)
 
     def _micro_batch(self, training: Training, sequences: float, forward_only: bool) -> float:
-        """One micro-batch on one stage."""
         layout, flops = training.layout, self.work.forward(self.shape)
         ranks = layout.model_parallel_size
         linear = self._products(flops.layers, training.fp8)
@@ -331,7 +257,6 @@ class Clock:
         return 2 * (states.weights + states.optimizer) / self._rate(self.gpu.host)
 
     def lines(self) -> list[str]:
-        """The assumptions, one a line."""
         gpu, work, a = self.gpu, self.work, self.assumed
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.fp8_tflops:g} FP8, memory "

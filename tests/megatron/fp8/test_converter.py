@@ -7,7 +7,7 @@ import pickle
 from openrlhf_ext.fp8.recipe import RECIPES, Recipe
 from openrlhf_ext.megatron.fp8.converter import FP8Layers
 from openrlhf_ext.megatron.layers.known import layer_converters
-from openrlhf_ext.options.sections import FP8
+from openrlhf_ext.options.sections.models import FP8
 
 
 class Options:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.tools.evaluate.accuracy import (
+from openrlhf_ext.tools.evaluate.result import (
     Votes,
     clustered_standard_error,
     difference_in_errors,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,10 +8,9 @@ import pytest
 
 from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
 from openrlhf_ext.tools.evaluate.checkpoint import GradingSettings, evaluate, open_transformers
-from openrlhf_ext.tools.evaluate.problems import PromptStyle, Task, load_problems
+from openrlhf_ext.tools.evaluate.problems import PromptStyle, Store, Task, load_problems
 from openrlhf_ext.tools.evaluate.result import EvaluationResult
 from openrlhf_ext.tools.evaluate.sampling import SamplingSettings
-from openrlhf_ext.tools.evaluate.store import Store
 from tests.tools.evaluate.conftest import POSITIONS
 
 
@@ -38,7 +38,7 @@ def test_numbers_agree_with_each_other(checkpoint: Path, data: Path, reward: Pat
     assert 1 <= result.response_length_mean <= 6 and 0 <= result.ended <= 1
     assert [sample.prompt for sample in result.sample_answers] == ["1+1=?", "2+2=?", "3+3=?"]
     assert (result.reward_failures, result.skipped_overlong) == (0, 0)
-    assert json.loads(json.dumps(result.to_json()))["samples_per_prompt"] == 3
+    assert json.loads(json.dumps(dataclasses.asdict(result)))["samples_per_prompt"] == 3
 
 
 def test_the_same_seed_gives_the_same_result(checkpoint: Path, data: Path, reward: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.tools.evaluate.store import Store, read_results
+from openrlhf_ext.tools.evaluate.problems import Store, read_results
 
 SETTINGS = {"n": 2, "model": "abc"}
 ANSWER = {"tokens": 3, "truncated": False, "reward": 1.0, "score": 1.0, "graded": True, "extra_logs": {}, "vote": 0}

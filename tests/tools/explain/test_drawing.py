@@ -6,10 +6,7 @@ import re
 
 import pytest
 
-from openrlhf_ext.tools.explain.explanation import Completion, Explanation, Quantity
-from openrlhf_ext.tools.explain.layout import visible
-from openrlhf_ext.tools.explain.palette import Palette
-from openrlhf_ext.tools.explain.terminal import render
+from openrlhf_ext.tools.explain.picture import Completion, Explanation, Palette, Quantity, render, visible
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

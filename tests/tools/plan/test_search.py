@@ -10,7 +10,7 @@ from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
-from openrlhf_ext.tools.plan.moments import Moment, moments, policy_in, trained
+from openrlhf_ext.tools.plan.memory import Moment, moments, policy_in, trained
 from openrlhf_ext.tools.plan.search import SHARE, SHARING, Planner, binding, with_options
 
 MODELS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from openrlhf_ext.cli.main import main
 from openrlhf_ext.config import option_table
-from openrlhf_ext.reporting.events import EVENTS
+from openrlhf_ext.reporting.lines import EVENTS
 from tests.tools.report.runs import make_run
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "report.md"

@@ -14,8 +14,7 @@ import pytest
 
 from openrlhf_ext.cli.report import main
 from openrlhf_ext.reporting import METRICS, read_metrics
-from openrlhf_ext.tools.report.page import BUCKETS, page_data, thinned, write_page
-from openrlhf_ext.tools.report.read import read_runs
+from openrlhf_ext.tools.report.page import BUCKETS, page_data, read_runs, thinned, write_page
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.runs import HOSTILE, make_run
 
