@@ -95,10 +95,13 @@ OURS: dict[str, tuple[str, int]] = {
     "ours-streaming": ("--actor.num_gpus_per_node 1 --train.max_staleness 1", 1),
 }
 OTHERS = ("trl", "openrlhf")
-TRL_LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
+TRL_LOSSES = {"grpo": "grpo", "dapo": "dapo"}
 OPENRLHF_LOSSES = {
     "grpo": "--algo.advantage.estimator group_norm --actor.loss_agg_mode seq-mean-token-mean",
     "dapo": "--algo.advantage.estimator group_norm",
+    "reinforce_baseline": "--algo.advantage.estimator reinforce_baseline",
+    "rloo": "--algo.advantage.estimator rloo",
+    "dr_grpo": "--algo.advantage.estimator dr_grpo",
 }
 
 

@@ -55,7 +55,6 @@ from openrlhf_ext.megatron.step.batch import LogprobEntropy, balance_rows, micro
 from openrlhf_ext.rollout.response import Response
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dr_grpo": {"l_norm": 4096.0},
     "gtpo_entropy": {"alpha1": 1.0, "alpha2": 0.1},
     "grpo_s": {"beta1": 1.0, "beta2": 0.1},
 }

@@ -42,7 +42,9 @@ class ReturnOptions(ClipOptions, KLOptions, AggregationOptions, PenaltyOptions):
     policy_loss_type: Literal["ppo", "gspo"] = option(
         "ppo", "one ratio per token, or per completion the geometric mean of its tokens' (mean over completions)"
     )
-    reward_clip: Pair | None = option(None, "LOW HIGH that a reward is clipped to after the baseline; null: none")
+    reward_clip: Pair | None = option(
+        (-10, 10), "LOW HIGH that a reward is clipped to after the baseline; null: no clipping"
+    )
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()

@@ -20,6 +20,9 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "algo.advantage.no_std_norm": ("normalize_std",),
     "algo.advantage.gamma": ("gamma",),
     "algo.advantage.lambd": ("lambd",),
+    "actor.policy_loss_type": ("policy_loss_type",),
+    "reward.clip_range": ("reward_clip",),
+    "reward.stop_properly_penalty_coef": ("stop_properly",),
     "reward.overlong_buffer_len": ("length_penalty",),
 }
 
@@ -33,7 +36,7 @@ class FlagOption:
 
 def flag_options(config: RunConfig) -> Iterator[FlagOption]:
     """The options of the estimator that OpenRLHF's flags set."""
-    actor, advantage = config.actor, config.algo.advantage
+    actor, advantage, reward = config.actor, config.algo.advantage, config.reward
     pair, flag = actor.eps_clip_low_high, "actor.eps_clip_low_high"
     if pair is None and is_set(config, "actor.eps_clip"):
         pair, flag = (actor.eps_clip, actor.eps_clip), "actor.eps_clip"
@@ -46,10 +49,16 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
         yield FlagOption("agg", actor.loss_agg_mode, "actor.loss_agg_mode")
     if advantage.no_std_norm:
         yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
-    for key in ("gamma", "lambd"):
-        if config.has_critic and is_set(config, f"algo.advantage.{key}"):
+    for key, readers in (("gamma", ("gae", "reinforce")), ("lambd", ("gae",))):
+        if advantage.estimator in readers and is_set(config, f"algo.advantage.{key}"):
             yield FlagOption(key, getattr(advantage, key), f"algo.advantage.{key}")
-    if config.reward.overlong_buffer_len is not None:
+    if is_set(config, "actor.policy_loss_type"):
+        yield FlagOption("policy_loss_type", actor.policy_loss_type, "actor.policy_loss_type")
+    if reward.clip_range is not None:
+        yield FlagOption("reward_clip", reward.clip_range, "reward.clip_range")
+    if reward.stop_properly_penalty_coef is not None:
+        yield FlagOption("stop_properly", reward.stop_properly_penalty_coef, "reward.stop_properly_penalty_coef")
+    if reward.overlong_buffer_len is not None:
         yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
 
 

@@ -28,7 +28,7 @@ from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.upstream import present_name
 from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
-from openrlhf_ext.options.sections.algo import UPSTREAM_ESTIMATORS
+from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
 
 # ---- YAML files and the command line --------------------------------------------------------------------------------
 
@@ -459,8 +459,8 @@ def _type_violation(fault: Fault, origin: str) -> Violation:
 
 
 def _value_hint(option: Option, value: Any) -> str:
-    if option.name == "algo.advantage.estimator" and str(value) in UPSTREAM_ESTIMATORS:
-        return UPSTREAM_ESTIMATORS[str(value)]
+    if option.name == "algo.advantage.estimator" and str(value) in OTHER_ESTIMATORS:
+        return OTHER_ESTIMATORS[str(value)]
     if option.arity == "pair" and isinstance(value, str) and len(value.split()) == 2:
         return f"write it as a list: [{', '.join(value.split())}]"
     return ""

@@ -19,7 +19,7 @@ from openrlhf_ext.config.model_rules import local_shape, model_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
-from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED
+from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED, SINGLE
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
 RESERVED_KEYS = {
@@ -295,9 +295,9 @@ def batches(config: RunConfig) -> Iterator[Violation]:
 
 
 def groups(config: RunConfig) -> Iterator[Violation]:
-    """Every estimator here but GAE compares the responses to one prompt with each other."""
+    """Most estimators compare the responses to one prompt with each other."""
     estimator, group = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
-    if group < 2 and not config.has_critic and estimator != CUSTOM:
+    if group < 2 and estimator not in SINGLE:
         yield Violation(
             ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
             f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "

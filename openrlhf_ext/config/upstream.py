@@ -22,7 +22,7 @@ def upstream_args(config: RunConfig) -> SimpleNamespace:
     the context-parallel size, the second tensor * pipeline. The importance correction is always "on", because that
     is what makes the samples generator record the engine's log-probs; whether a correction is applied is the
     estimator's business (``RunConfig.algorithm_options``), as are the overlong penalty and the clipping of rewards.
-    ``algo.advantage.estimator`` keeps our name, which none of its branches knows.
+    ``algo.advantage.estimator`` keeps our name: only its experience maker, which is not used, reads it.
     """
     flat = {name: value_of(config, name) for name, field in leaf_fields(type(config)) if not info_of(field).added}
     for side in ("actor", "critic"):  # one destination of two flags
@@ -79,7 +79,7 @@ DIFFERENCES = (
         "algo.advantage.estimator",
         "gae (and six others)",
         "grpo (and others)",
-        "the estimators are those of docs/methods.md",
+        "a critic is trained only when asked for",
     ),
     Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
@@ -90,7 +90,7 @@ DIFFERENCES = (
         "0.95; 0.8 with train.colocate_all",
         "a policy that shares the GPU keeps its context, NCCL's buffers and staging there",
     ),
-    Difference("reward.clip_range", "-10 10", "null", "rewards enter the estimator as they are graded"),
+    Difference("reward.clip_range", "-10 10", "-10 10 with OpenRLHF's estimators", "other methods do not clip rewards"),
     Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
     Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
     Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),

@@ -27,6 +27,7 @@ def findings(config: RunConfig) -> Findings:
         *options.violations,
         *correction_violations(config),
         *kl_violations(config),
+        *loss_violations(config),
         *checkpoint_violations(config),
         *guide_violations(config),
     ]
@@ -160,6 +161,19 @@ def kl_violations(config: RunConfig) -> Iterator[Violation]:
         f"algo.advantage.estimator {estimator} takes a KL penalty {'only in the ' + legal[0] if legal else 'nowhere'}: "
         f"got algo.kl.init_coef {kl.init_coef:g} and algo.kl.use_loss {str(kl.use_loss).lower()}; {remedy}",
     )
+
+
+def loss_violations(config: RunConfig) -> Iterator[Violation]:
+    """A loss that was asked for is one that the estimator has."""
+    from openrlhf_ext.algorithms.registry import option_keys
+
+    estimator = config.algo.advantage.estimator
+    if config.actor.policy_loss_type == "gspo" and "policy_loss_type" not in option_keys(algorithm_name(config)):
+        yield Violation(
+            ("actor.policy_loss_type", "algo.advantage.estimator"),
+            f"actor.policy_loss_type gspo is for OpenRLHF's own estimators: got algo.advantage.estimator {estimator}, "
+            "which has a loss of its own; use algo.advantage.estimator gspo, group_norm or reinforce_baseline",
+        )
 
 
 def unread_warnings(config: RunConfig) -> Iterator[str]:

@@ -72,8 +72,8 @@ def test_the_update_shows_what_aggregation_does(tmp_path: Path, capsys: pytest.C
     path = write(tmp_path, completion(["a"], 1, [0]), completion(["b", "c", "d"], 0, [0, 0, 0]))
     lines = shown(capsys, "--algorithm", "grpo", "--rollouts", path)
     assert panel(lines, "update")[1::2] == ["+1.41", "-0.47 -0.47 -0.47"]
-    lines = shown(capsys, "--algorithm", "dr_grpo", "--rollouts", path)
-    assert "(l_norm=3)" in lines[0]
+    lines = shown(capsys, "--algorithm", "dr_grpo", "--option", "agg=seq-mean-token-sum-norm", "--rollouts", path)
+    assert "l_norm=3" in lines[0]
     assert panel(lines, "update")[1::2] == ["+0.33", "-0.33 -0.33 -0.33"]
 
 

@@ -4,14 +4,14 @@ import pytest
 
 from openrlhf_ext.config import ConfigError
 from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
-from openrlhf_ext.options.sections.algo import ESTIMATORS, UPSTREAM_ESTIMATORS
+from openrlhf_ext.options.sections.algo import ESTIMATORS, SINGLE
 
 
 def options_of(load, *words: str) -> dict:
     return algorithm_options(load(*words))[1]
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gtpo_entropy", "grpo_s", "dr_grpo")])
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gtpo_entropy", "grpo_s")])
 def test_unset_flags_leave_the_defaults_to_the_estimator(load, name):
     assert algorithm_options(load("--algo.advantage.estimator", name)) == (name, {}, None)
 
@@ -22,8 +22,9 @@ def test_options_without_a_default_get_the_published_values(load):
     assert options_of(load, *gtpo, "--algo.gtpo_entropy.alpha2", "0.2") == {"alpha1": 1.0, "alpha2": 0.2}
     assert options_of(load, *gtpo, "--algo.gtpo_entropy.version", "v1") == {"version": "v1"}
     assert options_of(load, "--algo.advantage.estimator", "grpo_s") == {"beta1": 1.0, "beta2": 0.1}
-    assert options_of(load, "--algo.advantage.estimator", "dr_grpo") == {"l_norm": 64}
-    assert options_of(load, "--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.l_norm", "8") == {"l_norm": 8}
+    papers = ["--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.agg", "seq-mean-token-sum-norm"]
+    assert options_of(load, *papers) == {"agg": "seq-mean-token-sum-norm", "l_norm": 64}
+    assert options_of(load, *papers, "--algo.dr_grpo.l_norm", "8")["l_norm"] == 8
     by_agg = options_of(load, "--algo.grpo.agg", "seq-mean-token-sum-norm")
     assert by_agg == {"agg": "seq-mean-token-sum-norm", "l_norm": 64}
 
@@ -67,10 +68,31 @@ def test_importance_correction(load):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UPSTREAM_ESTIMATORS)
-def test_estimators_of_openrlhf_are_refused_with_the_nearest_of_ours(problems, name):
+@pytest.mark.parametrize(("name", "ours"), [("gtpo", "gtpo_conflict"), ("ppo", "gae")])
+def test_other_names_of_estimators_are_refused_with_ours(problems, name, ours):
     (message,) = problems("--algo.advantage.estimator", name)
-    assert ("gtpo_conflict" if name == "gtpo" else "grpo") in message.split(f"got {name}")[1]
+    assert ours in message.split(f"got {name} ")[1]
+
+
+def test_flags_of_openrlhf_reach_its_own_estimators(load):
+    words = ["--actor.policy_loss_type", "gspo", "--reward.clip_range", "-1", "2", "--algo.advantage.gamma", "0.9",
+             "--reward.stop_properly_penalty_coef", "0.5", "--algo.advantage.no_std_norm"]  # fmt: skip
+    flags = {"policy_loss_type": "gspo", "reward_clip": (-1, 2), "stop_properly": 0.5}
+    whitened = flags | {"normalize_std": False}
+    for name, wanted in (
+        ("reinforce", whitened | {"gamma": 0.9}), ("reinforce_baseline", whitened), ("rloo", flags),
+        ("group_norm", flags), ("dr_grpo", flags),
+    ):  # fmt: skip
+        assert options_of(load, "--algo.advantage.estimator", name, *words) == wanted
+
+
+@pytest.mark.parametrize("name", ["reinforce", "flash_reinforce", "reinforce_baseline", "rloo", "group_norm"])
+def test_one_response_per_prompt_is_enough_where_nothing_is_compared(problems, name):
+    found = problems(
+        "--algo.advantage.estimator", name, "--rollout.n_samples_per_prompt", "1", "--train.batch_size", "2"
+    )
+    compares = [message for message in found if "must be at least 2" in message]
+    assert len(compares) == (name not in SINGLE), found
 
 
 def test_options_can_be_given_by_programs(build):

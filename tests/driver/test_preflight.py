@@ -110,8 +110,9 @@ def test_estimators_that_look_at_the_current_policy_may_update_several_times(tas
     )
 
 
-def test_dr_grpo_needs_a_length(task):
-    words = ["--algo.advantage.estimator", "dr_grpo", "--rollout.max_new_tokens", "null"]
+def test_a_constant_length_divisor_needs_a_length(task):
+    words = ["--algo.advantage.estimator", "dr_grpo", "--rollout.max_new_tokens", "null",
+             "--algo.dr_grpo.agg", "seq-mean-token-sum-norm"]  # fmt: skip
     (message,) = problems(task, *words)
     assert message.startswith("algo.dr_grpo: l_norm is required")
     assert problems(task, *words, "--algo.dr_grpo.l_norm", "64") == []
@@ -127,6 +128,7 @@ def test_a_penalty_made_of_flags_is_complained_about_once(task):
     [
         ("gtpo_conflict", ["--actor.dual_clip", "3"], "actor.dual_clip"),
         ("gspo", ["--actor.loss_agg_mode", "seq-mean-token-mean"], "actor.loss_agg_mode"),
+        ("gtpo_conflict", ["--reward.stop_properly_penalty_coef", "0.5"], "reward.stop_properly_penalty_coef"),
     ],
 )
 def test_a_flag_for_other_estimators_is_warned_about_and_left_out(task, caplog, estimator, words, flag):
@@ -136,6 +138,14 @@ def test_a_flag_for_other_estimators_is_warned_about_and_left_out(task, caplog, 
         f"{flag} has no effect: got {words[1]}, and algo.advantage.estimator {estimator} does not"
     )
     assert algorithm_options(config)[1] == {} and not caplog.records
+
+
+def test_one_ratio_per_response_is_not_silently_left_out(task):
+    words = ["--actor.policy_loss_type", "gspo"]
+    (message,) = problems(task, *words)
+    assert message.startswith("actor.policy_loss_type gspo is for OpenRLHF's own estimators: got ")
+    assert message.endswith("use algo.advantage.estimator gspo, group_norm or reinforce_baseline")
+    assert problems(task, *words, "--algo.advantage.estimator", "reinforce_baseline") == []
 
 
 def test_an_option_of_other_estimators_is_warned_about_with_its_owner_and_left_out(task, caplog):

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 else:
     Estimator = Literal[(*ESTIMATORS, CUSTOM)]
 
-# Names that are known elsewhere, and what to use here: OpenRLHF's estimators, and one name of two papers.
-UPSTREAM_ESTIMATORS = {
+SINGLE = ("gae", "reinforce", "flash_reinforce", CUSTOM)
+"""Estimators for which one response per prompt is enough; all others compare those of a prompt."""
+# Names that are known elsewhere, and what to use here.
+OTHER_ESTIMATORS = {
     "gtpo": "two methods have this name: use gtpo_entropy (arXiv 2508.04349) or gtpo_conflict (arXiv 2508.03772)",
-    "reinforce": "use grpo with algo.grpo.normalize_std false (group mean as the baseline)",
-    "rloo": "use grpo with algo.grpo.normalize_std false (group mean instead of leave-one-out)",
-    "reinforce_baseline": "use grpo (group mean as the baseline, group std instead of batch whitening)",
-    "group_norm": "use grpo (mean per sequence) or dapo (mean over all tokens, as OpenRLHF's default loss)",
-    "flash_reinforce": "use grpo with algo.grpo.normalize_std false; rollout.n_samples_per_prompt must be > 1",
+    "ppo": "PPO with a critic is gae",
 }
 
 
@@ -42,7 +40,10 @@ UPSTREAM_ESTIMATORS = {
 class Advantage(Section):
     """The estimator, and the correction for engines that sample from a slightly different policy."""
 
-    needs = {"algo.advantage.estimator=gae": ("lambd", "gamma")}
+    needs = {
+        "algo.advantage.estimator=gae": ("lambd",),
+        "algo.advantage.estimator=gae | algo.advantage.estimator=reinforce": ("gamma",),
+    }
 
     is_correction_level: Literal["off", "token", "seq"] = option("off",
         "importance correction between policy and engine: off, per token, or per sequence",
@@ -56,11 +57,12 @@ class Advantage(Section):
         "LOW HIGH bounds of the statistic, or a single HIGH (a divergence takes only HIGH)", min_length=1, max_length=2,
         default_text="0.5 5; 2 with fp8.rollout_enable and mode clip")
     lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
-    gamma: Float = option(1, "discount factor per token of the estimator gae", ge=0, le=1)
+    gamma: Float = option(1, "discount factor per token of the estimators gae and reinforce", ge=0, le=1)
     estimator: Estimator = option("grpo",
         "estimator of the advantages and its loss (docs/algorithms.md); custom = that of algo.module_path")
     no_std_norm: bool = option(False,
-        "subtract the group mean without dividing by the std; sets normalize_std false of the estimator")
+        "subtract the mean without dividing by the std, of the group or when whitening; sets normalize_std false of "
+        "the estimator")
 
 
 class Kl(Section):

@@ -176,9 +176,8 @@ class Actor(Section):
     dual_clip: Float | None = option(None,
         "bound of the surrogate for negative advantages, as a multiple of the advantage", gt=1,
         default_text="that of the estimator")
-    policy_loss_type: Literal["ppo", "gspo"] = no_meaning("ppo", "ratio of the policy loss",
-        why="the estimator decides the loss here",
-        instead="use algo.advantage.estimator gspo for the sequence-level ratio")
+    policy_loss_type: Literal["ppo", "gspo"] = option("ppo",
+        "one ratio per token, or per response, in the loss of OpenRLHF's own estimators")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = option("token-mean",
         "how token losses are averaged: over all tokens, or per sequence first; sets agg of the estimator",
         default_text="that of the estimator")

@@ -91,16 +91,17 @@ class Reward(Section):
     num_nodes: Int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
     num_gpus_per_node: Int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
     normalize_enable: bool = not_yet(False, "normalize the reward model's output", **_REWARD_MODEL)
-    clip_range: tuple[Float, Float] | None = no_meaning(None, "interval rewards are clipped to",
-        why="rewards enter the estimator as they are graded", instead="clip inside the reward function")
+    clip_range: tuple[Float, Float] | None = option(None,
+        "LOW HIGH that rewards are clipped to after the estimator's baseline; sets its reward_clip",
+        default_text="-10 10 with OpenRLHF's own estimators")
     overlong_buffer_len: Float | None = option(None,
         "length of the soft punishment zone before rollout.max_new_tokens, tokens (whole number); null = no penalty; "
         "sets length_penalty of the estimator (DAPO eq. 13)", ge=1)
     overlong_penalty_factor: Float = option(1,
         "penalty at rollout.max_new_tokens, in units of reward; needs reward.overlong_buffer_len", gt=0)
-    stop_properly_penalty_coef: Float | None = not_yet(None, "scale or override of the reward of truncated responses",
-        why="the estimators have rules of their own for truncated responses",
-        instead="use mask_truncated or length_penalty of the estimator (algo.<estimator>.*)")
+    stop_properly_penalty_coef: Float | None = option(None,
+        "reward of truncated responses: times this (0 to 1), or this where it is negative; null = as the others; sets "
+        "stop_properly of the estimator", le=1)
     model_name_or_path: str | None = not_yet(None, "checkpoint of a reward model", **_REWARD_MODEL)
     remote_url: str | None = option(None,
         "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), which gets "
