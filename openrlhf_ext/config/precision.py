@@ -9,17 +9,18 @@ from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options import Violation
 
+# a violation has its options and its words, as in a table
+# fmt: off
+
 _UNIT, _BLOCK = 16, 128
 
 
 def parameters(config: RunConfig) -> Iterator[Violation]:
     """Beside FP8 products the rest of a model runs in bf16; fp32 is for emulation, where nothing is to be saved."""
     if config.fp8.enable and not config.fp8.emulate and config.megatron.param_dtype == "fp32":
-        yield Violation(
-            ("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
+        yield Violation(("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
             "fp8.enable needs megatron.param_dtype bf16, in which everything beside the FP8 products is computed: got "
-            "fp32; use bf16, or add fp8.emulate",
-        )
+            "fp32; use bf16, or add fp8.emulate")
 
 
 def determinism(config: RunConfig) -> Iterator[str]:
@@ -40,11 +41,9 @@ def layers(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
     start, end = "fp8.layers_in_bf16_start", "fp8.layers_in_bf16_end"
     left_out = fp8.bf16_layers.start + fp8.bf16_layers.end
     if left_out >= model.num_layers:
-        yield Violation(
-            (option, start, end),
+        yield Violation((option, start, end),
             f"{start} + {end} must be below the model's layers, or none is left for FP8: got {fp8.bf16_layers.start} + "
-            f"{fp8.bf16_layers.end}, the model of {option} has {model.num_layers}; lower them, or switch FP8 off",
-        )
+            f"{fp8.bf16_layers.end}, the model of {option} has {model.num_layers}; lower them, or switch FP8 off")
         return
     if not fp8.enable or model.num_layers % megatron.pipeline_parallel_size:
         return
@@ -52,12 +51,10 @@ def layers(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
     most = model.num_layers // megatron.pipeline_parallel_size
     for name, count in ((start, fp8.bf16_layers.start), (end, fp8.bf16_layers.end)):
         if count > most:
-            yield Violation(
-                (option, name, "megatron.pipeline_parallel_size"),
+            yield Violation((option, name, "megatron.pipeline_parallel_size"),
                 f"{name} must not exceed the layers of a pipeline stage, which is Megatron's limit: got {count}, a "
                 f"stage of the model of {option} has {most} ({model.num_layers} layers in "
-                f"{megatron.pipeline_parallel_size} stages); use {most} or fewer, or fewer stages",
-            )
+                f"{megatron.pipeline_parallel_size} stages); use {most} or fewer, or fewer stages")
 
 
 def widths(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violation]:
@@ -82,11 +79,9 @@ def widths(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
     remedy = ", ".join([*remedies, "add fp8.emulate or switch FP8 off"])
     sizes = ", ".join(f"{what} {size:g}" for what, size in broken.items())
     reason = " (fp8.recipe blockwise with megatron.sequence_parallel_enable)" if blocks else ""
-    yield Violation(
-        tuple(names),
+    yield Violation(tuple(names),
         f"fp8.enable needs shards of weights whose sides are multiples of {unit}{reason}: the model of {option} on "
-        f"megatron.tensor_parallel_size {tp} has {sizes}; {remedy}",
-    )
+        f"megatron.tensor_parallel_size {tp} has {sizes}; {remedy}")
 
 
 def _shard_widths(model: ModelShape, tp: int) -> dict[str, float]:

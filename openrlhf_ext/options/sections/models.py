@@ -88,11 +88,9 @@ class FP8(Section):
         leaves = [leaf for leaf in _BF16_LAYERS if getattr(self, leaf)]
         if self.recipe == "delayed" and leaves:
             got = " and ".join(f"fp8.{leaf} {getattr(self, leaf)}" for leaf in leaves)
-            yield Violation(
-                ("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
+            yield Violation(("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
                 f"fp8.recipe delayed leaves no layers in BF16, Megatron refuses it: got {got}; leave them out, or use "
-                "fp8.recipe blockwise or current",
-            )
+                "fp8.recipe blockwise or current")
 
     def _foreign_violations(self) -> Iterator[Violation]:
         """Options of another recipe."""
@@ -100,11 +98,9 @@ class FP8(Section):
         owner = "blockwise or current" if self.recipe == "delayed" else "delayed"
         for leaf in foreign:
             if (value := getattr(self, leaf)) is not None:
-                yield Violation(
-                    (f"fp8.{leaf}", "fp8.recipe"),
+                yield Violation((f"fp8.{leaf}", "fp8.recipe"),
                     f"fp8.{leaf} is an option of fp8.recipe {owner}: got {value_text(value)} and fp8.recipe "
-                    f"{self.recipe}; leave it out, or change the recipe",
-                )
+                    f"{self.recipe}; leave it out, or change the recipe")
 
     def cautions(self) -> Iterator[str]:
         recipe = self.training_recipe
@@ -351,11 +347,9 @@ class Megatron(Section):
 
     def violations(self) -> Iterator[Violation]:
         if self.recompute == "selective" and not self.recompute_modules:
-            yield Violation(
-                ("megatron.recompute_modules", "megatron.recompute"),
+            yield Violation(("megatron.recompute_modules", "megatron.recompute"),
                 "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, "
-                "or set megatron.recompute none",
-            )
+                "or set megatron.recompute none")
         yield from self._overlap_violations()
 
     def _overlap_violations(self) -> Iterator[Violation]:
@@ -363,12 +357,10 @@ class Megatron(Section):
         needed = ("overlap_grad_reduce", "distributed_optimizer_enable")
         missing = [f"megatron.{leaf}" for leaf in needed if not getattr(self, leaf)]
         if self.overlap_param_gather and missing:
-            yield Violation(
-                ("megatron.overlap_param_gather", *missing),
+            yield Violation(("megatron.overlap_param_gather", *missing),
                 f"megatron.overlap_param_gather needs {' and '.join(f'megatron.{leaf}' for leaf in needed)}: got "
                 f"{' and '.join(f'{name} false' for name in missing)}; switch on what is missing, or leave "
-                "megatron.overlap_param_gather out",
-            )
+                "megatron.overlap_param_gather out")
 
 
 # ---- DeepSpeed's options: known, so that launch scripts of OpenRLHF get an answer for each, and refused when set ----
