@@ -9,13 +9,7 @@ STEP, TIME, NONFINITE, LABEL = "step", "time", "nonfinite", "label"  # what the 
 
 @dataclass(frozen=True)
 class Metric:
-    """One documented metric.
-
-    Attributes:
-        name: as in metrics.jsonl; a name that ends in ``/*`` stands for a family.
-        unit: unit, or what is counted.
-        meaning: how it is computed and over what.
-    """
+    """One metric; a name that ends in ``/*`` stands for a family, a unit may be what is counted."""
 
     name: str
     unit: str
@@ -188,21 +182,9 @@ METRICS = (
     Metric("algorithm/entropy_correct", "nats",
         "mean token entropy of the successes, before the step; missing if there are none"),
     Metric("algorithm/entropy_wrong", "nats", "the same of the failures"),
-    Metric("algorithm/advantage_mass_q1", "fraction",
-        "share of the sum of absolute advantages on the tokens of fifth 1 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"),
-    Metric("algorithm/advantage_mass_q2", "fraction",
-        "share of the sum of absolute advantages on the tokens of fifth 2 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"),
-    Metric("algorithm/advantage_mass_q3", "fraction",
-        "share of the sum of absolute advantages on the tokens of fifth 3 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"),
-    Metric("algorithm/advantage_mass_q4", "fraction",
-        "share of the sum of absolute advantages on the tokens of fifth 4 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"),
-    Metric("algorithm/advantage_mass_q5", "fraction",
-        "share of the sum of absolute advantages on the tokens of fifth 5 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"),
+    *(Metric(f"algorithm/advantage_mass_q{fifth}", "fraction",
+        f"share of the sum of absolute advantages on the tokens of fifth {fifth} of the entropy distribution (1: "
+        "lowest entropies); missing if all advantages are 0") for fifth in range(1, 6)),
     Metric("algorithm/correction_filtered", "fraction",
         "completion tokens that the importance correction dropped or clamped"),
     Metric("algorithm/rollout_kl", "nats",
