@@ -190,11 +190,9 @@ def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) ->
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = shutil.disk_usage("/dev/shm")
     return {
-        "gpus": count_gpus(),
-        "cores": len(os.sched_getaffinity(0)),
+        "gpus": count_gpus(), "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
-        "shm_gib": round(shm.total / GIB, 1),
-        "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
+        "shm_gib": round(shm.total / GIB, 1), "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "locked_memory": "unlimited" if memory == resource.RLIM_INFINITY else memory,
@@ -207,7 +205,7 @@ def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) ->
         "refused": [patch.reason for patch in status() if patch.state == "refused"],
         "files": {path: _fingerprint(Path(path)) for path in read},
         "shared": {folder: _see(Path(folder), token) for folder, token in tokens.items()},
-    }
+    }  # fmt: skip
 
 
 def _code_digest() -> str:

@@ -266,18 +266,13 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
     fitting = [candidate for candidate in found if candidate.seconds]
     flops = planner.work.forward(planner.shape)
     return {
-        "model": Path(planner.config.actor.model_name_or_path or "").name,
-        "parameters": planner.parameters,
-        "gpus": gpus,
-        "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
-        "workload": dataclasses.asdict(planner.work),
-        "assumptions": dataclasses.asdict(planner.assumed),
+        "model": Path(planner.config.actor.model_name_or_path or "").name, "parameters": planner.parameters,
+        "gpus": gpus, "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
+        "workload": dataclasses.asdict(planner.work), "assumptions": dataclasses.asdict(planner.assumed),
         "flops_per_token": {
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },
-        "allowed": len(found),
-        "fitting": len(fitting),
-        "disk": planner.disk(),
+        "allowed": len(found), "fitting": len(fitting), "disk": planner.disk(),
         "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip
@@ -288,11 +283,10 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
         "options": dict(candidate.options),
         "memory": {moment.doing: dict(moment.parts) for moment in candidate.moments},
-        "parameters": [states.parameters for states in candidate.policy.states],
-        "host": dict(candidate.host),
+        "parameters": [states.parameters for states in candidate.policy.states], "host": dict(candidate.host),
         "concurrency": candidate.concurrency,
         "seconds": None if seconds is None else dataclasses.asdict(seconds) | {"step": seconds.step},
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -38,12 +38,9 @@ _REMEDIES = {
 }
 # what a run writes, and whether it is a folder
 _OUTPUTS = {
-    "ckpt.path": True,
-    "ckpt.output_dir": True,
-    "logger.tensorboard_dir": True,
-    "logger.metrics_path": False,
+    "ckpt.path": True, "ckpt.output_dir": True, "logger.tensorboard_dir": True, "logger.metrics_path": False,
     "logger.figure_path": False,
-}
+}  # fmt: skip
 _BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
 _SOURCES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
 # bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones

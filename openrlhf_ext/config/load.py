@@ -285,13 +285,9 @@ Rules = Callable[[RunConfig], Findings]
 
 
 def load_config(
-    argv: Sequence[str],
-    *,
-    more_rules: Rules | None = None,
-    files: bool = True,
-    defaults: Mapping[str, Any] | None = None,
-    chosen: Iterable[str] = (),
-) -> RunConfig:
+    argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True,
+    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (),
+) -> RunConfig:  # fmt: skip
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are

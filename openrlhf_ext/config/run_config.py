@@ -49,11 +49,9 @@ class RunConfig(Section):
         -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
     )
     use_ms: bool = not_yet(
-        False,
-        "load models and data from ModelScope",
-        why="only local folders and the Hugging Face hub are read",
+        False, "load models and data from ModelScope", why="only local folders and the Hugging Face hub are read",
         instead="download first and give the local paths",
-    )
+    )  # fmt: skip
     dry_run: bool = added(False, "say whether the run would start, print memory, places and configuration, and stop")
     dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
 

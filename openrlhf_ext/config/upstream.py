@@ -91,45 +91,28 @@ DIFFERENCES = (
 # earlier name -> present name, with a value where the present option has another meaning
 RENAMED = {
     # models and where they run
-    "pretrain": "actor.model_name_or_path",
-    "critic_pretrain": "critic.model_name_or_path",
-    "reward_pretrain": "reward.model_name_or_path",
-    "colocate_all_models": "train.colocate_all",
-    "ref_reward_offload": "ref.offload",
-    "async_train": "train.async_enable",
+    "pretrain": "actor.model_name_or_path", "critic_pretrain": "critic.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path", "colocate_all_models": "train.colocate_all",
+    "ref_reward_offload": "ref.offload", "async_train": "train.async_enable",
     "partial_rollout": "train.partial_rollout_enable",
     # rewards and agents
-    "remote_rm_url": "reward.remote_url",
-    "normalize_reward": "reward.normalize_enable",
+    "remote_rm_url": "reward.remote_url", "normalize_reward": "reward.normalize_enable",
     # batches and lengths
-    "micro_train_batch_size": "train.micro_batch_size",
-    "micro_rollout_batch_size": "rollout.micro_batch_size",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "generate_max_len": "rollout.max_new_tokens",
-    "prompt_max_len": "data.max_len (prompt and response together)",
-    "use_dynamic_batch": "train.dynamic_batch_enable",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "full_determinism": "train.full_determinism_enable",
+    "micro_train_batch_size": "train.micro_batch_size", "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt", "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "data.max_len (prompt and response together)", "use_dynamic_batch": "train.dynamic_batch_enable",
+    "temperature": "rollout.temperature", "top_p": "rollout.top_p", "full_determinism": "train.full_determinism_enable",
     # data
-    "prompt_data": "data.prompt_dataset",
-    "prompt_data_probs": "data.prompt_probs",
+    "prompt_data": "data.prompt_dataset", "prompt_data_probs": "data.prompt_probs",
     # optimizer
-    "actor_learning_rate": "actor.adam.lr",
-    "critic_learning_rate": "critic.adam.lr",
-    "adam_betas": "actor.adam.betas",
-    "l2": "actor.adam.weight_decay",
-    "max_norm": "actor.max_norm",
-    "lr_scheduler": "actor.lr_scheduler",
-    "lr_warmup_ratio": "actor.lr_warmup_ratio",
-    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "actor_learning_rate": "actor.adam.lr", "critic_learning_rate": "critic.adam.lr", "adam_betas": "actor.adam.betas",
+    "l2": "actor.adam.weight_decay", "max_norm": "actor.max_norm", "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio", "gradient_checkpointing": "actor.gradient_checkpointing_enable",
     "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant",
     "freezing_actor_steps": "critic.freezing_steps",
     # algorithm
-    "no_advantage_std_norm": "algo.advantage.no_std_norm",
-    "init_kl_coef": "algo.kl.init_coef",
-    "use_kl_loss": "algo.kl.use_loss",
-    "entropy_loss_coef": "actor.entropy_coef",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm", "init_kl_coef": "algo.kl.init_coef",
+    "use_kl_loss": "algo.kl.use_loss", "entropy_loss_coef": "actor.entropy_coef",
     "dynamic_filtering": "algo.dynamic_filtering_enable",
     "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
     "enable_vllm_is_correction": "algo.advantage.is_correction_level token",
@@ -142,20 +125,14 @@ RENAMED = {
     # engines
     "deepspeed_enable_sleep": "ds.enable_sleep",
     # DeepSpeed
-    "bf16": "megatron.param_dtype bf16",
-    "param_dtype": "megatron.param_dtype",
+    "bf16": "megatron.param_dtype bf16", "param_dtype": "megatron.param_dtype",
     "ring_head_stride": "ds.ring_attn_head_stride",
     # checkpoints and records
-    "save_path": "ckpt.output_dir",
-    "save_hf_ckpt": "ckpt.save_hf",
-    "disable_ds_ckpt": "ckpt.disable_ds",
-    "max_ckpt_num": "ckpt.max_num",
-    "max_ckpt_mem": "ckpt.max_mem",
-    "load_checkpoint": "ckpt.load_enable",
-    "use_ds_universal_ckpt": "ds.use_universal_ckpt",
-    "use_wandb": "logger.wandb.key",
+    "save_path": "ckpt.output_dir", "save_hf_ckpt": "ckpt.save_hf", "disable_ds_ckpt": "ckpt.disable_ds",
+    "max_ckpt_num": "ckpt.max_num", "max_ckpt_mem": "ckpt.max_mem", "load_checkpoint": "ckpt.load_enable",
+    "use_ds_universal_ckpt": "ds.use_universal_ckpt", "use_wandb": "logger.wandb.key",
     "use_tensorboard": "logger.tensorboard_dir",
-}
+}  # fmt: skip
 
 
 def present_name(name: str) -> str | None:

@@ -187,12 +187,10 @@ async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[
     samples, greedy = lines[: len(completions)], lines[len(completions) :]
     votes = await grading.votes([c.text for c in completions], [line["score"] >= SOLVED for line in samples])
     return {
-        "problem": problem.index,
-        "prompt": problem.prompt,
-        "label": problem.label,
+        "problem": problem.index, "prompt": problem.prompt, "label": problem.label,
         "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
         **({"greedy": greedy[0]} if greedy else {}),
-    }
+    }  # fmt: skip
 
 
 def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str, Any]:

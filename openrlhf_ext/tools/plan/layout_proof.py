@@ -91,13 +91,9 @@ class _Holder:
 
 
 def prove_layout(
-    model_path: str | Path,
-    layout: ParallelLayout,
-    dtype: torch.dtype,
-    distributed_optimizer: bool,
-    value_head: str | None = None,
-    converters: Sequence[LayerConverter] = (),
-) -> LayoutProof:
+    model_path: str | Path, layout: ParallelLayout, dtype: torch.dtype, distributed_optimizer: bool,
+    value_head: str | None = None, converters: Sequence[LayerConverter] = (),
+) -> LayoutProof:  # fmt: skip
     """Builds every distinct rank of the layout and checks the weight map on it.
 
     ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted.
@@ -127,13 +123,9 @@ def prove_layout(
 
 
 def _build(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    rank: int,
-    dtype: torch.dtype,
-    distributed_optimizer: bool,
+    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, distributed_optimizer: bool,
     converters: Sequence[LayerConverter],
-) -> tuple[RankShare, list[_Holder], list[str]]:
+) -> tuple[RankShare, list[_Holder], list[str]]:  # fmt: skip
     place = layout.place(rank)
     holders, problems, layers, parameters, copies = [], [], [], 0, 0
     with fake_rank(layout, rank):
@@ -150,16 +142,11 @@ def _build(
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     per_parameter = 8 if dtype == torch.float32 else 12
     share = RankShare(
-        ranks=layout.ranks(tensor=place.tensor, stage=place.stage),
-        tensor=place.tensor,
-        pipeline=place.stage,
-        layers=tuple(layers),
-        parameters=parameters,
-        weight_bytes=parameters * dtype.itemsize,
-        gradient_bytes=parameters * _MAIN_GRAD_BYTES,
-        optimizer_bytes=-(-parameters * per_parameter // shards),
+        ranks=layout.ranks(tensor=place.tensor, stage=place.stage), tensor=place.tensor, pipeline=place.stage,
+        layers=tuple(layers), parameters=parameters, weight_bytes=parameters * dtype.itemsize,
+        gradient_bytes=parameters * _MAIN_GRAD_BYTES, optimizer_bytes=-(-parameters * per_parameter // shards),
         copy_bytes=copies,
-    )
+    )  # fmt: skip
     return share, holders, problems
 
 

@@ -295,14 +295,10 @@ class Planner:
                 continue
             for vp, recompute, budget in itertools.product(_CHUNKS if pp > 1 else (1,), _RECOMPUTES, self._budgets(cp)):
                 options = nodes | {
-                    "megatron.tensor_parallel_size": tp,
-                    "megatron.sequence_parallel_enable": tp > 1,
-                    "megatron.pipeline_parallel_size": pp,
-                    "megatron.context_parallel_size": cp,
-                    "megatron.virtual_pipeline_size": vp,
-                    **recompute,
-                    **budget,
-                }
+                    "megatron.tensor_parallel_size": tp, "megatron.sequence_parallel_enable": tp > 1,
+                    "megatron.pipeline_parallel_size": pp, "megatron.context_parallel_size": cp,
+                    "megatron.virtual_pipeline_size": vp, **recompute, **budget,
+                }  # fmt: skip
                 config = with_options(self.config, {**options, **engines})
                 if not self._broken(config):
                     yield options, config
