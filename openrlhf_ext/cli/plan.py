@@ -254,10 +254,9 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
     fullest = best.fullest
     return (
         f"# {gpus} {planner.gpu_name}, {planner.parameters:,} parameters, sequences of up to "
-        f"{planner.config.data.max_len} tokens; written by\n"
-        f"# openrlhf-ext plan {shlex.join(argv)}\n"
-        f"# Predicted, not run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest "
-        f"GPU, {best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
+        f"{planner.config.data.max_len} tokens; written by\n# openrlhf-ext plan {shlex.join(argv)}\n# Predicted, not "
+        f"run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest GPU, "
+        f"{best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
     )
 
 

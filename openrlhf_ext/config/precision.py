@@ -27,10 +27,8 @@ def determinism(config: RunConfig) -> Iterator[str]:
     """FP8 makes flipped codes of the last bits of a product, which on CPU depend on what else is in an engine's batch;
     on GPUs the run asks for vLLM's batch-invariant kernels."""
     if config.train.full_determinism_enable and config.fp8.rollout_enable and config.vllm.max_num_seqs != 1:
-        yield (
-            "train.full_determinism_enable with fp8.rollout_enable: where engines run on CPU, two runs differ unless "
-            "vllm.max_num_seqs is 1 (docs/fp8.md)"
-        )
+        yield ("train.full_determinism_enable with fp8.rollout_enable: where engines run on CPU, two runs differ "
+            "unless vllm.max_num_seqs is 1 (docs/fp8.md)")
 
 
 def layers(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violation]:

@@ -380,10 +380,8 @@ def hub_names(config: RunConfig) -> Iterator[str]:
     """Names of the hub are not checked: nothing of them is on this machine."""
     path = config.actor.model_name_or_path
     if path is not None and model_folder(path) is None:
-        yield (
-            f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it is "
-            "downloaded"
-        )
+        yield (f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it "
+            "is downloaded")
     model, _ = local_shape(_ACTOR, path)
     if model is not None and not is_hub_name(path or "") and not has_weights(path or ""):
         yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
@@ -396,27 +394,19 @@ def hub_names(config: RunConfig) -> Iterator[str]:
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
     """Settings that are allowed and risky."""
     if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
-        yield (
-            "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
-            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy"
-        )
+        yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
+            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
     if config.max_staleness > 0 and config.train.full_determinism_enable:
-        yield (
-            "train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and which "
-            "token meets new weights first, depends on timing, so two runs differ"
-        )
+        yield ("train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and "
+            "which token meets new weights first, depends on timing, so two runs differ")
     if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
-        yield (
-            f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
+        yield (f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
             f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
-            "the policy's ranks give up first"
-        )
+            "the policy's ranks give up first")
     if config.vllm.max_restarts and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
-        yield (
-            f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
+        yield (f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
             f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not replaced, because the batch "
-            "is given up first"
-        )
+            "is given up first")
 
 
 def restarts(config: RunConfig) -> Iterator[str]:

@@ -87,10 +87,8 @@ class Kl(Section):
 
     def cautions(self) -> Iterator[str]:
         if self.init_coef and self.use_loss and self.estimator == "k1" and not self.unbiased_gradient:
-            yield (
-                "algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 in "
-                "the mean; use k2 or k3, or add algo.kl.unbiased_gradient"
-            )
+            yield ("algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 "
+                "in the mean; use k2 or k3, or add algo.kl.unbiased_gradient")
 
 
 class Algo(Section):

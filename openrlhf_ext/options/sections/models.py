@@ -107,16 +107,13 @@ class FP8(Section):
         if recipe is None:
             return
         if not recipe.blockwise:
-            yield (
-                f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on what shares its pack, and "
-                "the ratio of the first update is not 1 (docs/fp8.md); fp8.recipe blockwise has no such noise"
-            )
+            yield (f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on what shares its pack, "
+                "and the ratio of the first update is not 1 (docs/fp8.md); fp8.recipe blockwise has no such noise")
         if self.rollout_enable and (not recipe.blockwise or recipe.pow2):
-            yield (
-                f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside fp8.rollout_enable: "
-                "the engines quantize blockwise with fp32 scales, and the errors of two quantizers add up, so that "
-                "trainer and engines differ more than with either alone; use fp8.recipe blockwise and fp8.scales fp32"
-            )
+            yield (f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside "
+                "fp8.rollout_enable: the engines quantize blockwise with fp32 scales, and the errors of two quantizers "
+                "add up, so that trainer and engines differ more than with either alone; use fp8.recipe blockwise and "
+                "fp8.scales fp32")
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

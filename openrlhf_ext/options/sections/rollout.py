@@ -158,7 +158,5 @@ class Rollout(Section):
 
     def cautions(self) -> Iterator[str]:
         if self.top_p < 1:
-            yield (
-                f"rollout.top_p {self.top_p:g} < 1: the engines sample from a cut distribution, the policy trains the "
-                "whole one, so ratios are biased; 1.0 is on-policy"
-            )
+            yield (f"rollout.top_p {self.top_p:g} < 1: the engines sample from a cut distribution, the policy trains "
+                "the whole one, so ratios are biased; 1.0 is on-policy")

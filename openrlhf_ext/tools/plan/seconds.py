@@ -270,6 +270,5 @@ class Clock:
             f"of the memory's rate, collectives and copies {a.network:.0%} of theirs",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
             f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
-            f"computation; {a.fixed_s:g} s a step for "
-            "grading, shaping and records",
+            f"computation; {a.fixed_s:g} s a step for grading, shaping and records",
         ]
