@@ -47,13 +47,11 @@ class DriverStrategy:
         return True
 
     def print(self, *message: object) -> None:
-        """OpenRLHF's messages, as one of its loggers' (``quiet_upstream_logs``)."""
         _messages.info(" ".join(map(str, message)))
 
     def setup_dataloader(
         self, dataset: Any, batch_size: int, pin_memory: bool, shuffle: bool, collate_fn: Any, num_workers: int = 0
     ) -> Any:
-        """The resumable loader that DeepspeedStrategy makes outside of a process group."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         return StatefulDataLoader(

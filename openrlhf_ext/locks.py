@@ -42,12 +42,10 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it was a process of this host."""
         return self.host == socket.gethostname()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to have ended."""
         try:
             return self.is_here and psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except (psutil.NoSuchProcess, ValueError):  # ValueError: a number that is no process's
@@ -126,7 +124,6 @@ class FolderLock:
         return True
 
     def _holder(self) -> Holder | None:
-        """Who has written his name; None if nobody, or not readably."""
         text = os.pread(self._file, 1 << 12, 0)
         if not text:
             return None

@@ -195,7 +195,6 @@ def _engine_error() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -324,7 +323,6 @@ def examine() -> Report:
 
 
 def describe_machine() -> dict[str, str]:
-    """Python, platform, and what is free of cores, memory and disk."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "python": f"{platform.python_version()} ({sys.executable})", "platform": platform.platform(),
@@ -334,7 +332,6 @@ def describe_machine() -> dict[str, str]:
 
 
 def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
-    """Name and version of each package that an extra of this distribution pins."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -352,7 +349,6 @@ def check_package(name: str, wanted: str) -> PackageCheck:
 
 
 def check_kernels(cuda: bool) -> list[KernelCheck]:
-    """Which fused kernels are there, and what stands in for those that are not."""
     return [
         KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
         _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
@@ -395,7 +391,6 @@ def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
 
 
 def conflict_problems() -> Iterator[str]:
-    """Packages that break the CPU stack."""
     for name, reason in BREAKS_CPU_STACK.items():
         if installed_version(name) is not None:
             yield f"{name} is installed and must be removed on a machine without CUDA: {reason}"

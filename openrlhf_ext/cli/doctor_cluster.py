@@ -128,7 +128,6 @@ def examine_cluster(
 
 
 def check_access(address: str, report: ClusterReport) -> None:
-    """Whether everybody may talk to the cluster."""
     if not asks_for_token(address, _CONNECT_S):
         text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
         report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md")
@@ -239,8 +238,6 @@ def _see(folder: Path, token: str) -> str:
 
 
 class Probe:
-    """Looks at the node that it is on; a Ray actor."""
-
     def look(self, packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
         return look(packages, read, tokens)
 
@@ -248,7 +245,6 @@ class Probe:
         return time.time()
 
     def listen(self) -> int:
-        """The port at which it takes one connection, on a thread, and reads until its end."""
         server = socket.create_server((ray.util.get_node_ip_address(), 0))
         server.settimeout(_ANSWER_S)
         threading.Thread(target=_drain, args=(server,), daemon=True).start()
@@ -427,6 +423,5 @@ _COLUMNS = {
 
 
 def table(report: ClusterReport) -> list[tuple[str, ...]]:
-    """A row for each node, under a row of titles."""
     rows = [(node, *(str(seen.get(key, "-")) for key in _COLUMNS)) for node, seen in report.nodes.items()]
     return [("node", *_COLUMNS.values()), *rows]

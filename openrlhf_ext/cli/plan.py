@@ -261,7 +261,6 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
 
 
 def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, FLOPs; the layouts that are shown, and the one as configured."""
     fitting = [candidate for candidate in found if candidate.seconds]
     flops = planner.work.forward(planner.shape)
     return {

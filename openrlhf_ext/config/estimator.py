@@ -32,7 +32,6 @@ class FlagOption:
 
 
 def flag_options(config: RunConfig) -> Iterator[FlagOption]:
-    """The options of the estimator that OpenRLHF's flags set."""
     actor, advantage = config.actor, config.algo.advantage
     pair, flag = actor.eps_clip_low_high, "actor.eps_clip_low_high"
     if pair is None and is_set(config, "actor.eps_clip"):

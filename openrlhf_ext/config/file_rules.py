@@ -72,7 +72,6 @@ def not_given(config: RunConfig) -> Iterator[Violation]:
 
 
 def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
-    """No address has lost its password in a dry run's or a checkpoint's configuration."""
     for name, _ in leaf_fields(type(config)):
         if lacks_a_secret(value := value_of(config, name)):
             yield Violation((name,),
@@ -176,7 +175,6 @@ def _record_violations(option: str, path: str, scan: Scan, data: Data) -> Iterat
 
 
 def tokenizer_violations(option: str, folder: str, *, chat: bool) -> Iterator[Violation]:
-    """The model folder has a tokenizer, and a chat template where prompts go through one."""
     if (fault := tokenizer_fault(folder, chat=chat)) is not None:
         yield Violation((option,), f"{option}: {folder} {fault}")
 
@@ -257,7 +255,6 @@ def _reserved_violations(files: Sequence[Output], beside: Sequence[Output]) -> I
 
 
 def _local(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
-    """Those of these (option, path) that are local files and folders."""
     return [(option, path) for option, path in named if path and not is_url(path) and not is_hub_name(path)]
 
 

@@ -185,7 +185,6 @@ class _YamlReader:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Splits ``argv`` (without the program's name) into files, overrides and a request for help."""
     line = CommandLine()
     for word, values in _words_by_option(argv, line.violations):
         if word in ("--help", "-h"):
@@ -258,7 +257,6 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
 
 
 def unknown_option(setting: Setting) -> Violation:
-    """The message for a name that is no option; says what it is called now, or names the nearest one."""
     if is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
@@ -331,8 +329,6 @@ def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool
 
 @dataclass
 class _Draft:
-    """Settings that are good so far, and what was wrong with the others."""
-
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -417,7 +413,6 @@ def _path_fault(parts: Iterable[str]) -> str | None:
 
 
 def _derive(values: dict[str, Any]) -> None:
-    """Defaults that follow from other settings."""
     output_dir = values.get("ckpt.output_dir") or resolve_path(RunConfig().ckpt.output_dir, "output")
     values.setdefault("ckpt.output_dir", output_dir)
     values.setdefault("ckpt.path", resolve_path(RunConfig().ckpt.path, "output"))

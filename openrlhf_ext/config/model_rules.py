@@ -71,7 +71,6 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
 
 
 def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
-    """A token id is the same token to guide and policy."""
     folder, policy_folder = config.guide.model_name_or_path or "", config.actor.model_name_or_path or ""
     model, problems = local_shape(_GUIDE, folder)
     yield from problems

@@ -108,7 +108,6 @@ def lines(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
 
 
 def _tiles_line(model: ModelShape, trainer_tp: int, engine_tp: int) -> str:
-    """Where two quantizers with the same blocks do not cut the same ones."""
     layer = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_hidden_size)
     names = differing_tensors(layer, trainer_tp, engine_tp)
     if not names:

@@ -36,8 +36,6 @@ _MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is
 
 @dataclass(frozen=True)
 class Findings:
-    """What a configuration breaks, and what it should be warned about."""
-
     violations: tuple[Violation, ...]
     warnings: tuple[str, ...]
 
@@ -65,7 +63,6 @@ def check_settings(config: RunConfig) -> Findings:
 
 
 def _sections(section: Section) -> Iterator[Section]:
-    """The sections of a configuration, those inside others too."""
     for _, value in section:
         if isinstance(value, Section):
             yield value
@@ -76,7 +73,6 @@ def _sections(section: Section) -> Iterator[Section]:
 
 
 def policy_layout(config: RunConfig) -> Iterator[Violation]:
-    """The ranks can be divided into copies of the policy."""
     yield from _layout_violations("actor", "megatron", config.layout)
 
 
@@ -92,7 +88,6 @@ def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
 
 
 def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
-    """The ranks that are to be profiled exist."""
     if config.profile.steps is not None and max(config.profile.ranks, default=0) >= config.world_size:
         ranks = " ".join(map(str, config.profile.ranks))
         yield Violation(("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
@@ -101,7 +96,6 @@ def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
 
 
 def critic_layout(config: RunConfig) -> Iterator[Violation]:
-    """The critic's ranks can be divided into copies of it."""
     if config.has_critic:
         yield from _layout_violations("critic", "critic.megatron", config.critic_layout)
 
@@ -127,7 +121,6 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
 
 
 def recomputation(config: RunConfig) -> Iterator[Violation]:
-    """OpenRLHF's name and ours for recomputation agree."""
     if config.actor.gradient_checkpointing_enable and config.megatron.recompute == "none":
         yield Violation(("actor.gradient_checkpointing_enable", "megatron.recompute"),
             "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them")
@@ -156,7 +149,6 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
 
 
 def transport(config: RunConfig) -> Iterator[Violation]:
-    """The transport of the weights fits where the engines are."""
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.colocate_all:
         yield Violation(options,
@@ -204,7 +196,6 @@ def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Viola
 
 
 def guide(config: RunConfig) -> Iterator[Violation]:
-    """The loss over groups without a success is guided by somebody; policy and guide both sample, on own GPUs."""
     if config.algo.advantage.estimator == GUIDED and config.own_options.get("zero_batch") and not config.has_guide:
         yield Violation(("algo.mixed_policy_dapo", _GUIDE),
             f"algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true and no {_GUIDE}; set "
@@ -262,7 +253,6 @@ def groups(config: RunConfig) -> Iterator[Violation]:
 
 
 def token_budgets(config: RunConfig) -> Iterator[Violation]:
-    """The longest sequence fits into a micro-batch."""
     max_len, cp = config.data.max_len, config.megatron.context_parallel_size
     for option in (
         ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu") if config.train.dynamic_batch_enable else ()
@@ -293,7 +283,6 @@ def lengths(config: RunConfig) -> Iterator[Violation]:
 
 
 def evaluations(config: RunConfig) -> Iterator[Violation]:
-    """The best checkpoint can be told."""
     best = config.ckpt.best_metric_key
     if best and (config.eval.steps == -1 or config.eval.dataset is None):
         yield Violation(("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
@@ -392,7 +381,6 @@ def hub_names(config: RunConfig) -> Iterator[str]:
 
 
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
-    """Settings that are allowed and risky."""
     if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
             "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
@@ -410,7 +398,6 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
 
 
 def restarts(config: RunConfig) -> Iterator[str]:
-    """Restarts have checkpoints to begin from."""
     ckpt, restarts = config.ckpt, config.train.max_restarts
     if restarts and (not ckpt.saves or ckpt.disable_ds):
         yield f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the first step"
@@ -429,14 +416,12 @@ def unused_modes(config: RunConfig) -> Iterator[str]:
 
 
 def unused_models(config: RunConfig) -> Iterator[str]:
-    """Options of models that the run does not have."""
     if not config.has_reference:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
             yield from _idle(config, name, "no reference model is built without a KL penalty", "set algo.kl.init_coef")
 
 
 def unused_graders(config: RunConfig) -> Iterator[str]:
-    """Options of grader processes where servers grade."""
     if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
         for leaf in ("num_workers", "memory_mib", "environment"):
             yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")

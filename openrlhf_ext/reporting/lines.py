@@ -54,7 +54,6 @@ class JsonLines:
         self._file = self._opened(keep)
 
     def keep(self, keep: Callable[[Record], bool]) -> None:
-        """Moves aside what is not to be kept of what the file holds."""
         self._file.close()
         self._file = self._opened(keep)
 
@@ -88,7 +87,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Record]]:
 
 
 def step_of(record: Record) -> float:
-    """The step of a record; infinite, after all steps, where it has none."""
+    """Infinite, after all steps, where a record has none."""
     step: Any = record.get("step")
     return step if is_number(step) else math.inf
 
@@ -262,7 +261,6 @@ class EventLog:
             self._lines.append({"event": event, "step": self.step, "time": self._now(), **redacted(facts)})
 
     def repeat_from(self, step: int) -> None:
-        """Moves aside the events of later steps, which will be made again."""
         self.step = step
         if self._lines is not None:
             self._lines.keep(lambda r: str(r.get("event")) in _OF_THE_RUN or step_of(r) <= step)

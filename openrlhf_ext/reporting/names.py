@@ -219,5 +219,4 @@ _FAMILIES = tuple(metric.name.removesuffix("*") for metric in METRICS if metric.
 
 
 def is_documented(name: str) -> bool:
-    """Whether a metric name stands in :data:`METRICS`, itself or by its family."""
     return name in _NAMES or name.startswith(_FAMILIES)

@@ -25,7 +25,7 @@ class FP8(Section):
 
     needs = {
         "fp8.enable": ("emulate", "recipe", "format", "scales", "margin", "amax_history_len", "amax_compute_algo"),
-        "fp8.enable | fp8.rollout_enable": ("layers_in_bf16_start", "layers_in_bf16_end"),
+        "fp8.enable | fp8.rollout_enable": _BF16_LAYERS,
     }
 
     enable: bool = added(False, "train with FP8 linear layers (TransformerEngine's, or emulated with fp8.emulate)")
@@ -270,10 +270,7 @@ class Guide(Section):
     fp8.rollout_enable.
     """
 
-    needs = {
-        "guide.model_name_or_path": ("*",),
-        "algo.advantage.estimator=mixed_policy_dapo": ("*",),
-    }
+    needs = {"guide.model_name_or_path": ("*",), "algo.advantage.estimator=mixed_policy_dapo": ("*",)}
 
     model_name_or_path: str | None = added(None,
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",

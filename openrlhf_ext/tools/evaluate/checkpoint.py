@@ -158,7 +158,6 @@ def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int
 async def _grade_groups(
     task: Task, problems: Sequence[Problem], sample: Sample, store: Store, settings: GradingSettings, size: int
 ) -> None:
-    """Sample, grade and keep what the store does not hold yet."""
     if done := len(store.results):
         logger.info("%s: %d of %d problems are there from an earlier command", task.name, done, len(problems))
     if done >= len(problems):
@@ -194,7 +193,6 @@ async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[
 
 
 def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str, Any]:
-    """What is kept of one completion; without a grade it is wrong."""
     failure = f"{type(grade).__name__}: {grade.message}" if isinstance(grade, RewardError) else None
     grade = RewardResult(reward=0.0, score=0.0) if isinstance(grade, RewardError) else grade
     optional = {"error": failure, "entropy": completion.entropy, "kl": completion.kl}

@@ -87,7 +87,6 @@ class PromptStyle:
     chat: bool = False
 
     def fault(self) -> str | None:
-        """Why the template cannot be used; None if it can."""
         try:
             used = (self.template or "{}").format("\0question")
         except (IndexError, KeyError, ValueError) as error:

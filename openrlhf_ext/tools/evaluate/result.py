@@ -330,7 +330,6 @@ def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list
 
 
 def _shares(result: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of success in a result, in the order in which they are shown."""
     found = {
         "accuracy": result["accuracy"], "greedy": result.get("greedy_accuracy"),
         **{f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items() if int(k) > 1},
@@ -340,7 +339,6 @@ def _shares(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
-    """What is known beside the shares of success: names and values as they are shown."""
     found = [
         ("mean score", result.score_mean, 1, "{:.3f}"),
         ("mean reward", result.reward_mean, 1, "{:.3f}"),
@@ -372,7 +370,6 @@ def notes(result: EvaluationResult) -> list[str]:
 
 
 def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) -> str:
-    """The first completions with their problems, very long ones without their middle."""
     earlier = {sample["prompt"]: sample for sample in (before or {}).get("sample_answers", [])}
     parts = []
     for sample in result.sample_answers:

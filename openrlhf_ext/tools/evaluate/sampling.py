@@ -341,7 +341,6 @@ class Measures:
         return measured
 
     def _batches(self, completions: Sequence[Completion]) -> Iterator[list[int]]:
-        """Places of the sequences of each forward pass, longest first."""
         order = sorted(range(len(completions)), key=lambda row: len(_ids(completions[row])), reverse=True)
         longest = max(map(_length, completions))
         vocabulary = self._policy.config.get_text_config().vocab_size

@@ -17,8 +17,6 @@ _IGNORED = ("comment", "rollout_logprobs", "score", "label", "advantages", "loss
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion: its group's name, and the keys of its line."""
-
     group: str
     line: int
     record: dict[str, Any]
@@ -29,7 +27,6 @@ class Rollout:
         return [not mark for mark in self.record.get("environment", [0] * len(self.record["tokens"]))]
 
     def __len__(self) -> int:
-        """Tokens that the policy sampled."""
         return sum(self.own)
 
     def of_policy(self, key: str) -> list[Any]:

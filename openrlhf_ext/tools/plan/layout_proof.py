@@ -66,7 +66,6 @@ class RankShare:
 
     @property
     def state_bytes(self) -> int:
-        """Without activations."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
 
 
@@ -206,7 +205,6 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
 
 
 def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:
-    """The model chunks of the current (fake) rank on the meta device."""
     config = transformer_config(shape, layout, dtype, Megatron())
     config.use_cpu_initialization = True  # on a GPU machine Megatron would name the device itself
     stages = [None] if layout.virtual_pipeline_size == 1 else range(layout.virtual_pipeline_size)

@@ -209,7 +209,6 @@ class Planner:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the configuration's own layout keeps the rules."""
         return not self._broken(self.config)
 
     @property
@@ -225,7 +224,6 @@ class Planner:
         return config.world_size + config.engine_workers + config.critic_ranks
 
     def distinct(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The first of every way to cut the policy; in the order given."""
         best: dict[ParallelLayout, Candidate] = {}
         for candidate in candidates:
             best.setdefault(candidate.policy.training.layout, candidate)
@@ -264,7 +262,6 @@ class Planner:
         return False
 
     def sharing(self) -> Planner:
-        """The same run with policy and engines on the same GPUs."""
         return dataclasses.replace(self, config=with_options(self.config, SHARING))
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
@@ -434,7 +431,6 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:
-    """The configuration with other values of options of the form section.leaf; no rule is asked."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
         section, leaf = name.split(".")
@@ -517,7 +513,6 @@ def verdict(config: RunConfig) -> Verdict:
 
 
 def _gpu() -> tuple[str, int | None]:
-    """The GPU of this machine and its bytes, None where there is none."""
     if not torch.cuda.is_available():
         return "an H100 (there is no GPU here)", None
     return f"this machine's {torch.cuda.get_device_name(0)}", torch.cuda.get_device_properties(0).total_memory

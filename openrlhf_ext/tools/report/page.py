@@ -178,7 +178,6 @@ def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[],
 
 
 def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> dict[str, Any]:
-    """All that the page draws, as JSON can hold it."""
     longest = max((len(run.steps) for run in runs), default=0)
     window = smooth if smooth is not None else smoothing_window(longest)
     budget = _SAMPLED_TOKENS // len(runs)
@@ -394,7 +393,6 @@ def _short(value: Any) -> str:
 
 
 def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every option with its value in each run; null where the run does not tell."""
     options = [run.start.get("options", {}) for run in runs]
     given = [set(run.start.get("set", ())) for run in runs]
     rows = []
@@ -407,7 +405,6 @@ def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _facts(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Layout, hardware and versions as rows."""
     rows = []
     for part in ("layout", "hardware", "versions"):
         facts = [run.start.get(part, {}) for run in runs]
