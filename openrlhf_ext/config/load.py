@@ -110,8 +110,9 @@ def _node_fault(node: yaml.Node | None) -> str | None:
         is_good = form is not None and form.fullmatch(node.value) is not None
         return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
-    is_good = node is None or node.tag == _TAG + kind
-    return None if is_good else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+    if node is None or node.tag == _TAG + kind:
+        return None
+    return f"the tag {node.tag.removeprefix(_TAG)} is not known here"
 
 
 ConfigLoader.yaml_implicit_resolvers = {}

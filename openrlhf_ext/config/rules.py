@@ -25,11 +25,7 @@ from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED
 # fmt: off
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
-RESERVED_KEYS = {
-    "kl": "algo.kl.*",
-    "correction": "algo.advantage.is_correction_*",
-    "name": "algo.advantage.estimator",
-}
+RESERVED_KEYS = {"kl": "algo.kl.*", "correction": "algo.advantage.is_correction_*", "name": "algo.advantage.estimator"}
 _ACTOR, _GUIDE = "actor.model_name_or_path", "guide.model_name_or_path"
 _MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
 
@@ -49,17 +45,12 @@ def check_config(config: RunConfig) -> Findings:
 def check_settings(config: RunConfig) -> Findings:
     """Every rule but those about data, reward and outputs."""
     sections = list(_sections(config))
-    violations = [
-        *model_violations(config),
-        *(violation for rule in RULES for violation in rule(config)),
-        *(violation for section in sections for violation in section.violations()),
-    ]
-    warnings = [
-        *(warning for rule in WARNINGS for warning in rule(config)),
-        *(warning for section in sections for warning in section.cautions()),
-        *idle_options(config),
-    ]
-    return Findings(tuple(violations), tuple(warnings))
+    of_rules = (violation for rule in RULES for violation in rule(config))
+    of_sections = (violation for section in sections for violation in section.violations())
+    warnings = (warning for rule in WARNINGS for warning in rule(config))
+    cautions = (warning for section in sections for warning in section.cautions())
+    violations = (*model_violations(config), *of_rules, *of_sections)
+    return Findings(violations, (*warnings, *cautions, *idle_options(config)))
 
 
 def _sections(section: Section) -> Iterator[Section]:

@@ -23,10 +23,8 @@ _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
 class FP8(Section):
     """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic stay as they are."""
 
-    needs = {
-        "fp8.enable": ("emulate", "recipe", "format", "scales", "margin", "amax_history_len", "amax_compute_algo"),
-        "fp8.enable | fp8.rollout_enable": _BF16_LAYERS,
-    }
+    needs = {"fp8.enable | fp8.rollout_enable": _BF16_LAYERS,
+        "fp8.enable": ("emulate", "recipe", "format", "scales", *_DELAYED_ONLY)}
 
     enable: bool = added(False, "train with FP8 linear layers (TransformerEngine's, or emulated with fp8.emulate)")
     emulate: bool = added(False,
@@ -147,11 +145,8 @@ class Muon(Section):
 class Actor(Section):
     """The policy under training."""
 
-    needs = {
-        "actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
-        "actor.lr_warmup_steps=null": ("lr_warmup_ratio",),
-        "actor.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
-    }
+    needs = {"actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
+        "actor.lr_warmup_steps=null": ("lr_warmup_ratio",), "actor.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",)}
 
     num_nodes: Int = option(1, "nodes the policy runs on", ge=1, le=2**13)
     num_gpus_per_node: Int = option(8,
@@ -220,11 +215,8 @@ class CriticMegatron(Section):
 class Critic(Section):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
-    needs = {
-        "algo.advantage.estimator=gae": ("*",),
-        "critic.lr_scheduler!=constant": ("lr_warmup_ratio",),
-        "critic.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
-    }
+    needs = {"algo.advantage.estimator=gae": ("*",), "critic.lr_scheduler!=constant": ("lr_warmup_ratio",),
+        "critic.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",)}
 
     num_nodes: Int = option(1, "nodes of the critic", ge=1, le=2**13)
     num_gpus_per_node: Int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1, le=2**8)
@@ -289,11 +281,9 @@ class Guide(Section):
 class Megatron(Section):
     """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
 
-    needs = {
-        "megatron.overlap_grad_reduce": ("ddp_bucket_size",),
+    needs = {"megatron.overlap_grad_reduce": ("ddp_bucket_size",),
         "megatron.recompute=selective": ("recompute_modules",),
-        "megatron.recompute=full": ("recompute_method", "recompute_num_layers"),
-    }
+        "megatron.recompute=full": ("recompute_method", "recompute_num_layers")}
 
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
     pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)

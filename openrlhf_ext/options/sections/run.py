@@ -32,11 +32,9 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 class Train(Section):
     """Optimizer steps."""
 
-    needs = {
-        "!train.dynamic_batch_enable": ("micro_batch_size",),
+    needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
-        "train.max_staleness | train.async_enable": ("late_groups",),
-    }
+        "train.max_staleness | train.async_enable": ("late_groups",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
@@ -118,11 +116,8 @@ EVALUATION_METRICS = ("eval/accuracy", "eval/reward_mean", "eval/response_length
 class Ckpt(Section):
     """What is kept on disk."""
 
-    needs = {
-        "ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
-        "!ckpt.disable_ds": ("async_enable",),
-        "ckpt.load_enable | train.max_restarts": ("fallback_enable",),
-    }
+    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
 
     save_steps: Interval = option(-1,
         "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")

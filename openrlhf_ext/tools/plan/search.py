@@ -50,11 +50,9 @@ from openrlhf_ext.tools.plan.seconds import (
     Engines,
     Seconds,
     Workload,
-    engine_weights,
 )
 
 _ACTOR = "actor.model_name_or_path"
-_MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
 _DEGREES = (1, 2, 4, 8)
 _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)
 _RECOMPUTES: tuple[dict[str, Any], ...] = (
@@ -255,7 +253,7 @@ class Planner:
         given = self.config.vllm.gpu_memory_utilization
         for share in SHARES if given is None else (given,):
             config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
-            engines = self._engines(config)
+            engines = self.clock.engines(config)
             sampling, *_ = moments(config, self._engine_parts(engines), ({}, {}))
             if self.clock.concurrency(engines) and sampling.total <= self.clock.gpu.memory:
                 return True
@@ -342,11 +340,11 @@ class Planner:
         return min(found, key=_order)
 
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
-        engines, memory = self._engines(config), self.clock.gpu.memory
+        engines, memory = self.clock.engines(config), self.clock.gpu.memory
         found = moments(config, self._engine_parts(engines), models.policy_parts, models.critic_parts)
         concurrency = self.clock.concurrency(engines)
-        needed = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
-        needed += self._engine_room + self.clock.longest_bytes(engines) - int(config.gpu_memory_utilization * memory)
+        needed = self.clock.engine_weights(engines) + self.clock.engine_room + self.clock.longest_bytes(engines)
+        needed -= int(config.gpu_memory_utilization * memory)
         short = max(0, needed, *(moment.total - memory for moment in found))
         seconds = None if short else self._seconds(config, models.policy, models.critic, engines)
         return Candidate(
@@ -359,25 +357,11 @@ class Planner:
         path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
         return read_value_shape(self._folder(path), self.config.ds.value_head_prefix)
 
-    def _engines(self, config: RunConfig) -> Engines:
-        tp, fp8 = config.vllm.tensor_parallel_size, config.fp8.rollout_enable
-        weights = engine_weights(self.shape, self.parameters, tp, fp8)
-        share = int(config.gpu_memory_utilization * self.clock.gpu.memory)
-        cache = max(0, share - weights - self._engine_room)
-        most = config.vllm.max_num_seqs or _MOST_REQUESTS
-        return Engines(config.vllm.num_engines, tp, cache, most, config.vllm.enable_prefix_caching, fp8)
-
-    @property
-    def _engine_room(self) -> int:
-        return int(self.assumed.engine_gib * 2**30)
-
     def _engine_parts(self, engines: Engines) -> dict[str, int]:
-        weights = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         return {
-            "engine: weights": weights,
-            KV_CACHE: engines.kv_bytes,
-            "engine: activations, CUDA graphs (estimate)": self._engine_room,
-        }
+            "engine: weights": self.clock.engine_weights(engines), KV_CACHE: engines.kv_bytes,
+            "engine: activations, CUDA graphs (estimate)": self.clock.engine_room,
+        }  # fmt: skip
 
     def activations_by_mode(self, candidate: Candidate) -> dict[str, int]:
         """Bytes of activations of the first stage for each recompute mode, everything else being equal."""
