@@ -43,14 +43,7 @@ from openrlhf_ext.tools.plan.memory import (
     rank_states,
     trained,
 )
-from openrlhf_ext.tools.plan.seconds import (
-    GPUS,
-    Assumptions,
-    Clock,
-    Engines,
-    Seconds,
-    Workload,
-)
+from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Workload
 
 _ACTOR = "actor.model_name_or_path"
 _DEGREES = (1, 2, 4, 8)
