@@ -1,8 +1,8 @@
 """Everything of OpenRLHF 0.11.2 that this package uses, met in one place.
 
-``tests/test_compat.py`` pins the signatures and fields relied on, so that an upgrade shows its drift there and not in a
-run. Importing this module imports OpenRLHF's Ray side, without vLLM, DeepSpeed and OpenRLHF's own models: those come
-when they are first used (patches/openrlhf_imports.py), which in the driver they never are.
+``tests/test_compat.py`` pins the signatures and fields relied on. Importing this module imports OpenRLHF's Ray side,
+without vLLM, DeepSpeed and OpenRLHF's own models: those come when they are first used (patches/openrlhf_imports.py),
+which in the driver they never are.
 """
 
 from __future__ import annotations

@@ -59,12 +59,8 @@ class FolderLock:
     no obstacle on its own host. One of another host is, since not every shared file system tells one host what another
     one has locked.
 
-    Args:
-        take_over: whether the name of a process of another host is no obstacle either, if the file is not locked.
-        remedy: what somebody does who knows that this process has ended.
-
-    Raises:
-        LockError: another process holds it, or may hold it.
+    LockError: another process holds it, or may hold it. With ``take_over`` the name of a process of another host is no
+    obstacle either, if the file is not locked; ``remedy``: of somebody who knows that this process has ended.
     """
 
     def __init__(self, folder: Path, take_over: bool, remedy: str) -> None:

@@ -299,7 +299,6 @@ def load_config(
         more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
-        defaults: values of options that neither a file nor a word gives.
         chosen: options that the caller gives other values, so that no rule about them is asked.
 
     Raises:

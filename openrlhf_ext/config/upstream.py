@@ -39,14 +39,12 @@ def _fixed_up(config: RunConfig) -> dict[str, Any]:
         "actor.gradient_checkpointing_enable": layout.recompute == "full",
         "algo.advantage.is_correction_level": "token",
         "algo.advantage.is_correction_threshold": config.correction_threshold,
-        "critic.model_name_or_path": None,
-        "reward.remote_url": _reward_urls(config),
-        "reward.overlong_buffer_len": None,
-        "reward.clip_range": (float("-inf"), float("inf")),
+        "critic.model_name_or_path": None, "reward.remote_url": _reward_urls(config),
+        "reward.overlong_buffer_len": None, "reward.clip_range": (float("-inf"), float("inf")),
         "train.dynamic_batch_enable": False,  # the ranks pack their own shards
         "rollout.vllm_generate_batch_size": config.rollout.vllm_generate_batch_size or config.rollout.batch_size,
         "vllm.sync_backend": "nccl" if config.vllm.sync_backend == "auto" else config.vllm.sync_backend,
-    }
+    }  # fmt: skip
 
 
 def _reward_urls(config: RunConfig) -> list[str] | None:

@@ -59,11 +59,6 @@ def evaluate(
     ends in the bytes of one that was not, wherever the engine computes the same batch alike.
 
     ``open_sampler`` loads the model; it is not called if the stores hold everything.
-
-    Raises:
-        ValueError: the data or an option is wrong; names it.
-        RewardFailureLimit, RewardImportError: grading failed.
-        RolloutError: the engine failed.
     """
     from transformers import AutoConfig, AutoTokenizer
 

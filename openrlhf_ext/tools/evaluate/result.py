@@ -156,11 +156,9 @@ class EvaluationResult:
         accuracy: share of all samples whose score is at least 1, which is pass@1.
         standard_error: of the accuracy, samples of a prompt taken together.
         score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
-        response_length_mean: tokens.
         ended: share of completions that ended by themselves, before ``max_new_tokens``.
         short_share, short_accuracy: of completions of at most ``short_tokens`` tokens.
-        greedy_accuracy: that of one completion of the most likely tokens for each problem, which no other number
-            counts.
+        greedy_accuracy: of one completion of the most likely tokens for each problem, which no other number counts.
         entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others.
         kl_to_reference: nats, mean over all tokens.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.

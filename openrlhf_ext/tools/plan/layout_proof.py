@@ -95,12 +95,8 @@ def prove_layout(
 ) -> LayoutProof:  # fmt: skip
     """Builds every distinct rank of the layout and checks the weight map on it.
 
-    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted.
-
-    Raises:
-        LayoutProofError: lists everything that does not fit.
-        InputError: the model is none of those that are built, or transformers cannot read its config.json.
-        RuntimeError: this process has a process group.
+    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted. LayoutProofError lists
+    everything that does not fit; RuntimeError: this process has a process group.
     """
     started = time.perf_counter()
     shape = read_model_shape(model_path) if value_head is None else read_value_shape(model_path, value_head)
