@@ -1,8 +1,8 @@
 """Everything of OpenRLHF 0.11.2 that this package uses, met in one place.
 
-``tests/test_compat.py`` pins the signatures and fields relied on, so that an upgrade shows its drift there and not in a
-run. Importing this module imports OpenRLHF's Ray side, without vLLM, DeepSpeed and OpenRLHF's own models: those come
-when they are first used (patches/openrlhf_imports.py), which in the driver they never are.
+``tests/test_compat.py`` pins the signatures and fields relied on. Importing this module imports OpenRLHF's Ray side,
+without vLLM, DeepSpeed and OpenRLHF's own models: those come when they are first used (patches/openrlhf_imports.py),
+which in the driver they never are.
 """
 
 from __future__ import annotations
@@ -47,13 +47,11 @@ class DriverStrategy:
         return True
 
     def print(self, *message: object) -> None:
-        """OpenRLHF's messages, as one of its loggers' (``quiet_upstream_logs``)."""
         _messages.info(" ".join(map(str, message)))
 
     def setup_dataloader(
         self, dataset: Any, batch_size: int, pin_memory: bool, shuffle: bool, collate_fn: Any, num_workers: int = 0
     ) -> Any:
-        """The resumable loader that DeepspeedStrategy makes outside of a process group."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         return StatefulDataLoader(

@@ -35,12 +35,10 @@ class InputError(ValueError):
 
 
 def type_name(value: Any) -> str:
-    """What a user calls the type of a value."""
     return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
 
 
 def shown(value: Any) -> str:
-    """A value for an error message, its middle left out where it is long."""
     text = "null" if value is None else repr(value)
     half = _SHOWN_CHARACTERS // 2
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
@@ -51,8 +49,6 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be, in words and as a test."""
-
     words: str
     holds: Callable[[Any], bool]
 

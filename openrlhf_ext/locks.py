@@ -42,12 +42,10 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it was a process of this host."""
         return self.host == socket.gethostname()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to have ended."""
         try:
             return self.is_here and psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         except (psutil.NoSuchProcess, ValueError):  # ValueError: a number that is no process's
@@ -61,12 +59,8 @@ class FolderLock:
     no obstacle on its own host. One of another host is, since not every shared file system tells one host what another
     one has locked.
 
-    Args:
-        take_over: whether the name of a process of another host is no obstacle either, if the file is not locked.
-        remedy: what somebody does who knows that this process has ended.
-
-    Raises:
-        LockError: another process holds it, or may hold it.
+    LockError: another process holds it, or may hold it. With ``take_over`` the name of a process of another host is no
+    obstacle either, if the file is not locked; ``remedy``: of somebody who knows that this process has ended.
     """
 
     def __init__(self, folder: Path, take_over: bool, remedy: str) -> None:
@@ -126,7 +120,6 @@ class FolderLock:
         return True
 
     def _holder(self) -> Holder | None:
-        """Who has written his name; None if nobody, or not readably."""
         text = os.pread(self._file, 1 << 12, 0)
         if not text:
             return None

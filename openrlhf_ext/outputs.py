@@ -28,6 +28,5 @@ def in_one_piece(path: Path) -> Iterator[Path]:
 
 
 def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.rjust) -> list[str]:
-    """A line for each row, of columns that are two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]

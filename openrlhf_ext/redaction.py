@@ -44,7 +44,5 @@ def lacks_a_secret(value: Any) -> bool:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats log records, their tracebacks included."""
-
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

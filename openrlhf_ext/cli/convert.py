@@ -94,16 +94,15 @@ def _text(report, settings) -> str:
     bits = "differ from the files" if lists else f"bit for bit those of the files (as {settings.dtype})"
     gap = report.mean_logprob_difference
     within = "within" if gap <= settings.tolerance else "ABOVE"
-    return "\n".join(
-        [
-            f"{report.tensors} tensors, {report.parameters:,} parameters exported: {bits}",
-            *lists,
-            f"log-probs against transformers: mean difference {gap:.2e} nats, {within} the tolerance "
-            f"{settings.tolerance:g}; largest {report.max_logprob_difference:.2e}",
-            "seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items()),
-            "the checkpoint goes in and out unchanged" if report.passed(settings.tolerance) else "CHECK FAILED",
-        ]
-    )
+    lines = [
+        f"{report.tensors} tensors, {report.parameters:,} parameters exported: {bits}",
+        *lists,
+        f"log-probs against transformers: mean difference {gap:.2e} nats, {within} the tolerance "
+        f"{settings.tolerance:g}; largest {report.max_logprob_difference:.2e}",
+        "seconds: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.seconds.items()),
+        "the checkpoint goes in and out unchanged" if report.passed(settings.tolerance) else "CHECK FAILED",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -81,14 +81,11 @@ class GpuHost:
     def rows(self) -> list[tuple[str, str]]:
         engine = ", ".join(f"{name} {version}" for name, version in self.transformer_engine.items())
         return [
-            ("CUDA of torch", self.cuda),
-            ("driver", self.driver or "unknown"),
+            ("CUDA of torch", self.cuda), ("driver", self.driver or "unknown"),
             ("cuDNN", f"{'.'.join(map(str, self.cudnn))} ({', '.join(self.cudnn_libraries) or 'not found as a file'})"),
-            ("gcc", self.compiler or "absent"),
-            ("Python.h", self.python_header or "absent"),
-            ("TransformerEngine", engine or "absent"),
-            ("ptrace_scope", str(self.ptrace_scope)),
-        ]
+            ("gcc", self.compiler or "absent"), ("Python.h", self.python_header or "absent"),
+            ("TransformerEngine", engine or "absent"), ("ptrace_scope", str(self.ptrace_scope)),
+        ]  # fmt: skip
 
     def problems(self) -> Iterator[str]:
         """One sentence for each thing that would crash, lie or crawl."""
@@ -155,16 +152,11 @@ def examine_gpu_host() -> GpuHost:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     engine = {name: version for name in names if (version := installed_version(name)) is not None}
     return GpuHost(
-        cuda=torch.version.cuda or "0",
-        driver=_driver(),
-        cudnn=(number // 10000, number // 100 % 100, number % 100),
-        cudnn_libraries=tuple(sorted(_cudnn_libraries())),
-        compiler=shutil.which("gcc"),
-        python_header=str(header) if header.is_file() else None,
-        transformer_engine=engine,
-        engine_error=_engine_error() if engine else None,
-        ptrace_scope=ptrace_scope(),
-    )
+        cuda=torch.version.cuda or "0", driver=_driver(), cudnn=(number // 10000, number // 100 % 100, number % 100),
+        cudnn_libraries=tuple(sorted(_cudnn_libraries())), compiler=shutil.which("gcc"),
+        python_header=str(header) if header.is_file() else None, transformer_engine=engine,
+        engine_error=_engine_error() if engine else None, ptrace_scope=ptrace_scope(),
+    )  # fmt: skip
 
 
 def _driver() -> str | None:
@@ -203,7 +195,6 @@ def _engine_error() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -222,10 +213,9 @@ _NONE_LISTENS = [("none of yours; a run on this machine alone listens on 127.0.0
 # name -> why it must be absent where there is no CUDA device
 BREAKS_CPU_STACK = {
     "torchvision": "its CUDA build breaks `from vllm import LLM`",
-    "torchaudio": "its CUDA build breaks `from vllm import LLM`",
-    "torchcodec": "it needs torchvision's libraries",
+    "torchaudio": "its CUDA build breaks `from vllm import LLM`", "torchcodec": "it needs torchvision's libraries",
     "transformer-engine": "it breaks the import of megatron.core",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -318,39 +308,30 @@ def examine() -> Report:
     statuses = status() if torch_present else []
     gpu_host = examine_gpu_host() if cuda else None
     return Report(
-        machine=describe_machine(),
-        extra=extra,
-        packages=packages,
-        kernels=check_kernels(cuda),
-        patches=statuses,
+        machine=describe_machine(), extra=extra, packages=packages, kernels=check_kernels(cuda), patches=statuses,
         problems=[
             *python_problems(),
             *package_problems(packages),
             *(conflict_problems() if gpu_host is None else gpu_host.problems()),
             *(status.reason for status in statuses if status.state == "refused"),
         ],
-        gpu_host=gpu_host,
-        listening=find_listeners(),
-    )
+        gpu_host=gpu_host, listening=find_listeners(),
+    )  # fmt: skip
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def describe_machine() -> dict[str, str]:
-    """Python, platform, and what is free of cores, memory and disk."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "platform": platform.platform(),
-        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
-        "memory": f"{memory / GIB:.1f} GiB",
+        "python": f"{platform.python_version()} ({sys.executable})", "platform": platform.platform(),
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}", "memory": f"{memory / GIB:.1f} GiB",
         "disk": f"{shutil.disk_usage(Path.cwd()).free / GIB:.1f} GiB free at {Path.cwd()}",
-    }
+    }  # fmt: skip
 
 
 def pinned_packages(extra: str) -> Iterator[tuple[str, str]]:
-    """Name and version of each package that an extra of this distribution pins."""
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -368,7 +349,6 @@ def check_package(name: str, wanted: str) -> PackageCheck:
 
 
 def check_kernels(cuda: bool) -> list[KernelCheck]:
-    """Which fused kernels are there, and what stands in for those that are not."""
     return [
         KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
         _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
@@ -411,7 +391,6 @@ def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
 
 
 def conflict_problems() -> Iterator[str]:
-    """Packages that break the CPU stack."""
     for name, reason in BREAKS_CPU_STACK.items():
         if installed_version(name) is not None:
             yield f"{name} is installed and must be removed on a machine without CUDA: {reason}"

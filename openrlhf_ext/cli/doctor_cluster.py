@@ -128,7 +128,6 @@ def examine_cluster(
 
 
 def check_access(address: str, report: ClusterReport) -> None:
-    """Whether everybody may talk to the cluster."""
     if not asks_for_token(address, _CONNECT_S):
         text = "Ray asks nobody for a token: whoever reaches its ports runs code as its user on every node"
         report.warn("cluster", text, "RAY_AUTH_MODE=token before every node's Ray starts: docs/operating.md")
@@ -190,11 +189,9 @@ def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) ->
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = shutil.disk_usage("/dev/shm")
     return {
-        "gpus": count_gpus(),
-        "cores": len(os.sched_getaffinity(0)),
+        "gpus": count_gpus(), "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
-        "shm_gib": round(shm.total / GIB, 1),
-        "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
+        "shm_gib": round(shm.total / GIB, 1), "tmp_free_gib": round(shutil.disk_usage("/tmp").free / GIB, 1),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
         "locked_memory": "unlimited" if memory == resource.RLIM_INFINITY else memory,
@@ -207,7 +204,7 @@ def look(packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) ->
         "refused": [patch.reason for patch in status() if patch.state == "refused"],
         "files": {path: _fingerprint(Path(path)) for path in read},
         "shared": {folder: _see(Path(folder), token) for folder, token in tokens.items()},
-    }
+    }  # fmt: skip
 
 
 def _code_digest() -> str:
@@ -241,8 +238,6 @@ def _see(folder: Path, token: str) -> str:
 
 
 class Probe:
-    """Looks at the node that it is on; a Ray actor."""
-
     def look(self, packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
         return look(packages, read, tokens)
 
@@ -250,7 +245,6 @@ class Probe:
         return time.time()
 
     def listen(self) -> int:
-        """The port at which it takes one connection, on a thread, and reads until its end."""
         server = socket.create_server((ray.util.get_node_ip_address(), 0))
         server.settimeout(_ANSWER_S)
         threading.Thread(target=_drain, args=(server,), daemon=True).start()
@@ -429,6 +423,5 @@ _COLUMNS = {
 
 
 def table(report: ClusterReport) -> list[tuple[str, ...]]:
-    """A row for each node, under a row of titles."""
     rows = [(node, *(str(seen.get(key, "-")) for key in _COLUMNS)) for node, seen in report.nodes.items()]
     return [("node", *_COLUMNS.values()), *rows]

@@ -55,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
-    """Writes and shows the results; returns the exit status."""
     if ungraded := [result for result in results if result.nothing_graded]:
         for result in ungraded:
             # a grader that failed may work again when the same command is given once more
@@ -224,7 +223,6 @@ async def _open_vllm(
 
 
 def _write_results(request: Request, results: Sequence[EvaluationResult], text: str) -> list[str]:
-    """Returns what holds the results."""
     arguments, shown = request.arguments, [asdict(result) for result in results]
     written = []
     if arguments.json:

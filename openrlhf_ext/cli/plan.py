@@ -254,30 +254,23 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
     fullest = best.fullest
     return (
         f"# {gpus} {planner.gpu_name}, {planner.parameters:,} parameters, sequences of up to "
-        f"{planner.config.data.max_len} tokens; written by\n"
-        f"# openrlhf-ext plan {shlex.join(argv)}\n"
-        f"# Predicted, not run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest "
-        f"GPU, {best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
+        f"{planner.config.data.max_len} tokens; written by\n# openrlhf-ext plan {shlex.join(argv)}\n# Predicted, not "
+        f"run: {fullest.total / _GIB:.1f} of {planner.clock.gpu.memory / _GIB:.1f} GiB on the fullest GPU, "
+        f"{best.seconds.step if best.seconds else 0:.0f} s a step.\n" + yaml.safe_dump(sections, sort_keys=True)
     )
 
 
 def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, FLOPs; the layouts that are shown, and the one as configured."""
     fitting = [candidate for candidate in found if candidate.seconds]
     flops = planner.work.forward(planner.shape)
     return {
-        "model": Path(planner.config.actor.model_name_or_path or "").name,
-        "parameters": planner.parameters,
-        "gpus": gpus,
-        "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
-        "workload": dataclasses.asdict(planner.work),
-        "assumptions": dataclasses.asdict(planner.assumed),
+        "model": Path(planner.config.actor.model_name_or_path or "").name, "parameters": planner.parameters,
+        "gpus": gpus, "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
+        "workload": dataclasses.asdict(planner.work), "assumptions": dataclasses.asdict(planner.assumed),
         "flops_per_token": {
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },
-        "allowed": len(found),
-        "fitting": len(fitting),
-        "disk": planner.disk(),
+        "allowed": len(found), "fitting": len(fitting), "disk": planner.disk(),
         "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip
@@ -288,11 +281,10 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
         "options": dict(candidate.options),
         "memory": {moment.doing: dict(moment.parts) for moment in candidate.moments},
-        "parameters": [states.parameters for states in candidate.policy.states],
-        "host": dict(candidate.host),
+        "parameters": [states.parameters for states in candidate.policy.states], "host": dict(candidate.host),
         "concurrency": candidate.concurrency,
         "seconds": None if seconds is None else dataclasses.asdict(seconds) | {"step": seconds.step},
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ def start(argv: list[str]) -> int:
 
 
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
-    """What the driver's process does: imports Ray, and trains."""
     from openrlhf_ext.driver.job import run
 
     return _reporting_faults(lambda: run(config, watched, restart))

@@ -15,14 +15,6 @@ from openrlhf_ext.config.show import format_config, placement_table
 from openrlhf_ext.options import ConfigError, Violation, value_of
 
 __all__ = [
-    "ConfigError",
-    "Findings",
-    "RunConfig",
-    "Violation",
-    "build_config",
-    "format_config",
-    "load_config",
-    "option_table",
-    "placement_table",
-    "value_of",
-]
+    "ConfigError", "Findings", "RunConfig", "Violation", "build_config", "format_config", "load_config", "option_table",
+    "placement_table", "value_of",
+]  # fmt: skip

@@ -35,7 +35,6 @@ class FlagOption:
 
 
 def flag_options(config: RunConfig) -> Iterator[FlagOption]:
-    """The options of the estimator that OpenRLHF's flags set."""
     actor, advantage, reward = config.actor, config.algo.advantage, config.reward
     pair, flag = actor.eps_clip_low_high, "actor.eps_clip_low_high"
     if pair is None and is_set(config, "actor.eps_clip"):
@@ -65,11 +64,9 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
 def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
     """DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max."""
     return {
-        "kind": "dapo",
-        "l_max": config.rollout.max_new_tokens,
-        "l_cache": int(config.reward.overlong_buffer_len or 0),
+        "kind": "dapo", "l_max": config.rollout.max_new_tokens, "l_cache": int(config.reward.overlong_buffer_len or 0),
         "factor": config.reward.overlong_penalty_factor,
-    }
+    }  # fmt: skip
 
 
 def algorithm_name(config: RunConfig) -> str:
@@ -114,11 +111,9 @@ def _correction(config: RunConfig) -> dict[str, Any] | None:
         return None
     advantage = config.algo.advantage
     return {
-        "level": config.correction_level,
-        "mode": config.correction_mode,
-        "gating": advantage.is_correction_gating,
+        "level": config.correction_level, "mode": config.correction_mode, "gating": advantage.is_correction_gating,
         "threshold": config.correction_threshold,
-    }
+    }  # fmt: skip
 
 
 def initial_entropy_prompts(config: RunConfig) -> int:

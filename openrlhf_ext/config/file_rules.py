@@ -27,6 +27,9 @@ from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.options.sections import Data
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
+# a violation has its options and its words, as in a table
+# fmt: off
+
 _FAULTS_SHOWN = 5
 _REMEDIES = {
     "reward_func": "; define reward_func(queries, prompts, labels, **kwargs)",
@@ -35,12 +38,9 @@ _REMEDIES = {
 }
 # what a run writes, and whether it is a folder
 _OUTPUTS = {
-    "ckpt.path": True,
-    "ckpt.output_dir": True,
-    "logger.tensorboard_dir": True,
-    "logger.metrics_path": False,
+    "ckpt.path": True, "ckpt.output_dir": True, "logger.tensorboard_dir": True, "logger.metrics_path": False,
     "logger.figure_path": False,
-}
+}  # fmt: skip
 _BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
 _SOURCES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
 # bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones
@@ -63,27 +63,20 @@ def file_violations(config: RunConfig) -> Iterator[Violation]:
 def not_given(config: RunConfig) -> Iterator[Violation]:
     """Prompts and a source of rewards are given: what a recipe leaves to its user."""
     if config.data.prompt_dataset is None:
-        yield Violation(
-            ("data.prompt_dataset",),
-            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name",
-        )
+        yield Violation(("data.prompt_dataset",),
+            "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name")
     if config.reward.remote_url is None and config.train.agent_func_path is None:
-        yield Violation(
-            ("reward.remote_url", "train.agent_func_path"),
+        yield Violation(("reward.remote_url", "train.agent_func_path"),
             "a source of rewards is required: set reward.remote_url (a .py file with reward_func, or http URLs) or "
-            "train.agent_func_path",
-        )
+            "train.agent_func_path")
 
 
 def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
-    """No address has lost its password in a dry run's or a checkpoint's configuration."""
     for name, _ in leaf_fields(type(config)):
         if lacks_a_secret(value := value_of(config, name)):
-            yield Violation(
-                (name,),
+            yield Violation((name,),
                 f"{name} must be a whole address: got {value}, where a dry run or a checkpoint's config.yaml wrote "
-                f"{HIDDEN} for a password; put it in",
-            )
+                f"{HIDDEN} for a password; put it in")
 
 
 # ---- what is read ------------------------------------------------------------------------------------------------
@@ -132,33 +125,27 @@ def _split_violations(option: str, split: str, dataset_option: str, value: str) 
     """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
     for dataset in dataset_refs(value):
         if split != "train" and dataset.suffix in DATA_SUFFIXES and Path(dataset.path).is_file():
-            yield Violation(
-                (option, dataset_option),
+            yield Violation((option, dataset_option),
                 f"{option} must be train for a data file, which has no other split: got {split!r} and {dataset.path}; "
-                f"leave {option} out",
-            )
+                f"leave {option} out")
 
 
 def _prompt_count_violations(counts: Sequence[int | None], max_samples: int, prompts: int) -> Iterator[Violation]:
     """There are prompts for one batch of rollouts, where all datasets are files."""
     known = [count for count in counts if count is not None]
     if len(known) == len(counts) and (have := min(sum(known), max_samples)) < prompts:
-        yield Violation(
-            ("data.prompt_dataset", "data.max_samples", "rollout.batch_size"),
+        yield Violation(("data.prompt_dataset", "data.max_samples", "rollout.batch_size"),
             f"data.prompt_dataset (at most data.max_samples of it) must hold at least rollout.batch_size prompts: got "
-            f"{have} and {prompts}; lower rollout.batch_size",
-        )
+            f"{have} and {prompts}; lower rollout.batch_size")
 
 
 def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterator[Violation]:
     """There are no two sources of rewards, and the one that is given is there."""
     both = ("reward.remote_url", "train.agent_func_path")
     if remote_url is not None and agent_path is not None:
-        yield Violation(
-            both,
+        yield Violation(both,
             f"reward.remote_url and train.agent_func_path exclude each other, an agent grades its own rollouts: got "
-            f"{remote_url} and {agent_path}; keep one of them",
-        )
+            f"{remote_url} and {agent_path}; keep one of them")
     if agent_path is not None:
         yield from _definition_violations("train.agent_func_path", agent_path, "AgentExecutor")
     if remote_url is not None:
@@ -170,31 +157,24 @@ def _record_violations(option: str, path: str, scan: Scan, data: Data) -> Iterat
     for key_option, key in (("data.input_key", data.input_key), ("data.label_key", data.label_key)):
         if key is not None and key not in scan.keys:
             missing = True
-            yield Violation(
-                (option, key_option),
+            yield Violation((option, key_option),
                 f"{key_option} must be a key of the records of {option}: got {key!r}, the first record of "
-                f"{path} has {', '.join(scan.keys) or 'no keys'}",
-            )
+                f"{path} has {', '.join(scan.keys) or 'no keys'}")
     if missing:  # every record would be complained about
         return
     if isinstance(scan.first_prompt, list) and not data.apply_chat_template:
-        yield Violation(
-            (option, "data.input_key", "data.apply_chat_template"),
+        yield Violation((option, "data.input_key", "data.apply_chat_template"),
             f"data.input_key must name a text unless data.apply_chat_template is on: {data.input_key!r} in "
-            f"{path} is a list; switch data.apply_chat_template on for lists of messages",
-        )
+            f"{path} is a list; switch data.apply_chat_template on for lists of messages")
     elif scan.faults:
         more = ", ..." if len(scan.faults) > _FAULTS_SHOWN else ""
         label = "" if data.label_key is None else f" and a label (data.label_key {data.label_key})"
-        yield Violation(
-            (option,),
+        yield Violation((option,),
             f"{option}: every record of {path} must be a JSON object with a prompt (data.input_key {data.input_key})"
-            f"{label}: {', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records",
-        )
+            f"{label}: {', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records")
 
 
 def tokenizer_violations(option: str, folder: str, *, chat: bool) -> Iterator[Violation]:
-    """The model folder has a tokenizer, and a chat template where prompts go through one."""
     if (fault := tokenizer_fault(folder, chat=chat)) is not None:
         yield Violation((option,), f"{option}: {folder} {fault}")
 
@@ -269,15 +249,12 @@ def _reserved_violations(files: Sequence[Output], beside: Sequence[Output]) -> I
     taken = [Path(output.path).resolve() for output in beside]
     for output in files:
         if (path := Path(output.path).resolve()) in taken:
-            yield Violation(
-                (output.option, "logger.metrics_path"),
+            yield Violation((output.option, "logger.metrics_path"),
                 f"{output.option} must not be {path.name} in the folder of logger.metrics_path, which the run writes "
-                f"itself: got {output.path}; choose another name",
-            )
+                f"itself: got {output.path}; choose another name")
 
 
 def _local(named: Iterable[tuple[str, str | None]]) -> list[tuple[str, str]]:
-    """Those of these (option, path) that are local files and folders."""
     return [(option, path) for option, path in named if path and not is_url(path) and not is_hub_name(path)]
 
 
@@ -301,11 +278,9 @@ def _model_overlap_violations(
         model = Path(path).resolve()
         yield from _overlap([o for o in outputs if o.folder == model], option, path, "the folder of the model that is")
         if kept in model.parents and model.relative_to(kept).parts[0].startswith("global_step"):
-            yield Violation(
-                ("ckpt.path", option),
+            yield Violation(("ckpt.path", option),
                 f"{option} must not be a checkpoint in ckpt.path, where checkpoints are moved and deleted: got {path} "
-                f"and {checkpoints}; choose another ckpt.path or copy the model",
-            )
+                f"and {checkpoints}; choose another ckpt.path or copy the model")
 
 
 def _source_overlap_violations(outputs: Sequence[Output], sources: Sequence[tuple[str, str]]) -> Iterator[Violation]:
@@ -325,20 +300,16 @@ def _same_file_violations(files: Sequence[Output]) -> Iterator[Violation]:
         if Path(output.path).is_dir():
             yield Violation((output.option,), f"{output.option} must be a file, {output.path} is a folder")
     if len({Path(output.path).resolve() for output in files}) < len(files):
-        yield Violation(
-            tuple(output.option for output in files),
-            f"{' and '.join(output.option for output in files)} must be different files: got {files[0].path}",
-        )
+        yield Violation(tuple(output.option for output in files),
+            f"{' and '.join(output.option for output in files)} must be different files: got {files[0].path}")
 
 
 def _overlap(outputs: Sequence[Output], option: str, path: str, what: str) -> Iterator[Violation]:
     """One violation for everything that would be written into the same input."""
     if outputs:
         names = list(dict.fromkeys(output.option for output in outputs))
-        yield Violation(
-            (*names, option),
-            f"{', '.join(names)} would write into {what} read by {option}: {path}; choose another place",
-        )
+        yield Violation((*names, option),
+            f"{', '.join(names)} would write into {what} read by {option}: {path}; choose another place")
 
 
 def _space_violations(config: RunConfig) -> Iterator[Violation]:
@@ -362,10 +333,8 @@ def _space_violations(config: RunConfig) -> Iterator[Violation]:
             both = "" if asked[disk] == size else with_final
             what = f"a checkpoint takes about {_readable(size)}{both}"
             hint = " (ckpt.max_num + 1 of them are there at a time)"
-        yield Violation(
-            (option,) if option == "ckpt.output_dir" else (option, "ckpt.save_steps"),
-            f"{what}, the disk of {option} {path} has {_readable(free)} free; use another {option} or make room{hint}",
-        )
+        yield Violation((option,) if option == "ckpt.output_dir" else (option, "ckpt.save_steps"),
+            f"{what}, the disk of {option} {path} has {_readable(free)} free; use another {option} or make room{hint}")
 
 
 def _parameters(config: RunConfig) -> tuple[int, int] | None:

@@ -47,7 +47,6 @@ def is_url(text: str) -> bool:
 
 
 def is_http_url(text: str) -> bool:
-    """It has a host."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -88,8 +87,6 @@ def _resolve_input(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatasetRef:
-    """A local path or a hub name, with an optional folder inside it."""
-
     path: str
     folder: str | None
 
@@ -99,7 +96,6 @@ class DatasetRef:
 
 
 def dataset_refs(value: str) -> Iterator[DatasetRef]:
-    """The datasets of an option such as ``data.prompt_dataset``."""
     for part in value.split(","):
         path, _, folder = part.strip().partition("@")
         yield DatasetRef(path.strip(), folder.strip() or None)
@@ -136,7 +132,6 @@ def model_folder(name: str) -> str | None:
 
 
 def unknown_model(name: str) -> str:
-    """Why nothing is known of a hub name, and what to do."""
     known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir())) if _KNOWN.is_dir() else ""
     where = f"configs/models of the checkout has {known}" if known else f"the package is installed without {_KNOWN}"
     return (

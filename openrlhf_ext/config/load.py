@@ -110,8 +110,9 @@ def _node_fault(node: yaml.Node | None) -> str | None:
         is_good = form is not None and form.fullmatch(node.value) is not None
         return None if is_good else f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} of a configuration"
     kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
-    is_good = node is None or node.tag == _TAG + kind
-    return None if is_good else f"the tag {node.tag.removeprefix(_TAG)} is not known here"
+    if node is None or node.tag == _TAG + kind:
+        return None
+    return f"the tag {node.tag.removeprefix(_TAG)} is not known here"
 
 
 ConfigLoader.yaml_implicit_resolvers = {}
@@ -185,7 +186,6 @@ class _YamlReader:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Splits ``argv`` (without the program's name) into files, overrides and a request for help."""
     line = CommandLine()
     for word, values in _words_by_option(argv, line.violations):
         if word in ("--help", "-h"):
@@ -258,7 +258,6 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
 
 
 def unknown_option(setting: Setting) -> Violation:
-    """The message for a name that is no option; says what it is called now, or names the nearest one."""
     if is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
@@ -285,13 +284,9 @@ Rules = Callable[[RunConfig], Findings]
 
 
 def load_config(
-    argv: Sequence[str],
-    *,
-    more_rules: Rules | None = None,
-    files: bool = True,
-    defaults: Mapping[str, Any] | None = None,
-    chosen: Iterable[str] = (),
-) -> RunConfig:
+    argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True,
+    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (),
+) -> RunConfig:  # fmt: skip
     """Builds the configuration of a run from command-line words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
@@ -304,7 +299,6 @@ def load_config(
         more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
-        defaults: values of options that neither a file nor a word gives.
         chosen: options that the caller gives other values, so that no rule about them is asked.
 
     Raises:
@@ -335,8 +329,6 @@ def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool
 
 @dataclass
 class _Draft:
-    """Settings that are good so far, and what was wrong with the others."""
-
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -421,7 +413,6 @@ def _path_fault(parts: Iterable[str]) -> str | None:
 
 
 def _derive(values: dict[str, Any]) -> None:
-    """Defaults that follow from other settings."""
     output_dir = values.get("ckpt.output_dir") or resolve_path(RunConfig().ckpt.output_dir, "output")
     values.setdefault("ckpt.output_dir", output_dir)
     values.setdefault("ckpt.path", resolve_path(RunConfig().ckpt.path, "output"))

@@ -13,6 +13,9 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.sections import Megatron
 
+# a violation has its options and its words, as in a table
+# fmt: off
+
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
 
 
@@ -62,15 +65,12 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from divisible(_CRITIC, model, "critic.megatron", config.critic_megatron)
     yield from _positions(_CRITIC, model, config.data.max_len)
     if policy is not None and model.vocab_size < policy.vocab_size:
-        yield Violation(
-            (_CRITIC,),
+        yield Violation((_CRITIC,),
             f"{_CRITIC} must know the tokens of the policy: its vocabulary has {model.vocab_size}, the policy's "
-            f"{policy.vocab_size}; use a critic of the same family",
-        )
+            f"{policy.vocab_size}; use a critic of the same family")
 
 
 def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
-    """A token id is the same token to guide and policy."""
     folder, policy_folder = config.guide.model_name_or_path or "", config.actor.model_name_or_path or ""
     model, problems = local_shape(_GUIDE, folder)
     yield from problems
@@ -81,17 +81,13 @@ def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viola
         yield from tokenizer_violations(_GUIDE, folder, chat=False)
     remedy = "use a guide of the policy's family"
     if policy is not None and (difference := tokenizer_difference(folder, policy_folder)) is not None:
-        yield Violation(
-            (_GUIDE, _ACTOR),
-            f"{_GUIDE} must have the tokenizer of {_ACTOR}, each reads the other's tokens: {difference}; {remedy}",
-        )
+        yield Violation((_GUIDE, _ACTOR),
+            f"{_GUIDE} must have the tokenizer of {_ACTOR}, each reads the other's tokens: {difference}; {remedy}")
     if policy is not None and model.vocab_size != policy.vocab_size:
-        yield Violation(
-            (_GUIDE, _ACTOR),
+        yield Violation((_GUIDE, _ACTOR),
             f"{_GUIDE} must have as many vocabulary entries (vocab_size in config.json) as {_ACTOR}, each has to know "
             f"every token of the other: got {model.vocab_size} and {policy.vocab_size}; {remedy}, or resize the "
-            "embeddings of one of them",
-        )
+            "embeddings of one of them")
 
 
 def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> Iterator[Violation]:
@@ -107,47 +103,37 @@ def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> 
     per_chunk, left = divmod(model.num_layers, stages * chunks)
     if left:
         vp = f"{prefix}.virtual_pipeline_size"
-        yield Violation(
-            (option, pp, vp),
+        yield Violation((option, pp, vp),
             f"{pp} * {vp} must divide the model's layers: got {stages} * {chunks}, the model of {option} has "
-            f"{model.num_layers}; use a {vp} of {_divisors(model.num_layers // stages)}",
-        )
+            f"{model.num_layers}; use a {vp} of {_divisors(model.num_layers // stages)}")
     elif (layout.recompute, layout.recompute_method) == ("full", "uniform") and per_chunk % layout.recompute_num_layers:
         name = "megatron.recompute_num_layers"
-        yield Violation(
-            (option, name),
+        yield Violation((option, name),
             f"{name} must divide the layers of a model chunk with megatron.recompute_method uniform: got "
             f"{layout.recompute_num_layers}, a chunk of the model of {option} has {per_chunk}; use "
-            f"{_divisors(per_chunk)}",
-        )
+            f"{_divisors(per_chunk)}")
 
 
 def _heads_divisible(option: str, model: ModelShape, size_option: str, size: int) -> Iterator[Violation]:
     if model.num_heads % size:
         yield _indivisible(option, size_option, size, "attention heads", model.num_heads)
     if model.num_kv_heads % size and size % model.num_kv_heads:
-        yield Violation(
-            (option, size_option),
+        yield Violation((option, size_option),
             f"{size_option} must divide the model's key-value heads (query groups) or be a multiple of them: got "
-            f"{size}, the model of {option} has {model.num_kv_heads}; use {_divisors(model.num_kv_heads)}",
-        )
+            f"{size}, the model of {option} has {model.num_kv_heads}; use {_divisors(model.num_kv_heads)}")
 
 
 def _indivisible(option: str, size_option: str, size: int, what: str, count: int) -> Violation:
-    return Violation(
-        (option, size_option),
+    return Violation((option, size_option),
         f"{size_option} must divide the model's {what}: got {size}, the model of {option} has {count}; use "
-        f"{_divisors(count)}",
-    )
+        f"{_divisors(count)}")
 
 
 def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violation]:
     if model.max_positions is not None and max_len > model.max_positions:
-        yield Violation(
-            (option, "data.max_len"),
+        yield Violation((option, "data.max_len"),
             f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
-            f"tokens of the model of {option}; lower data.max_len",
-        )
+            f"tokens of the model of {option}; lower data.max_len")
 
 
 def _divisors(number: int) -> str:

@@ -9,27 +9,26 @@ from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options import Violation
 
+# a violation has its options and its words, as in a table
+# fmt: off
+
 _UNIT, _BLOCK = 16, 128
 
 
 def parameters(config: RunConfig) -> Iterator[Violation]:
     """Beside FP8 products the rest of a model runs in bf16; fp32 is for emulation, where nothing is to be saved."""
     if config.fp8.enable and not config.fp8.emulate and config.megatron.param_dtype == "fp32":
-        yield Violation(
-            ("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
+        yield Violation(("fp8.enable", "megatron.param_dtype", "fp8.emulate"),
             "fp8.enable needs megatron.param_dtype bf16, in which everything beside the FP8 products is computed: got "
-            "fp32; use bf16, or add fp8.emulate",
-        )
+            "fp32; use bf16, or add fp8.emulate")
 
 
 def determinism(config: RunConfig) -> Iterator[str]:
     """FP8 makes flipped codes of the last bits of a product, which on CPU depend on what else is in an engine's batch;
     on GPUs the run asks for vLLM's batch-invariant kernels."""
     if config.train.full_determinism_enable and config.fp8.rollout_enable and config.vllm.max_num_seqs != 1:
-        yield (
-            "train.full_determinism_enable with fp8.rollout_enable: where engines run on CPU, two runs differ unless "
-            "vllm.max_num_seqs is 1 (docs/fp8.md)"
-        )
+        yield ("train.full_determinism_enable with fp8.rollout_enable: where engines run on CPU, two runs differ "
+            "unless vllm.max_num_seqs is 1 (docs/fp8.md)")
 
 
 def layers(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violation]:
@@ -40,11 +39,9 @@ def layers(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
     start, end = "fp8.layers_in_bf16_start", "fp8.layers_in_bf16_end"
     left_out = fp8.bf16_layers.start + fp8.bf16_layers.end
     if left_out >= model.num_layers:
-        yield Violation(
-            (option, start, end),
+        yield Violation((option, start, end),
             f"{start} + {end} must be below the model's layers, or none is left for FP8: got {fp8.bf16_layers.start} + "
-            f"{fp8.bf16_layers.end}, the model of {option} has {model.num_layers}; lower them, or switch FP8 off",
-        )
+            f"{fp8.bf16_layers.end}, the model of {option} has {model.num_layers}; lower them, or switch FP8 off")
         return
     if not fp8.enable or model.num_layers % megatron.pipeline_parallel_size:
         return
@@ -52,12 +49,10 @@ def layers(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
     most = model.num_layers // megatron.pipeline_parallel_size
     for name, count in ((start, fp8.bf16_layers.start), (end, fp8.bf16_layers.end)):
         if count > most:
-            yield Violation(
-                (option, name, "megatron.pipeline_parallel_size"),
+            yield Violation((option, name, "megatron.pipeline_parallel_size"),
                 f"{name} must not exceed the layers of a pipeline stage, which is Megatron's limit: got {count}, a "
                 f"stage of the model of {option} has {most} ({model.num_layers} layers in "
-                f"{megatron.pipeline_parallel_size} stages); use {most} or fewer, or fewer stages",
-            )
+                f"{megatron.pipeline_parallel_size} stages); use {most} or fewer, or fewer stages")
 
 
 def widths(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violation]:
@@ -82,11 +77,9 @@ def widths(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
     remedy = ", ".join([*remedies, "add fp8.emulate or switch FP8 off"])
     sizes = ", ".join(f"{what} {size:g}" for what, size in broken.items())
     reason = " (fp8.recipe blockwise with megatron.sequence_parallel_enable)" if blocks else ""
-    yield Violation(
-        tuple(names),
+    yield Violation(tuple(names),
         f"fp8.enable needs shards of weights whose sides are multiples of {unit}{reason}: the model of {option} on "
-        f"megatron.tensor_parallel_size {tp} has {sizes}; {remedy}",
-    )
+        f"megatron.tensor_parallel_size {tp} has {sizes}; {remedy}")
 
 
 def _shard_widths(model: ModelShape, tp: int) -> dict[str, float]:
@@ -115,7 +108,6 @@ def lines(config: RunConfig, model: ModelShape | None) -> Iterator[str]:
 
 
 def _tiles_line(model: ModelShape, trainer_tp: int, engine_tp: int) -> str:
-    """Where two quantizers with the same blocks do not cut the same ones."""
     layer = LayerShape(model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_hidden_size)
     names = differing_tensors(layer, trainer_tp, engine_tp)
     if not names:

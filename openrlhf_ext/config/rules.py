@@ -21,20 +21,17 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED, SINGLE
 
+# a violation has its options and its words, as in a table
+# fmt: off
+
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
-RESERVED_KEYS = {
-    "kl": "algo.kl.*",
-    "correction": "algo.advantage.is_correction_*",
-    "name": "algo.advantage.estimator",
-}
+RESERVED_KEYS = {"kl": "algo.kl.*", "correction": "algo.advantage.is_correction_*", "name": "algo.advantage.estimator"}
 _ACTOR, _GUIDE = "actor.model_name_or_path", "guide.model_name_or_path"
 _MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a configuration breaks, and what it should be warned about."""
-
     violations: tuple[Violation, ...]
     warnings: tuple[str, ...]
 
@@ -48,21 +45,15 @@ def check_config(config: RunConfig) -> Findings:
 def check_settings(config: RunConfig) -> Findings:
     """Every rule but those about data, reward and outputs."""
     sections = list(_sections(config))
-    violations = [
-        *model_violations(config),
-        *(violation for rule in RULES for violation in rule(config)),
-        *(violation for section in sections for violation in section.violations()),
-    ]
-    warnings = [
-        *(warning for rule in WARNINGS for warning in rule(config)),
-        *(warning for section in sections for warning in section.cautions()),
-        *idle_options(config),
-    ]
-    return Findings(tuple(violations), tuple(warnings))
+    of_rules = (violation for rule in RULES for violation in rule(config))
+    of_sections = (violation for section in sections for violation in section.violations())
+    warnings = (warning for rule in WARNINGS for warning in rule(config))
+    cautions = (warning for section in sections for warning in section.cautions())
+    violations = (*model_violations(config), *of_rules, *of_sections)
+    return Findings(violations, (*warnings, *cautions, *idle_options(config)))
 
 
 def _sections(section: Section) -> Iterator[Section]:
-    """The sections of a configuration, those inside others too."""
     for _, value in section:
         if isinstance(value, Section):
             yield value
@@ -73,7 +64,6 @@ def _sections(section: Section) -> Iterator[Section]:
 
 
 def policy_layout(config: RunConfig) -> Iterator[Violation]:
-    """The ranks can be divided into copies of the policy."""
     yield from _layout_violations("actor", "megatron", config.layout)
 
 
@@ -83,26 +73,20 @@ def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
         return  # another rule says so
     ranks, samples = config.layout.data_parallel_size, min(config.train.batch_size, config.samples_per_rollout)
     if ranks > samples > 0:
-        yield Violation(
-            ("actor.num_nodes", "train.batch_size"),
+        yield Violation(("actor.num_nodes", "train.batch_size"),
             f"the policy has {ranks} data-parallel ranks, and an update {samples} samples (train.batch_size): give at "
-            "least as many, or cut the policy into more parts (megatron.*_parallel_size)",
-        )
+            "least as many, or cut the policy into more parts (megatron.*_parallel_size)")
 
 
 def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
-    """The ranks that are to be profiled exist."""
     if config.profile.steps is not None and max(config.profile.ranks, default=0) >= config.world_size:
         ranks = " ".join(map(str, config.profile.ranks))
-        yield Violation(
-            ("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
+        yield Violation(("profile.ranks", "actor.num_nodes", "actor.num_gpus_per_node"),
             f"profile.ranks must be below actor.num_nodes * actor.num_gpus_per_node = {config.world_size}: got "
-            f"{ranks}; ranks are counted from 0",
-        )
+            f"{ranks}; ranks are counted from 0")
 
 
 def critic_layout(config: RunConfig) -> Iterator[Violation]:
-    """The critic's ranks can be divided into copies of it."""
     if config.has_critic:
         yield from _layout_violations("critic", "critic.megatron", config.critic_layout)
 
@@ -122,20 +106,15 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
     """Tensor-parallel groups, which communicate in every layer, fit into a node."""
     tp, per_node = config.megatron.tensor_parallel_size, config.actor.num_gpus_per_node
     if tp > per_node and config.actor.num_nodes > 1:
-        yield Violation(
-            ("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
+        yield Violation(("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
             f"megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, every layer would wait for the "
-            f"network: got {tp} and {per_node}; use megatron.pipeline_parallel_size between nodes",
-        )
+            f"network: got {tp} and {per_node}; use megatron.pipeline_parallel_size between nodes")
 
 
 def recomputation(config: RunConfig) -> Iterator[Violation]:
-    """OpenRLHF's name and ours for recomputation agree."""
     if config.actor.gradient_checkpointing_enable and config.megatron.recompute == "none":
-        yield Violation(
-            ("actor.gradient_checkpointing_enable", "megatron.recompute"),
-            "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them",
-        )
+        yield Violation(("actor.gradient_checkpointing_enable", "megatron.recompute"),
+            "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them")
 
 
 def colocation(config: RunConfig) -> Iterator[Violation]:
@@ -144,55 +123,37 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
     if not config.train.colocate_all:
         for option in ("ds.enable_sleep", "vllm.enable_sleep"):
             if value_of(config, option):
-                yield Violation(
-                    (option, "train.colocate_all"),
+                yield Violation((option, "train.colocate_all"),
                     f"{option} frees GPU memory for those who share the GPU, and without train.colocate_all nobody "
-                    f"does; add --train.colocate_all or leave {option} out",
-                )
+                    f"does; add --train.colocate_all or leave {option} out")
         return
     if config.world_size != engines * engine_tp:
-        yield Violation(
-            (
-                "train.colocate_all",
-                "actor.num_nodes",
-                "actor.num_gpus_per_node",
-                "vllm.num_engines",
-                "vllm.tensor_parallel_size",
-            ),
+        yield Violation(("train.colocate_all", "actor.num_nodes", "actor.num_gpus_per_node", "vllm.num_engines",
+                "vllm.tensor_parallel_size"),
             f"train.colocate_all puts one policy rank and one engine worker on every GPU: actor.num_nodes * "
             f"actor.num_gpus_per_node must equal vllm.num_engines * vllm.tensor_parallel_size, got {config.world_size} "
-            f"and {engines} * {engine_tp} = {engines * engine_tp}; change vllm.num_engines or the number of ranks",
-        )
+            f"and {engines} * {engine_tp} = {engines * engine_tp}; change vllm.num_engines or the number of ranks")
     if config.critic_ranks > config.world_size:
-        yield Violation(
-            ("critic.num_gpus_per_node", "critic.num_nodes", "train.colocate_all"),
+        yield Violation(("critic.num_gpus_per_node", "critic.num_nodes", "train.colocate_all"),
             f"critic.num_nodes * critic.num_gpus_per_node must not exceed the policy's ranks with train.colocate_all, "
-            f"whose GPUs the critic shares: got {config.critic_ranks} and {config.world_size}",
-        )
+            f"whose GPUs the critic shares: got {config.critic_ranks} and {config.world_size}")
 
 
 def transport(config: RunConfig) -> Iterator[Violation]:
-    """The transport of the weights fits where the engines are."""
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.colocate_all:
-        yield Violation(
-            options,
+        yield Violation(options,
             "vllm.sync_backend nccl needs engines with GPUs of their own, NCCL takes one rank per GPU: got nccl and "
-            "train.colocate_all; use auto or cuda_ipc",
-        )
+            "train.colocate_all; use auto or cuda_ipc")
     elif config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
-        yield Violation(
-            ("vllm.sync_backend", "train.full_determinism_enable"),
+        yield Violation(("vllm.sync_backend", "train.full_determinism_enable"),
             "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
             "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
-            "train.full_determinism_enable; use auto or gloo, or leave one of the two out",
-        )
+            "train.full_determinism_enable; use auto or gloo, or leave one of the two out")
     if config.vllm.sync_backend == "cuda_ipc" and not config.train.colocate_all:
-        yield Violation(
-            options,
+        yield Violation(options,
             "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc without train.colocate_all; "
-            "use auto or nccl",
-        )
+            "use auto or nccl")
 
 
 def reference(config: RunConfig) -> Iterator[Violation]:
@@ -203,57 +164,44 @@ def reference(config: RunConfig) -> Iterator[Violation]:
     own = config.ref.num_nodes * config.ref.num_gpus_per_node
     if config.train.colocate_actor_ref or config.train.colocate_all:
         if own != config.world_size:
-            yield Violation(
-                (*options, "train.colocate_actor_ref", "train.colocate_all"),
+            yield Violation((*options, "train.colocate_actor_ref", "train.colocate_all"),
                 f"a reference policy colocated with the policy has its ranks: ref.num_nodes * ref.num_gpus_per_node = "
                 f"{own}, actor.num_nodes * actor.num_gpus_per_node = {config.world_size}; make them equal or leave "
-                f"ref.num_nodes and ref.num_gpus_per_node out",
-            )
+                f"ref.num_nodes and ref.num_gpus_per_node out")
         return
     yield from _whole_copies("ref", own, config)
     if config.ref.offload:
-        yield Violation(
-            ("ref.offload", *options),
+        yield Violation(("ref.offload", *options),
             f"ref.offload keeps the reference in the policy's host memory, ref.num_nodes * ref.num_gpus_per_node = "
-            f"{own} gives it ranks of its own: leave one of them out, or set train.colocate_actor_ref",
-        )
+            f"{own} gives it ranks of its own: leave one of them out, or set train.colocate_actor_ref")
 
 
 def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Violation]:
     """The own ranks of a frozen model hold whole copies of it, laid out as the policy."""
     size = config.layout.model_parallel_size
     if ranks % size:
-        yield Violation(
-            (f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
+        yield Violation((f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
             f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks of one copy of the "
             f"policy, whose layout the model has: got {ranks} and {size}; use another "
-            "number, or leave both out for a copy in the policy's host memory",
-        )
+            "number, or leave both out for a copy in the policy's host memory")
 
 
 def guide(config: RunConfig) -> Iterator[Violation]:
-    """The loss over groups without a success is guided by somebody; policy and guide both sample, on own GPUs."""
     if config.algo.advantage.estimator == GUIDED and config.own_options.get("zero_batch") and not config.has_guide:
-        yield Violation(
-            ("algo.mixed_policy_dapo", _GUIDE),
+        yield Violation(("algo.mixed_policy_dapo", _GUIDE),
             f"algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true and no {_GUIDE}; set "
-            f"{_GUIDE}, or switch zero_batch off",
-        )
+            f"{_GUIDE}, or switch zero_batch off")
     if not config.has_guide:
         return
     group = config.rollout.n_samples_per_prompt
     if config.guide_samples >= group:
-        yield Violation(
-            ("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
+        yield Violation(("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
             f"guide.samples_per_prompt must be below rollout.n_samples_per_prompt, the policy samples the other "
-            f"completions of a group: got {config.guide_samples} and {group}; lower the one or raise the other",
-        )
+            f"completions of a group: got {config.guide_samples} and {group}; lower the one or raise the other")
     if config.train.colocate_all:
-        yield Violation(
-            (_GUIDE, "train.colocate_all"),
+        yield Violation((_GUIDE, "train.colocate_all"),
             f"{_GUIDE} and train.colocate_all exclude each other, the guide's engines do not share the policy's GPUs: "
-            "leave one of them out",
-        )
+            "leave one of them out")
     yield from _whole_copies("guide", config.guide_ranks, config)
 
 
@@ -267,91 +215,69 @@ def batches(config: RunConfig) -> Iterator[Violation]:
     """
     prompts, group, train = config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.batch_size
     if train % group:
-        yield Violation(
-            ("train.batch_size", "rollout.n_samples_per_prompt"),
+        yield Violation(("train.batch_size", "rollout.n_samples_per_prompt"),
             f"train.batch_size (samples) must be a multiple of rollout.n_samples_per_prompt, groups are never split: "
-            f"got {train} and {group}; use {_multiples(train, group)}",
-        )
+            f"got {train} and {group}; use {_multiples(train, group)}")
     if config.samples_per_rollout % train:
-        yield Violation(
-            ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+        yield Violation(("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
             f"train.batch_size (samples) must divide rollout.batch_size * rollout.n_samples_per_prompt ({prompts} * "
             f"{group} = {config.samples_per_rollout}): got {train}; lower train.batch_size or make rollout.batch_size "
-            "larger",
-        )
+            "larger")
     if config.rollout.vllm_generate_batch_size not in (None, prompts):
-        yield Violation(
-            ("rollout.vllm_generate_batch_size", "rollout.batch_size"),
+        yield Violation(("rollout.vllm_generate_batch_size", "rollout.batch_size"),
             f"rollout.vllm_generate_batch_size must equal rollout.batch_size: got "
-            f"{config.rollout.vllm_generate_batch_size} and {prompts}; leave it out",
-        )
+            f"{config.rollout.vllm_generate_batch_size} and {prompts}; leave it out")
     requests = config.vllm.max_requests
     if requests is not None and requests < group:
-        yield Violation(
-            ("vllm.max_requests", "rollout.n_samples_per_prompt"),
+        yield Violation(("vllm.max_requests", "rollout.n_samples_per_prompt"),
             f"vllm.max_requests must be at least rollout.n_samples_per_prompt, a group is asked for as a whole: got "
-            f"{requests} and {group}; raise it or leave it out",
-        )
+            f"{requests} and {group}; raise it or leave it out")
 
 
 def groups(config: RunConfig) -> Iterator[Violation]:
     """Most estimators compare the responses to one prompt with each other."""
     estimator, group = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
     if group < 2 and estimator not in SINGLE:
-        yield Violation(
-            ("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
+        yield Violation(("rollout.n_samples_per_prompt", "algo.advantage.estimator"),
             f"rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator {estimator}, which compares "
-            f"the responses to one prompt: got {group}; 8 is a usual value",
-        )
+            f"the responses to one prompt: got {group}; 8 is a usual value")
 
 
 def token_budgets(config: RunConfig) -> Iterator[Violation]:
-    """The longest sequence fits into a micro-batch."""
     max_len, cp = config.data.max_len, config.megatron.context_parallel_size
     for option in (
         ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu") if config.train.dynamic_batch_enable else ()
     ):
         tokens = value_of(config, option)
         if tokens is not None and tokens * cp < max_len:
-            yield Violation(
-                (option, "data.max_len", "megatron.context_parallel_size"),
+            yield Violation((option, "data.max_len", "megatron.context_parallel_size"),
                 f"{option} * megatron.context_parallel_size must be at least data.max_len, a micro-batch holds whole "
-                f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more",
-            )
+                f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more")
 
 
 def lengths(config: RunConfig) -> Iterator[Violation]:
     """Responses fit into sequences, and the overlong buffer into responses."""
     response, max_len = config.rollout.max_new_tokens, config.data.max_len
     if response is not None and response >= max_len:
-        yield Violation(
-            ("rollout.max_new_tokens", "data.max_len"),
+        yield Violation(("rollout.max_new_tokens", "data.max_len"),
             f"rollout.max_new_tokens must be below data.max_len, the prompt needs room: got {response} and {max_len} "
-            f"tokens; lower the one or raise the other",
-        )
+            f"tokens; lower the one or raise the other")
     probe = config.weight_sync.probe_length
     if probe is not None and probe >= max_len:
-        yield Violation(
-            ("weight_sync.probe_length", "data.max_len"),
-            f"weight_sync.probe_length must be below data.max_len: got {probe} and {max_len} tokens",
-        )
+        yield Violation(("weight_sync.probe_length", "data.max_len"),
+            f"weight_sync.probe_length must be below data.max_len: got {probe} and {max_len} tokens")
     buffer = config.reward.overlong_buffer_len
     if buffer is not None and (response is None or buffer > response):
-        yield Violation(
-            ("reward.overlong_buffer_len", "rollout.max_new_tokens"),
+        yield Violation(("reward.overlong_buffer_len", "rollout.max_new_tokens"),
             f"reward.overlong_buffer_len must not exceed rollout.max_new_tokens: got {buffer:g} and "
-            f"{'null' if response is None else response} tokens",
-        )
+            f"{'null' if response is None else response} tokens")
 
 
 def evaluations(config: RunConfig) -> Iterator[Violation]:
-    """The best checkpoint can be told."""
     best = config.ckpt.best_metric_key
     if best and (config.eval.steps == -1 or config.eval.dataset is None):
-        yield Violation(
-            ("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
-            f"ckpt.best_metric_key {best} needs evaluations during training: set eval.dataset and eval.steps",
-        )
+        yield Violation(("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
+            f"ckpt.best_metric_key {best} needs evaluations during training: set eval.dataset and eval.steps")
 
 
 # ---- streaming ---------------------------------------------------------------------------------------------------
@@ -363,18 +289,14 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
         return
     if config.train.colocate_all:
         option = "train.async_enable" if config.train.max_staleness is None else "train.max_staleness"
-        yield Violation(
-            (option, "train.colocate_all"),
+        yield Violation((option, "train.colocate_all"),
             f"{option} and train.colocate_all exclude each other: engines that sample while the policy trains need "
-            "GPUs of their own; leave one of them out",
-        )
+            "GPUs of their own; leave one of them out")
     # without partial rollouts nothing is in flight at a sync, so no group can be late
     if config.partial_rollouts and config.train.late_groups == "train" and config.correction_level == "off":
-        yield Violation(
-            ("train.late_groups", "algo.advantage.is_correction_level"),
+        yield Violation(("train.late_groups", "algo.advantage.is_correction_level"),
             "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "
-            "groups may lag by any number of weight versions; set --train.late_groups drop, or a correction",
-        )
+            "groups may lag by any number of weight versions; set --train.late_groups drop, or a correction")
 
 
 # ---- the algorithm -----------------------------------------------------------------------------------------------
@@ -384,48 +306,38 @@ def reserved_keys(config: RunConfig) -> Iterator[Violation]:
     """The maps of the estimators hold their options only, not the other arguments of ``get_algorithm``."""
     for name in (*ESTIMATORS, CUSTOM):
         for key in RESERVED_KEYS.keys() & config.algo.of(name).keys():
-            yield Violation(
-                (f"algo.{name}.{key}",),
-                f"algo.{name}.{key} is not an option of an estimator; use {RESERVED_KEYS[key]}",
-            )
+            yield Violation((f"algo.{name}.{key}",),
+                f"algo.{name}.{key} is not an option of an estimator; use {RESERVED_KEYS[key]}")
 
 
 def adaptive_kl(config: RunConfig) -> Iterator[Violation]:
     """The controller cannot turn the sign of the coefficient."""
     kl = config.algo.kl
     if kl.target is not None and config.samples_per_rollout * _MAX_CHANGE >= kl.horizon:
-        yield Violation(
-            ("algo.kl.horizon", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+        yield Violation(("algo.kl.horizon", "rollout.batch_size", "rollout.n_samples_per_prompt"),
             f"algo.kl.horizon must be above {_MAX_CHANGE:g} * the samples of a batch of rollouts, or one batch could "
             f"turn the sign of the coefficient: got {kl.horizon} samples and {config.samples_per_rollout}; raise it "
-            "(10000 is usual)",
-        )
+            "(10000 is usual)")
 
 
 def two_names(config: RunConfig) -> Iterator[Violation]:
     """No option of the estimator is set to two values by two names."""
     estimator, own, actor = config.algo.advantage.estimator, config.own_options, config.actor
     if config.algo.kl.init_coef > 0 and own.get("kl_coef"):
-        yield Violation(
-            ("algo.kl.init_coef", f"algo.{estimator}.kl_coef"),
+        yield Violation(("algo.kl.init_coef", f"algo.{estimator}.kl_coef"),
             f"algo.kl.init_coef and algo.{estimator}.kl_coef both set a KL penalty: got {config.algo.kl.init_coef:g} "
-            f"and {own['kl_coef']}; keep one of them",
-        )
+            f"and {own['kl_coef']}; keep one of them")
     for flag in flag_options(config):
         if flag.key in own and own[flag.key] != flag.value:
             other = f"algo.{estimator}.{flag.key}"
-            yield Violation(
-                (flag.flag, other),
+            yield Violation((flag.flag, other),
                 f"{flag.flag} and {other} set the same thing to two values: {flag.value!r} and {own[flag.key]!r}; keep "
-                f"one of them",
-            )
+                f"one of them")
     pair = actor.eps_clip_low_high
     if is_set(config, "actor.eps_clip") and pair is not None and pair != (actor.eps_clip, actor.eps_clip):
-        yield Violation(
-            ("actor.eps_clip", "actor.eps_clip_low_high"),
+        yield Violation(("actor.eps_clip", "actor.eps_clip_low_high"),
             f"actor.eps_clip and actor.eps_clip_low_high disagree: {actor.eps_clip:g} and {pair[0]:g} {pair[1]:g}; "
-            f"keep one of them",
-        )
+            f"keep one of them")
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
@@ -448,10 +360,8 @@ def hub_names(config: RunConfig) -> Iterator[str]:
     """Names of the hub are not checked: nothing of them is on this machine."""
     path = config.actor.model_name_or_path
     if path is not None and model_folder(path) is None:
-        yield (
-            f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it is "
-            "downloaded"
-        )
+        yield (f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it "
+            "is downloaded")
     model, _ = local_shape(_ACTOR, path)
     if model is not None and not is_hub_name(path or "") and not has_weights(path or ""):
         yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
@@ -462,33 +372,23 @@ def hub_names(config: RunConfig) -> Iterator[str]:
 
 
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
-    """Settings that are allowed and risky."""
     if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
-        yield (
-            "train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
-            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy"
-        )
+        yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
+            "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
     if config.max_staleness > 0 and config.train.full_determinism_enable:
-        yield (
-            "train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and which "
-            "token meets new weights first, depends on timing, so two runs differ"
-        )
+        yield ("train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and "
+            "which token meets new weights first, depends on timing, so two runs differ")
     if config.weight_sync.timeout_s >= config.megatron.collective_timeout_s:
-        yield (
-            f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
+        yield (f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
             f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
-            "the policy's ranks give up first"
-        )
+            "the policy's ranks give up first")
     if config.vllm.max_restarts and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
-        yield (
-            f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
+        yield (f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
             f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not replaced, because the batch "
-            "is given up first"
-        )
+            "is given up first")
 
 
 def restarts(config: RunConfig) -> Iterator[str]:
-    """Restarts have checkpoints to begin from."""
     ckpt, restarts = config.ckpt, config.train.max_restarts
     if restarts and (not ckpt.saves or ckpt.disable_ds):
         yield f"train.max_restarts {restarts}: without ckpt.save_steps a restart begins from the first step"
@@ -507,14 +407,12 @@ def unused_modes(config: RunConfig) -> Iterator[str]:
 
 
 def unused_models(config: RunConfig) -> Iterator[str]:
-    """Options of models that the run does not have."""
     if not config.has_reference:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
             yield from _idle(config, name, "no reference model is built without a KL penalty", "set algo.kl.init_coef")
 
 
 def unused_graders(config: RunConfig) -> Iterator[str]:
-    """Options of grader processes where servers grade."""
     if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
         for leaf in ("num_workers", "memory_mib", "environment"):
             yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")

@@ -49,11 +49,9 @@ class RunConfig(Section):
         -1, "rank on the node, set by DeepSpeed's launcher", why="Ray places every rank", instead="leave it out"
     )
     use_ms: bool = not_yet(
-        False,
-        "load models and data from ModelScope",
-        why="only local folders and the Hugging Face hub are read",
+        False, "load models and data from ModelScope", why="only local folders and the Hugging Face hub are read",
         instead="download first and give the local paths",
-    )
+    )  # fmt: skip
     dry_run: bool = added(False, "say whether the run would start, print memory, places and configuration, and stop")
     dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
 
@@ -79,7 +77,6 @@ class RunConfig(Section):
         return self.layout_on(self.world_size)
 
     def layout_on(self, ranks: int) -> ParallelLayout:
-        """A model laid out as the policy over so many ranks."""
         return ParallelLayout.of(self.megatron, ranks)
 
     @property
@@ -111,7 +108,6 @@ class RunConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """For a KL penalty."""
         return self.algo.kl.init_coef > 0 or bool(self.own_options.get("kl_coef"))
 
     @property
@@ -124,7 +120,6 @@ class RunConfig(Section):
 
     @property
     def has_guide(self) -> bool:
-        """Whether a guiding policy samples a part of every group."""
         return self.algo.advantage.estimator == GUIDED and self.guide.model_name_or_path is not None
 
     @property
@@ -136,23 +131,19 @@ class RunConfig(Section):
 
     @property
     def guide_samples(self) -> int:
-        """Completions of each group that the guide samples."""
         return self.guide.samples_per_prompt if self.has_guide else 0
 
     @property
     def model_options(self) -> list[str]:
-        """Names of the options that give the models of this run."""
         sections = ["actor", *(["critic"] if self.has_critic else []), *(["guide"] if self.has_guide else [])]
         return [f"{section}.model_name_or_path" for section in sections]
 
     @property
     def training_ranks(self) -> int:
-        """Ranks of policy, critic, reference and guide."""
         return self.world_size + self.critic_ranks + self.reference_ranks + self.guide_ranks
 
     @property
     def engine_workers(self) -> int:
-        """Workers of the rollout engines, those of the guide included."""
         guide_engines = self.guide.num_engines if self.has_guide else 0
         return (self.vllm.num_engines + guide_engines) * self.vllm.tensor_parallel_size
 
@@ -204,12 +195,10 @@ class RunConfig(Section):
 
     @property
     def partial_rollouts(self) -> bool:
-        """Whether weights change in the middle of requests."""
         return self.train.partial_rollout_enable or not self.train.async_enable
 
     @property
     def own_options(self) -> dict[str, Any]:
-        """``algo.<estimator>`` of the chosen estimator, as it was given."""
         return self.algo.of(self.algo.advantage.estimator)
 
     @property
@@ -265,7 +254,6 @@ def from_words(option: Option, words: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=1)
 def option_table() -> dict[str, Option]:
-    """Every option by name, in the order of the schema."""
     return describe(RunConfig)
 
 

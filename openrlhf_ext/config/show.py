@@ -281,7 +281,6 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _place(layout: ParallelLayout, rank: int, per_node: int) -> tuple[int, ...]:
-    """Rank, node, GPU, and its coordinates."""
     place = layout.place(rank)
     return (rank, *divmod(rank, per_node), place.tensor, place.context, place.stage, place.replica)
 
@@ -315,7 +314,6 @@ def _degrees(layout: ParallelLayout) -> str:
 
 
 def _local_model(config: RunConfig) -> ModelShape | None:
-    """None when nothing of it is here."""
     try:
         folder = model_folder(config.actor.model_name_or_path or "")
         return None if folder is None else read_model_shape(folder)
@@ -387,7 +385,6 @@ def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _place_of_frozen(ranks: int) -> str:
-    """Where a model is that scores completions and is never trained."""
     return f"{ranks} ranks of its own, laid out as the policy" if ranks else "in the host memory of the policy's ranks"
 
 

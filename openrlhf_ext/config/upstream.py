@@ -39,14 +39,12 @@ def _fixed_up(config: RunConfig) -> dict[str, Any]:
         "actor.gradient_checkpointing_enable": layout.recompute == "full",
         "algo.advantage.is_correction_level": "token",
         "algo.advantage.is_correction_threshold": config.correction_threshold,
-        "critic.model_name_or_path": None,
-        "reward.remote_url": _reward_urls(config),
-        "reward.overlong_buffer_len": None,
-        "reward.clip_range": (float("-inf"), float("inf")),
+        "critic.model_name_or_path": None, "reward.remote_url": _reward_urls(config),
+        "reward.overlong_buffer_len": None, "reward.clip_range": (float("-inf"), float("inf")),
         "train.dynamic_batch_enable": False,  # the ranks pack their own shards
         "rollout.vllm_generate_batch_size": config.rollout.vllm_generate_batch_size or config.rollout.batch_size,
         "vllm.sync_backend": "nccl" if config.vllm.sync_backend == "auto" else config.vllm.sync_backend,
-    }
+    }  # fmt: skip
 
 
 def _reward_urls(config: RunConfig) -> list[str] | None:
@@ -75,89 +73,44 @@ class Difference:
 
 
 DIFFERENCES = (
-    Difference(
-        "algo.advantage.estimator",
-        "gae (and six others)",
-        "grpo (and others)",
-        "a critic is trained only when asked for",
-    ),
+    Difference("algo.advantage.estimator", "gae (and six others)", "grpo (and others)",
+        "a critic is trained only when asked for"),
     Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
     Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
-    Difference(
-        "vllm.gpu_memory_utilization",
-        "0.95",
-        "0.95; 0.8 with train.colocate_all",
-        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there",
-    ),
+    Difference("vllm.gpu_memory_utilization", "0.95", "0.95; 0.8 with train.colocate_all",
+        "a policy that shares the GPU keeps its context, NCCL's buffers and staging there"),
     Difference("reward.clip_range", "-10 10", "-10 10 with OpenRLHF's estimators", "other methods do not clip rewards"),
     Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
     Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
     Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
-)
+)  # fmt: skip
 
 # earlier name -> present name, with a value where the present option has another meaning
 RENAMED = {
     # models and where they run
-    "pretrain": "actor.model_name_or_path",
-    "critic_pretrain": "critic.model_name_or_path",
-    "reward_pretrain": "reward.model_name_or_path",
-    "colocate_all_models": "train.colocate_all",
-    "colocate_actor_ref": "train.colocate_actor_ref",
-    "colocate_critic_reward": "train.colocate_critic_reward",
-    "ref_reward_offload": "ref.offload",
-    "async_train": "train.async_enable",
-    "async_queue_size": "train.async_queue_size",
+    "pretrain": "actor.model_name_or_path", "critic_pretrain": "critic.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path", "colocate_all_models": "train.colocate_all",
+    "ref_reward_offload": "ref.offload", "async_train": "train.async_enable",
     "partial_rollout": "train.partial_rollout_enable",
     # rewards and agents
-    "remote_rm_url": "reward.remote_url",
-    "agent_func_path": "train.agent_func_path",
-    "normalize_reward": "reward.normalize_enable",
-    "overlong_buffer_len": "reward.overlong_buffer_len",
-    "overlong_penalty_factor": "reward.overlong_penalty_factor",
-    "stop_properly_penalty_coef": "reward.stop_properly_penalty_coef",
+    "remote_rm_url": "reward.remote_url", "normalize_reward": "reward.normalize_enable",
     # batches and lengths
-    "train_batch_size": "train.batch_size",
-    "micro_train_batch_size": "train.micro_batch_size",
-    "rollout_batch_size": "rollout.batch_size",
-    "micro_rollout_batch_size": "rollout.micro_batch_size",
-    "vllm_generate_batch_size": "rollout.vllm_generate_batch_size",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "generate_max_len": "rollout.max_new_tokens",
-    "prompt_max_len": "data.max_len (prompt and response together)",
-    "max_len": "data.max_len",
-    "use_dynamic_batch": "train.dynamic_batch_enable",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "seed": "train.seed",
-    "full_determinism": "train.full_determinism_enable",
+    "micro_train_batch_size": "train.micro_batch_size", "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt", "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "data.max_len (prompt and response together)", "use_dynamic_batch": "train.dynamic_batch_enable",
+    "temperature": "rollout.temperature", "top_p": "rollout.top_p", "full_determinism": "train.full_determinism_enable",
     # data
-    "prompt_data": "data.prompt_dataset",
-    "prompt_data_probs": "data.prompt_probs",
+    "prompt_data": "data.prompt_dataset", "prompt_data_probs": "data.prompt_probs",
     # optimizer
-    "actor_learning_rate": "actor.adam.lr",
-    "critic_learning_rate": "critic.adam.lr",
-    "adam_betas": "actor.adam.betas",
-    "l2": "actor.adam.weight_decay",
-    "max_norm": "actor.max_norm",
-    "lr_scheduler": "actor.lr_scheduler",
-    "lr_warmup_ratio": "actor.lr_warmup_ratio",
-    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "actor_learning_rate": "actor.adam.lr", "critic_learning_rate": "critic.adam.lr", "adam_betas": "actor.adam.betas",
+    "l2": "actor.adam.weight_decay", "max_norm": "actor.max_norm", "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio", "gradient_checkpointing": "actor.gradient_checkpointing_enable",
     "gradient_checkpointing_use_reentrant": "actor.gradient_checkpointing_reentrant",
     "freezing_actor_steps": "critic.freezing_steps",
-    "save_value_network": "critic.save_value_network",
     # algorithm
-    "advantage_estimator": "algo.advantage.estimator",
-    "gamma": "algo.advantage.gamma",
-    "lambd": "algo.advantage.lambd",
-    "no_advantage_std_norm": "algo.advantage.no_std_norm",
-    "init_kl_coef": "algo.kl.init_coef",
-    "kl_estimator": "algo.kl.estimator",
-    "kl_target": "algo.kl.target",
-    "kl_horizon": "algo.kl.horizon",
-    "use_kl_loss": "algo.kl.use_loss",
-    "entropy_loss_coef": "actor.entropy_coef",
-    "value_clip": "critic.value_clip",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm", "init_kl_coef": "algo.kl.init_coef",
+    "use_kl_loss": "algo.kl.use_loss", "entropy_loss_coef": "actor.entropy_coef",
     "dynamic_filtering": "algo.dynamic_filtering_enable",
     "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
     "enable_vllm_is_correction": "algo.advantage.is_correction_level token",
@@ -168,31 +121,16 @@ RENAMED = {
     "vllm_is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
     "algo.advantage.is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
     # engines
-    "enforce_eager": "vllm.enforce_eager",
-    "enable_prefix_caching": "vllm.enable_prefix_caching",
     "deepspeed_enable_sleep": "ds.enable_sleep",
     # DeepSpeed
-    "zero_stage": "ds.zero_stage",
-    "bf16": "megatron.param_dtype bf16",
-    "param_dtype": "megatron.param_dtype",
-    "adam_offload": "ds.adam_offload",
-    "packing_samples": "ds.packing_samples",
-    "ring_attn_size": "ds.ring_attn_size",
+    "bf16": "megatron.param_dtype bf16", "param_dtype": "megatron.param_dtype",
     "ring_head_stride": "ds.ring_attn_head_stride",
-    "target_modules": "ds.lora.target_modules",
     # checkpoints and records
-    "save_path": "ckpt.output_dir",
-    "ckpt_path": "ckpt.path",
-    "save_hf_ckpt": "ckpt.save_hf",
-    "disable_ds_ckpt": "ckpt.disable_ds",
-    "max_ckpt_num": "ckpt.max_num",
-    "max_ckpt_mem": "ckpt.max_mem",
-    "load_checkpoint": "ckpt.load_enable",
-    "best_metric_key": "ckpt.best_metric_key",
-    "use_ds_universal_ckpt": "ds.use_universal_ckpt",
-    "use_wandb": "logger.wandb.key",
+    "save_path": "ckpt.output_dir", "save_hf_ckpt": "ckpt.save_hf", "disable_ds_ckpt": "ckpt.disable_ds",
+    "max_ckpt_num": "ckpt.max_num", "max_ckpt_mem": "ckpt.max_mem", "load_checkpoint": "ckpt.load_enable",
+    "use_ds_universal_ckpt": "ds.use_universal_ckpt", "use_wandb": "logger.wandb.key",
     "use_tensorboard": "logger.tensorboard_dir",
-}
+}  # fmt: skip
 
 
 def present_name(name: str) -> str | None:

@@ -131,16 +131,9 @@ class OptionInfo:
 
 
 def option(
-    default: Any,
-    help_text: str,
-    *,
-    path: PathKind | None = None,
-    secret: bool = False,
-    default_text: str | None = None,
-    recommended: Any = None,
-    refuses_null: bool = False,
-    **constraints: Any,
-) -> Any:
+    default: Any, help_text: str, *, path: PathKind | None = None, secret: bool = False,
+    default_text: str | None = None, recommended: Any = None, refuses_null: bool = False, **constraints: Any,
+) -> Any:  # fmt: skip
     """Declares an option: of OpenRLHF in a section, of its own in a method.
 
     Args:
@@ -341,17 +334,11 @@ def describe_field(name: str, field: FieldInfo) -> Option:
     annotation, nullable = _without_none(field.annotation)
     default = None if field.default is PydanticUndefined else field.default
     return Option(
-        name=name,
-        expects=_in_words(annotation, field.metadata) + (" or null" if nullable else ""),
-        default=default,
+        name=name, expects=_in_words(annotation, field.metadata) + (" or null" if nullable else ""), default=default,
         shown_default=value_text(default) if info.default_text is None else info.default_text,
-        help=field.description or "",
-        arity=_arity(annotation),
-        nullable=nullable,
-        choices=_choices(annotation),
-        info=info,
-        required=field.is_required(),
-    )
+        help=field.description or "", arity=_arity(annotation), nullable=nullable, choices=_choices(annotation),
+        info=info, required=field.is_required(),
+    )  # fmt: skip
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from openrlhf_ext.inputs import (
     INTEGER,
@@ -54,7 +54,6 @@ class JsonLines:
         self._file = self._opened(keep)
 
     def keep(self, keep: Callable[[Record], bool]) -> None:
-        """Moves aside what is not to be kept of what the file holds."""
         self._file.close()
         self._file = self._opened(keep)
 
@@ -88,7 +87,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Record]]:
 
 
 def step_of(record: Record) -> float:
-    """The step of a record; infinite, after all steps, where it has none."""
+    """Infinite, after all steps, where a record has none."""
     step: Any = record.get("step")
     return step if is_number(step) else math.inf
 
@@ -137,8 +136,24 @@ def _free_name(path: Path) -> Path:
 _NONFINITE = Kind("nan, inf or -inf", lambda value: value in ("nan", "inf", "-inf"))
 
 
-class MetricsWriter:
-    """Appends one record per step. A context manager.
+class _Writer:
+    """Of a file of lines, or of none; a context manager."""
+
+    _lines: JsonLines | None
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MetricsWriter(_Writer):
+    """Appends one record per step.
 
     Records of steps after ``resume_step`` that the file already holds belong to a run that is being repeated: they are
     moved to ``<path>.superseded.<n>``, and nothing is lost. The default 0 starts the file anew in this way. ``now``:
@@ -150,17 +165,12 @@ class MetricsWriter:
     ) -> None:
         self._label = {LABEL: label} if label else {}
         self._now = now
-        self._lines = JsonLines(path, keep=lambda record: resume_step > 0 and step_of(record) <= resume_step)
+        self._lines: JsonLines = JsonLines(path, lambda r: resume_step > 0 and step_of(r) <= resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Record:
         """Writes and returns a record: plain numbers (NaN kept), ``step``, ``time`` and ``label``.
 
-        Args:
-            metrics: numbers by name: int, float, bool, or a numpy or torch scalar.
-
-        Raises:
-            TypeError: a value is not one number.
-            ValueError: ``metrics`` holds ``step``, ``time``, ``nonfinite`` or ``label``.
+        Metrics are int, float, bool, or a numpy or torch scalar; TypeError if a value is not one number.
         """
         if reserved := {STEP, TIME, NONFINITE, LABEL}.intersection(metrics):
             raise ValueError(f"metrics may not hold {sorted(reserved)}: the writer sets them")
@@ -169,22 +179,9 @@ class MetricsWriter:
         self._lines.append(_plain(record))
         return record
 
-    def close(self) -> None:
-        self._lines.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """Records in file order, NaN and infinities restored; a last line that a dying run left unfinished is left out.
-
-    Raises:
-        InputError: a line other than the last is not a JSON object of numbers; names file and line.
-    """
+    """Records in file order, NaN and infinities restored; a last line that a dying run left unfinished is left out."""
     return [_restored(record, path, number) for number, record in read_lines(path)]
 
 
@@ -239,8 +236,8 @@ EVENTS = {
 _OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "interrupted", "end"}
 
 
-class EventLog:
-    """Writes the events of one run. A context manager.
+class EventLog(_Writer):
+    """Writes the events of one run.
 
     A run that starts anew moves the events of an earlier one to ``<path>.superseded.<n>``. One that ``goes_on`` keeps
     what happened to the run as a whole (its starts, failures, restarts), and what belongs to steps that are not
@@ -262,20 +259,9 @@ class EventLog:
             self._lines.append({"event": event, "step": self.step, "time": self._now(), **redacted(facts)})
 
     def repeat_from(self, step: int) -> None:
-        """Moves aside the events of later steps, which will be made again."""
         self.step = step
         if self._lines is not None:
             self._lines.keep(lambda r: str(r.get("event")) in _OF_THE_RUN or step_of(r) <= step)
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # ---- samples.jsonl, in the form that explain reads ------------------------------------------------------------------
@@ -285,7 +271,7 @@ _TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no 
 _DECIMALS = 4  # of numbers per token
 
 
-class SampleWriter:
+class SampleWriter(_Writer):
     """Writes completions of the steps that are due: the first, and every ``every``-th.
 
     None = a twentieth of the run, -1 = never. Completions of steps after ``resume_step`` are moved aside.
@@ -296,7 +282,7 @@ class SampleWriter:
         groups: int, resume_step: int = 0,
     ) -> None:  # fmt: skip
         self._every = max(1, math.ceil(total_steps / _PARTS_OF_A_RUN)) if every is None else every
-        self._lines = JsonLines(path, keep=lambda record: step_of(record) <= resume_step)
+        self._lines: JsonLines = JsonLines(path, lambda record: step_of(record) <= resume_step)
         self._texts, self._groups = texts, groups
 
     def groups_due(self, step: int) -> int | None:
@@ -313,9 +299,6 @@ class SampleWriter:
             }
             tokens = self._texts(completion["token_ids"])
             self._lines.append({"step": step, **completion, "tokens": tokens, **numbers})
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 def chosen_groups(lengths: Sequence[int], groups: int) -> list[int]:

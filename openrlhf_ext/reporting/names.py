@@ -9,13 +9,7 @@ STEP, TIME, NONFINITE, LABEL = "step", "time", "nonfinite", "label"  # what the 
 
 @dataclass(frozen=True)
 class Metric:
-    """One documented metric.
-
-    Attributes:
-        name: as in metrics.jsonl; a name that ends in ``/*`` stands for a family.
-        unit: unit, or what is counted.
-        meaning: how it is computed and over what.
-    """
+    """One metric; a name that ends in ``/*`` stands for a family, a unit may be what is counted."""
 
     name: str
     unit: str
@@ -38,11 +32,10 @@ METRICS = (
     Metric("entropy/mean", "nats", "mean over completion tokens of the policy's entropy at the rollout temperature"),
     Metric("response/length_mean", "tokens", "mean completion length, end-of-sequence token included"),
     Metric("response/truncated_rate", "fraction", "completions that reached the length limit"),
-    Metric("kl/rollout", "nats", (
+    Metric("kl/rollout", "nats",
         "mean over completion tokens (without a guide's, here and below) of the k3 estimator exp(d) - d - 1, d = "
         "log-prob of the policy before the step minus log-prob of the rollout engine: how far trainer and engine "
-        "disagree on the same weights (asynchronous runs: and how far the policy has moved on since)"
-    )),
+        "disagree on the same weights (asynchronous runs: and how far the policy has moved on since)"),
     Metric("kl/rollout_max_abs", "nats", "largest absolute difference d of any completion token"),
     Metric("guide/fraction", "fraction", "completions of the step that the guide sampled; only with a guide"),
     Metric("guide/reward_mean", "reward", "`reward/mean` of the guide's completions"),
@@ -51,48 +44,40 @@ METRICS = (
     Metric("policy/reward_mean", "reward", "`reward/mean` of the policy's completions; only with a guide"),
     Metric("policy/accuracy_mean", "fraction", "`accuracy/mean` of the policy's completions; only with a guide"),
     Metric("policy/length_mean", "tokens", "`response/length_mean` of the policy's completions; only with a guide"),
-    Metric("guide/rollout_max_abs", "nats", (
+    Metric("guide/rollout_max_abs", "nats",
         "largest absolute difference, on any token of the guide's completions, between the guide's log-prob and that "
-        "of its engine: how far the two agree on the same weights"
-    )),
-    Metric("kl/reference", "nats", (
+        "of its engine: how far the two agree on the same weights"),
+    Metric("kl/reference", "nats",
         "mean over completion tokens of the k3 estimator of KL(policy before the step, reference policy); only with a "
-        "KL penalty"
-    )),
+        "KL penalty"),
     Metric("kl/coef", "1", "coefficient of the KL penalty in the step"),
     Metric("value/mean", "reward",
         "mean of the critic's values over completion tokens, before the step; only with a critic"),
     Metric("value/return_mean", "reward", "mean over completion tokens of the returns the critic is trained towards"),
-    Metric("value/explained_variance", "1", (
+    Metric("value/explained_variance", "1",
         "1 - Var(returns - values) / Var(returns) over completion tokens: 1 if the critic knows the returns, 0 if it "
-        "is no better than their mean; missing if all returns are equal"
-    )),
+        "is no better than their mean; missing if all returns are equal"),
     Metric("loss/value", "loss", "value loss of the whole batch, mean over the critic's optimizer updates of the step"),
     Metric("value/clip_fraction", "fraction", "completion tokens whose value was clipped and got no gradient"),
     Metric("value/grad_norm", "norm", "global L2 norm of the critic's gradient before clipping"),
     Metric("value/lr", "1", "learning rate of the critic"),
-    Metric("kl/rollout_reverse", "nats", (
+    Metric("kl/rollout_reverse", "nats",
         "mean over completion tokens of 1 - w + w d with w = exp(d): the estimator of KL(policy, engine) from tokens "
-        "that the engine sampled, as `kl/rollout` is that of KL(engine, policy)"
-    )),
+        "that the engine sampled, as `kl/rollout` is that of KL(engine, policy)"),
     Metric("mismatch/mean_abs", "nats", "mean over completion tokens of the absolute difference d"),
-    Metric("mismatch/exp_mean_abs", "1", (
+    Metric("mismatch/exp_mean_abs", "1",
         "exp of `mismatch/mean_abs`: by how much the probability of a token typically differs; 1 if trainer and "
-        "engine agree"
-    )),
-    Metric("mismatch/ess_tokens", "fraction", (
+        "engine agree"),
+    Metric("mismatch/ess_tokens", "fraction",
         "effective sample size of the completion tokens under the weights exp(d), over their number: 1 if trainer and "
-        "engine agree"
-    )),
+        "engine agree"),
     Metric("mismatch/ess_completions", "fraction", "the same of whole completions, weighted by exp(sum of d)"),
-    Metric("mismatch/outside_band", "fraction", (
+    Metric("mismatch/outside_band", "fraction",
         "completion tokens whose exp(d) lies outside the thresholds of the importance correction (0.5 to 5 if none "
-        "goes by this ratio): what it drops or clamps, or would"
-    )),
-    Metric("drift/logprob_diff", "nats", (
+        "goes by this ratio): what it drops or clamps, or would"),
+    Metric("drift/logprob_diff", "nats",
         "with `train.drift_check`: how far a step with learning rate 0 moved the policy's log-probs of the completion "
-        "tokens, mean over the tokens, below -5 in proportion"
-    )),
+        "tokens, mean over the tokens, below -5 in proportion"),
     Metric("grad_norm/embedding", "norm",
         "L2 norm, before clipping, of the gradient of the input embedding (and of the head where they are tied)"),
     Metric("grad_norm/attention", "norm",
@@ -103,36 +88,30 @@ METRICS = (
         "the same of the vocabulary projection; missing where it is tied to the embedding"),
     Metric("throughput/train_tokens_per_second", "tokens/s",
         "prompt and completion tokens through the training passes, over `time/train`"),
-    Metric("throughput/train_tflops_per_rank", "TFLOP/s", (
+    Metric("throughput/train_tflops_per_rank", "TFLOP/s",
         "model operations (layers, causal attention, head; forward and backward, without recomputation) of the "
-        "training passes over `time/train` and policy ranks"
-    )),
-    Metric("throughput/train_mfu", "fraction", (
+        "training passes over `time/train` and policy ranks"),
+    Metric("throughput/train_mfu", "fraction",
         "`throughput/train_tflops_per_rank` over what the device could do (`logger.peak_tflops`); missing where that "
-        "is not known"
-    )),
+        "is not known"),
     Metric("throughput/logprob_tokens_per_second", "tokens/s",
         "prompt and completion tokens through the old-log-prob pass, over `time/logprob`"),
     Metric("throughput/logprob_tflops_per_rank", "TFLOP/s",
         "the same as `throughput/train_tflops_per_rank` for the old-log-prob pass (forward only)"),
     Metric("throughput/logprob_mfu", "fraction", "the same as `throughput/train_mfu` for the old-log-prob pass"),
-    Metric("memory/rank_max_gib", "GiB", (
+    Metric("memory/rank_max_gib", "GiB",
         "largest peak memory of any policy rank since it started: what torch allocated on its GPU, or resident memory "
-        "of the process on CPU"
-    )),
-    Metric("memory/device_max_gib", "GiB", (
+        "of the process on CPU"),
+    Metric("memory/device_max_gib", "GiB",
         "on GPUs: most that was in use on any policy rank's GPU at the end of a phase, by all processes and libraries: "
-        "an engine that shares it, NCCL's buffers, fragments, CUDA contexts"
-    )),
-    Metric("rank/*", "see right", (
+        "an engine that shares it, NCCL's buffers, fragments, CUDA contexts"),
+    Metric("rank/*", "see right",
         "per policy rank: `rank/<n>/time_logprob`, `time_train`, `time_sync` (s, without waiting for other replicas "
         "in the gradient reduction) and `memory_gib` (GiB); `rank/slowest` and `rank/fullest` name ranks, "
-        "`rank/slowest_over_mean` is the slowest rank's time in log-probs and training over the mean of all"
-    )),
-    Metric("packs/padding_fraction", "fraction", (
+        "`rank/slowest_over_mean` is the slowest rank's time in log-probs and training over the mean of all"),
+    Metric("packs/padding_fraction", "fraction",
         "padding in the packs that the policy's ranks computed since the last step (old log-probs, training): tokens "
-        "that context and sequence parallelism and FP8 take to cut packs evenly, and micro-batches without sequences"
-    )),
+        "that context and sequence parallelism and FP8 take to cut packs evenly, and micro-batches without sequences"),
     Metric("loss/policy", "loss", "policy loss of the whole batch, mean over the optimizer updates of the step"),
     Metric("loss/clip_fraction", "fraction",
         "completion tokens (gspo and grpo_s: completions) whose probability ratio was clipped"),
@@ -140,10 +119,9 @@ METRICS = (
     Metric("lr", "1", "learning rate of the step"),
     Metric("prompts/consumed", "prompts", "prompts taken from the data set since the start of the run"),
     Metric("prompts/skipped_overlong", "prompts", "prompts left out because they are too long, since the start"),
-    Metric("weight_sync/probe_diff", "nats", (
+    Metric("weight_sync/probe_diff", "nats",
         "after the sync: difference between an engine's and the policy's log-probs of a fixed text of the model's own, "
-        "mean over its tokens, below -5 in proportion; the engine that differs most"
-    )),
+        "mean over its tokens, below -5 in proportion; the engine that differs most"),
     Metric("weight_sync/version", "version", "number of weight updates the rollout engines have received"),
     Metric("weight_sync/seconds", "s", "from the first bucket until the last engine samples from the new weights"),
     Metric("weight_sync/bytes", "bytes", "all tensors of one update; every engine worker receives so many"),
@@ -160,10 +138,9 @@ METRICS = (
     Metric("time/sync", "s", "sending the weights to the engines, probe included"),
     Metric("time/step", "s", "the whole step"),
     Metric("throughput/tokens_per_second", "tokens/s", "generated tokens over seconds of the whole step"),
-    Metric("staleness/mean", "updates", (
+    Metric("staleness/mean", "updates",
         "mean over completion tokens of the weight updates between the weights that sampled the token and those that "
-        "the policy has when its training begins; 0 in synchronous runs"
-    )),
+        "the policy has when its training begins; 0 in synchronous runs"),
     Metric("staleness/max", "updates", "the same for the token that is furthest behind"),
     Metric("staleness/mixed_fraction", "fraction",
         "completions whose tokens were sampled with more than one version of the weights (partial rollouts)"),
@@ -179,10 +156,9 @@ METRICS = (
     Metric("time/idle_engines", "s", "the engines were idle: neither generating nor grading, mean over the engines"),
     Metric("time/wait_sync", "s",
         "without partial rollouts: the weight sync waited for the groups in flight; part of `time/sync`"),
-    Metric("offload/freed_mib", "MiB", (
+    Metric("offload/freed_mib", "MiB",
         "rank 0, `ds.enable_sleep`: device memory that the step's offloads gave back (on CPU: bytes of storages that "
-        "could be emptied)"
-    )),
+        "could be emptied)"),
     Metric("offload/seconds", "s", "rank 0: moving states to host memory"),
     Metric("offload/reload_seconds", "s", "rank 0: moving them back"),
     Metric("tokens/generated", "tokens", "completion tokens generated in the step"),
@@ -199,34 +175,16 @@ METRICS = (
     Metric("algorithm/kept_completions", "fraction", "completions whose group was not dropped as degenerate"),
     Metric("algorithm/active_completions", "fraction",
         "completions that carry loss: kept, and not masked as truncated"),
-    Metric("algorithm/success_rate", "fraction", (
+    Metric("algorithm/success_rate", "fraction",
         "completions that the method counts as successes (reward above `success_threshold`; in gtpo_conflict: "
-        "advantage above 0)"
-    )),
+        "advantage above 0)"),
     Metric("algorithm/penalised_reward", "reward", "mean reward after length penalties and a KL penalty in the reward"),
     Metric("algorithm/entropy_correct", "nats",
         "mean token entropy of the successes, before the step; missing if there are none"),
     Metric("algorithm/entropy_wrong", "nats", "the same of the failures"),
-    Metric("algorithm/advantage_mass_q1", "fraction", (
-        "share of the sum of absolute advantages on the tokens of fifth 1 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"
-    )),
-    Metric("algorithm/advantage_mass_q2", "fraction", (
-        "share of the sum of absolute advantages on the tokens of fifth 2 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"
-    )),
-    Metric("algorithm/advantage_mass_q3", "fraction", (
-        "share of the sum of absolute advantages on the tokens of fifth 3 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"
-    )),
-    Metric("algorithm/advantage_mass_q4", "fraction", (
-        "share of the sum of absolute advantages on the tokens of fifth 4 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"
-    )),
-    Metric("algorithm/advantage_mass_q5", "fraction", (
-        "share of the sum of absolute advantages on the tokens of fifth 5 of the entropy distribution (1: lowest "
-        "entropies); missing if all advantages are 0"
-    )),
+    *(Metric(f"algorithm/advantage_mass_q{fifth}", "fraction",
+        f"share of the sum of absolute advantages on the tokens of fifth {fifth} of the entropy distribution (1: "
+        "lowest entropies); missing if all advantages are 0") for fifth in range(1, 6)),
     Metric("algorithm/correction_filtered", "fraction",
         "completion tokens that the importance correction dropped or clamped"),
     Metric("algorithm/rollout_kl", "nats",
@@ -244,10 +202,9 @@ METRICS = (
         "completion tokens that were clipped and have a negative advantage"),
     Metric("algorithm/policy_kl", "nats",
         "mean over loss tokens of old minus new log-prob, in the updates of the step"),
-    Metric("algorithm/abs_log_ratio", "nats", (
+    Metric("algorithm/abs_log_ratio", "nats",
         "mean over loss tokens of the size of new minus old log-prob in the first update of the step, before which no "
-        "weight has moved: what a log-prob depends on besides (`fp8.recipe` current, delayed: the others in its pack)"
-    )),
+        "weight has moved: what a log-prob depends on besides (`fp8.recipe` current, delayed: the others in its pack)"),
     Metric("algorithm/ref_kl", "nats",
         "mean over loss tokens of the KL estimate in the loss, in the updates of the step"),
     Metric("algorithm/zero_batch_loss", "loss", "mixed_policy_dapo: loss on the groups without a success"),
@@ -262,5 +219,4 @@ _FAMILIES = tuple(metric.name.removesuffix("*") for metric in METRICS if metric.
 
 
 def is_documented(name: str) -> bool:
-    """Whether a metric name stands in :data:`METRICS`, itself or by its family."""
     return name in _NAMES or name.startswith(_FAMILIES)

@@ -79,16 +79,13 @@ class ProgressLine:
         self._step_width = max(len("step"), 2 * len(str(total_steps or "?")) + 1)
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the line of one step; ``metrics``: by their names in ``names``; a missing one is shown as ``-``."""
         if self._lines % HEADER_EVERY == 0:
-            self._write(self._header())
+            titles = (column.title.rjust(column.width) for column in COLUMNS)
+            self._write("  ".join(["step".rjust(self._step_width), *titles]))
         self._lines += 1
         position = f"{step}/{'?' if self.total_steps is None else self.total_steps}"
         cells = [position.rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS), *self._label]
         self._write("  ".join(cells))
-
-    def _header(self) -> str:
-        return "  ".join(["step".rjust(self._step_width), *(c.title.rjust(c.width) for c in COLUMNS)])
 
 
 def _write_line(line: str) -> None:
@@ -145,7 +142,6 @@ class RunStatus:
         self._detail = text
 
     def step_ended(self, step: int, steps: int | None, seconds: float) -> None:
-        """A step has ended, and its line has been shown."""
         self._step, self._steps = step, steps
         self._step_seconds = [*self._step_seconds, seconds][-_RECENT_STEPS:]
         self._step_ended = self._shown = self._now()
@@ -166,7 +162,6 @@ class RunStatus:
             self._write(_ERASE + redact(self.text())[: width - 1])  # a full line would wrap, and stay
 
     def clear(self) -> None:
-        """Takes the line away: nothing is being done any more."""
         self._doing = ""
         if self._is_shown:
             self._write(_ERASE)
@@ -219,7 +214,6 @@ COLORS = ("#2457a6", "#c2571a", "#2f7d4f", "#8a4fa3", "#a8324a", "#0f7f8c")
 
 
 def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """What all figures have in common: a faint grid behind the data, and a frame on two sides."""
     axes.grid(axis=grid, alpha=0.3, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -260,13 +254,12 @@ def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -
 
 
 def _series(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric; NaN stays and leaves a gap in the curve."""
     present = [record for record in records if name in record]
     return [record["step"] for record in present], [record[name] for record in present]
 
 
 def smoothing_window(steps: int) -> int:
-    """Steps of the moving mean of a curve: a twentieth of it, at least three; 1 (none) of a short one."""
+    """A twentieth of the curve, at least three steps; 1 (no moving mean) of a short one."""
     return max(3, steps // 20) if steps >= SMOOTHED_FROM else 1
 
 

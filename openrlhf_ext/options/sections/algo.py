@@ -83,18 +83,14 @@ class Kl(Section):
     def violations(self) -> Iterator[Violation]:
         """The adaptive controller has a penalty to control."""
         if self.target is not None and self.init_coef == 0:
-            yield Violation(
-                ("algo.kl.target", "algo.kl.init_coef"),
+            yield Violation(("algo.kl.target", "algo.kl.init_coef"),
                 f"algo.kl.target needs algo.kl.init_coef > 0, which the controller multiplies: got target "
-                f"{self.target:g} and coefficient 0; set the coefficient or leave the target out",
-            )
+                f"{self.target:g} and coefficient 0; set the coefficient or leave the target out")
 
     def cautions(self) -> Iterator[str]:
         if self.init_coef and self.use_loss and self.estimator == "k1" and not self.unbiased_gradient:
-            yield (
-                "algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 in "
-                "the mean; use k2 or k3, or add algo.kl.unbiased_gradient"
-            )
+            yield ("algo.kl.use_loss with algo.kl.estimator k1 does not hold the policy back: the gradient of k1 is 0 "
+                "in the mean; use k2 or k3, or add algo.kl.unbiased_gradient")
 
 
 class Algo(Section):
@@ -122,10 +118,8 @@ class Algo(Section):
         """The range of mean scores that are kept is not empty."""
         low, high = self.dynamic_filtering_range
         if self.dynamic_filtering_enable and low >= high:
-            yield Violation(
-                ("algo.dynamic_filtering_range",),
-                f"algo.dynamic_filtering_range must be LOW HIGH with LOW < HIGH: got {low:g} {high:g}",
-            )
+            yield Violation(("algo.dynamic_filtering_range",),
+                f"algo.dynamic_filtering_range must be LOW HIGH with LOW < HIGH: got {low:g} {high:g}")
 
     def cautions(self) -> Iterator[str]:
         estimator = self.advantage.estimator

@@ -23,10 +23,8 @@ _DELAYED_ONLY = ("margin", "amax_history_len", "amax_compute_algo")
 class FP8(Section):
     """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic stay as they are."""
 
-    needs = {
-        "fp8.enable": ("emulate", "recipe", "format", "scales", "margin", "amax_history_len", "amax_compute_algo"),
-        "fp8.enable | fp8.rollout_enable": ("layers_in_bf16_start", "layers_in_bf16_end"),
-    }
+    needs = {"fp8.enable | fp8.rollout_enable": _BF16_LAYERS,
+        "fp8.enable": ("emulate", "recipe", "format", "scales", *_DELAYED_ONLY)}
 
     enable: bool = added(False, "train with FP8 linear layers (TransformerEngine's, or emulated with fp8.emulate)")
     emulate: bool = added(False,
@@ -88,11 +86,9 @@ class FP8(Section):
         leaves = [leaf for leaf in _BF16_LAYERS if getattr(self, leaf)]
         if self.recipe == "delayed" and leaves:
             got = " and ".join(f"fp8.{leaf} {getattr(self, leaf)}" for leaf in leaves)
-            yield Violation(
-                ("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
+            yield Violation(("fp8.recipe", *(f"fp8.{leaf}" for leaf in leaves)),
                 f"fp8.recipe delayed leaves no layers in BF16, Megatron refuses it: got {got}; leave them out, or use "
-                "fp8.recipe blockwise or current",
-            )
+                "fp8.recipe blockwise or current")
 
     def _foreign_violations(self) -> Iterator[Violation]:
         """Options of another recipe."""
@@ -100,27 +96,22 @@ class FP8(Section):
         owner = "blockwise or current" if self.recipe == "delayed" else "delayed"
         for leaf in foreign:
             if (value := getattr(self, leaf)) is not None:
-                yield Violation(
-                    (f"fp8.{leaf}", "fp8.recipe"),
+                yield Violation((f"fp8.{leaf}", "fp8.recipe"),
                     f"fp8.{leaf} is an option of fp8.recipe {owner}: got {value_text(value)} and fp8.recipe "
-                    f"{self.recipe}; leave it out, or change the recipe",
-                )
+                    f"{self.recipe}; leave it out, or change the recipe")
 
     def cautions(self) -> Iterator[str]:
         recipe = self.training_recipe
         if recipe is None:
             return
         if not recipe.blockwise:
-            yield (
-                f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on what shares its pack, and "
-                "the ratio of the first update is not 1 (docs/fp8.md); fp8.recipe blockwise has no such noise"
-            )
+            yield (f"fp8.recipe {recipe.name}: a tensor has one scale, so a log-prob depends on what shares its pack, "
+                "and the ratio of the first update is not 1 (docs/fp8.md); fp8.recipe blockwise has no such noise")
         if self.rollout_enable and (not recipe.blockwise or recipe.pow2):
-            yield (
-                f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside fp8.rollout_enable: "
-                "the engines quantize blockwise with fp32 scales, and the errors of two quantizers add up, so that "
-                "trainer and engines differ more than with either alone; use fp8.recipe blockwise and fp8.scales fp32"
-            )
+            yield (f"fp8.enable with fp8.recipe {recipe.name} and fp8.scales {recipe.scales} beside "
+                "fp8.rollout_enable: the engines quantize blockwise with fp32 scales, and the errors of two quantizers "
+                "add up, so that trainer and engines differ more than with either alone; use fp8.recipe blockwise and "
+                "fp8.scales fp32")
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -154,11 +145,8 @@ class Muon(Section):
 class Actor(Section):
     """The policy under training."""
 
-    needs = {
-        "actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
-        "actor.lr_warmup_steps=null": ("lr_warmup_ratio",),
-        "actor.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
-    }
+    needs = {"actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
+        "actor.lr_warmup_steps=null": ("lr_warmup_ratio",), "actor.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",)}
 
     num_nodes: Int = option(1, "nodes the policy runs on", ge=1, le=2**13)
     num_gpus_per_node: Int = option(8,
@@ -226,11 +214,8 @@ class CriticMegatron(Section):
 class Critic(Section):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
-    needs = {
-        "algo.advantage.estimator=gae": ("*",),
-        "critic.lr_scheduler!=constant": ("lr_warmup_ratio",),
-        "critic.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",),
-    }
+    needs = {"algo.advantage.estimator=gae": ("*",), "critic.lr_scheduler!=constant": ("lr_warmup_ratio",),
+        "critic.lr_scheduler=cosine_with_min_lr": ("min_lr_ratio",)}
 
     num_nodes: Int = option(1, "nodes of the critic", ge=1, le=2**13)
     num_gpus_per_node: Int = option(8, "critic ranks per node: one per GPU, or one per process on CPU", ge=1, le=2**8)
@@ -276,10 +261,7 @@ class Guide(Section):
     fp8.rollout_enable.
     """
 
-    needs = {
-        "guide.model_name_or_path": ("*",),
-        "algo.advantage.estimator=mixed_policy_dapo": ("*",),
-    }
+    needs = {"guide.model_name_or_path": ("*",), "algo.advantage.estimator=mixed_policy_dapo": ("*",)}
 
     model_name_or_path: str | None = added(None,
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
@@ -298,11 +280,9 @@ class Guide(Section):
 class Megatron(Section):
     """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
 
-    needs = {
-        "megatron.overlap_grad_reduce": ("ddp_bucket_size",),
+    needs = {"megatron.overlap_grad_reduce": ("ddp_bucket_size",),
         "megatron.recompute=selective": ("recompute_modules",),
-        "megatron.recompute=full": ("recompute_method", "recompute_num_layers"),
-    }
+        "megatron.recompute=full": ("recompute_method", "recompute_num_layers")}
 
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
     pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
@@ -350,11 +330,9 @@ class Megatron(Section):
 
     def violations(self) -> Iterator[Violation]:
         if self.recompute == "selective" and not self.recompute_modules:
-            yield Violation(
-                ("megatron.recompute_modules", "megatron.recompute"),
+            yield Violation(("megatron.recompute_modules", "megatron.recompute"),
                 "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, "
-                "or set megatron.recompute none",
-            )
+                "or set megatron.recompute none")
         yield from self._overlap_violations()
 
     def _overlap_violations(self) -> Iterator[Violation]:
@@ -362,12 +340,10 @@ class Megatron(Section):
         needed = ("overlap_grad_reduce", "distributed_optimizer_enable")
         missing = [f"megatron.{leaf}" for leaf in needed if not getattr(self, leaf)]
         if self.overlap_param_gather and missing:
-            yield Violation(
-                ("megatron.overlap_param_gather", *missing),
+            yield Violation(("megatron.overlap_param_gather", *missing),
                 f"megatron.overlap_param_gather needs {' and '.join(f'megatron.{leaf}' for leaf in needed)}: got "
                 f"{' and '.join(f'{name} false' for name in missing)}; switch on what is missing, or leave "
-                "megatron.overlap_param_gather out",
-            )
+                "megatron.overlap_param_gather out")
 
 
 # ---- DeepSpeed's options: known, so that launch scripts of OpenRLHF get an answer for each, and refused when set ----

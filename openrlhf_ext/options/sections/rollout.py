@@ -59,11 +59,9 @@ class Vllm(Section):
         """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
         sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if sequences is not None and tokens is not None and tokens < sequences:
-            yield Violation(
-                ("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),
+            yield Violation(("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),
                 f"vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got {tokens} and {sequences}; set "
-                "one of them only",
-            )
+                "one of them only")
 
 
 class WeightSync(Section):
@@ -129,10 +127,8 @@ class Reward(Section):
     def violations(self) -> Iterator[Violation]:
         buffer = self.overlong_buffer_len
         if buffer is not None and buffer != int(buffer):
-            yield Violation(
-                ("reward.overlong_buffer_len",),
-                f"reward.overlong_buffer_len must be a whole number of tokens: got {buffer:g}",
-            )
+            yield Violation(("reward.overlong_buffer_len",),
+                f"reward.overlong_buffer_len must be a whole number of tokens: got {buffer:g}")
 
 
 class Rollout(Section):
@@ -163,7 +159,5 @@ class Rollout(Section):
 
     def cautions(self) -> Iterator[str]:
         if self.top_p < 1:
-            yield (
-                f"rollout.top_p {self.top_p:g} < 1: the engines sample from a cut distribution, the policy trains the "
-                "whole one, so ratios are biased; 1.0 is on-policy"
-            )
+            yield (f"rollout.top_p {self.top_p:g} < 1: the engines sample from a cut distribution, the policy trains "
+                "the whole one, so ratios are biased; 1.0 is on-policy")

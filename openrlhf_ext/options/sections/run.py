@@ -32,11 +32,9 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 class Train(Section):
     """Optimizer steps."""
 
-    needs = {
-        "!train.dynamic_batch_enable": ("micro_batch_size",),
+    needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
-        "train.max_staleness | train.async_enable": ("late_groups",),
-    }
+        "train.max_staleness | train.async_enable": ("late_groups",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
@@ -90,17 +88,13 @@ class Train(Section):
         asked, queue = self.max_staleness, self.async_queue_size
         queue_is_set = "async_queue_size" in self.model_fields_set
         if self.async_enable and asked is not None and queue_is_set and asked != queue:
-            yield Violation(
-                ("train.max_staleness", "train.async_queue_size"),
+            yield Violation(("train.max_staleness", "train.async_queue_size"),
                 f"train.max_staleness and train.async_queue_size are two names of one number, got {asked} and {queue}; "
-                "leave train.async_queue_size out",
-            )
+                "leave train.async_queue_size out")
         if self.async_enable and asked == 0:
-            yield Violation(
-                ("train.max_staleness", "train.async_enable"),
+            yield Violation(("train.max_staleness", "train.async_enable"),
                 "train.async_enable samples while the policy trains, which train.max_staleness 0 forbids: leave one of "
-                "them out, or set train.max_staleness to at least 1",
-            )
+                "them out, or set train.max_staleness to at least 1")
 
 
 class Eval(Section):
@@ -122,11 +116,8 @@ EVALUATION_METRICS = ("eval/accuracy", "eval/reward_mean", "eval/response_length
 class Ckpt(Section):
     """What is kept on disk."""
 
-    needs = {
-        "ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
-        "!ckpt.disable_ds": ("async_enable",),
-        "ckpt.load_enable | train.max_restarts": ("fallback_enable",),
-    }
+    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
 
     save_steps: Interval = option(-1,
         "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
@@ -164,16 +155,12 @@ class Ckpt(Section):
     def violations(self) -> Iterator[Violation]:
         """Checkpoints that are asked for are of some form, and the best one can be told."""
         if self.disable_ds and not self.save_hf and self.save_steps != -1:
-            yield Violation(
-                ("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
+            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
                 f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
-                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf",
-            )
+                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
         if self.best_metric_key and self.best_metric_key not in EVALUATION_METRICS:
-            yield Violation(
-                ("ckpt.best_metric_key",),
-                f"ckpt.best_metric_key must be one of {', '.join(EVALUATION_METRICS)}: got {self.best_metric_key}",
-            )
+            yield Violation(("ckpt.best_metric_key",),
+                f"ckpt.best_metric_key must be one of {', '.join(EVALUATION_METRICS)}: got {self.best_metric_key}")
 
 
 class Wandb(Section):
@@ -267,11 +254,9 @@ class Data(Section):
     def violations(self) -> Iterator[Violation]:
         """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1."""
         if self.input_template is not None and not _holds_prompt(self.input_template):
-            yield Violation(
-                ("data.input_template",),
+            yield Violation(("data.input_template",),
                 "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
-                f"braces): got {self.input_template!r}",
-            )
+                f"braces): got {self.input_template!r}")
         if self.prompt_dataset is not None and self.prompt_probs is not None:
             yield from _share_violations(self.prompt_probs, len(self.prompt_dataset.split(",")))
 
@@ -295,8 +280,6 @@ def _share_violations(shares: str, count: int) -> Iterator[Violation]:
         yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
         return
     if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:  # false for nan
-        yield Violation(
-            (option, "data.prompt_dataset"),
+        yield Violation((option, "data.prompt_dataset"),
             f"{option} must hold one share for each dataset of data.prompt_dataset and add up to 1: got {shares} for "
-            f"{count} dataset{'s' if count > 1 else ''}",
-        )
+            f"{count} dataset{'s' if count > 1 else ''}")

@@ -59,11 +59,6 @@ def evaluate(
     ends in the bytes of one that was not, wherever the engine computes the same batch alike.
 
     ``open_sampler`` loads the model; it is not called if the stores hold everything.
-
-    Raises:
-        ValueError: the data or an option is wrong; names it.
-        RewardFailureLimit, RewardImportError: grading failed.
-        RolloutError: the engine failed.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -158,7 +153,6 @@ def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int
 async def _grade_groups(
     task: Task, problems: Sequence[Problem], sample: Sample, store: Store, settings: GradingSettings, size: int
 ) -> None:
-    """Sample, grade and keep what the store does not hold yet."""
     if done := len(store.results):
         logger.info("%s: %d of %d problems are there from an earlier command", task.name, done, len(problems))
     if done >= len(problems):
@@ -187,16 +181,13 @@ async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[
     samples, greedy = lines[: len(completions)], lines[len(completions) :]
     votes = await grading.votes([c.text for c in completions], [line["score"] >= SOLVED for line in samples])
     return {
-        "problem": problem.index,
-        "prompt": problem.prompt,
-        "label": problem.label,
+        "problem": problem.index, "prompt": problem.prompt, "label": problem.label,
         "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
         **({"greedy": greedy[0]} if greedy else {}),
-    }
+    }  # fmt: skip
 
 
 def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str, Any]:
-    """What is kept of one completion; without a grade it is wrong."""
     failure = f"{type(grade).__name__}: {grade.message}" if isinstance(grade, RewardError) else None
     grade = RewardResult(reward=0.0, score=0.0) if isinstance(grade, RewardError) else grade
     optional = {"error": failure, "entropy": completion.entropy, "kl": completion.kl}

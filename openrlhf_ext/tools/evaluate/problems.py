@@ -47,7 +47,7 @@ MATH_TEMPLATE = "{}\nPlease reason step by step, and put your final answer withi
 SYSTEM_PROMPTS = {
     # arXiv 2508.03772, appendix 8.2
     "conflict": "You are a helpful assistant for solving math problems. Given a question, first think step by step "
-    "between <reasoning> and </reasoning>. Then, give the final answer between <answer> and </answer>.",
+    "between <reasoning> and </reasoning>. Then, give the final answer between <answer> and </answer>."
 }
 """System messages that protocols ask for, by name; the questions of these protocols stand alone (template ``{}``)."""
 
@@ -87,7 +87,6 @@ class PromptStyle:
     chat: bool = False
 
     def fault(self) -> str | None:
-        """Why the template cannot be used; None if it can."""
         try:
             used = (self.template or "{}").format("\0question")
         except (IndexError, KeyError, ValueError) as error:

@@ -216,7 +216,6 @@ class Request:
         return self.arguments.n_samples or 4
 
     def ks(self, samples: int) -> list[int]:
-        """Sizes of pass@k and maj@k."""
         return sorted(set(self.arguments.k or (2**exponent for exponent in range(samples.bit_length()))))
 
     @property

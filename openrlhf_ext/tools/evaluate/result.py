@@ -156,11 +156,9 @@ class EvaluationResult:
         accuracy: share of all samples whose score is at least 1, which is pass@1.
         standard_error: of the accuracy, samples of a prompt taken together.
         score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
-        response_length_mean: tokens.
         ended: share of completions that ended by themselves, before ``max_new_tokens``.
         short_share, short_accuracy: of completions of at most ``short_tokens`` tokens.
-        greedy_accuracy: that of one completion of the most likely tokens for each problem, which no other number
-            counts.
+        greedy_accuracy: of one completion of the most likely tokens for each problem, which no other number counts.
         entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others.
         kl_to_reference: nats, mean over all tokens.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
@@ -230,39 +228,26 @@ def summarize(
     ungraded = [completion for completion in [*flat, *greedy] if not completion["graded"]]
     short, long = _split(flat, lambda c: c["tokens"] <= short_tokens) if short_tokens is not None else ([], [])
     return EvaluationResult(
-        benchmark=benchmark,
-        model=model,
-        dataset=dataset,
-        accuracy=mean(one for group in right for one in group),
+        benchmark=benchmark, model=model, dataset=dataset, accuracy=mean(one for group in right for one in group),
         accuracy_interval=wilson_interval([mean(group) for group in right], samples),
-        standard_error=clustered_standard_error(right) if len(right) > 1 else None,
-        prompts=len(groups),
-        samples_per_prompt=samples,
-        score_mean=mean(completion["score"] for completion in flat),
+        standard_error=clustered_standard_error(right) if len(right) > 1 else None, prompts=len(groups),
+        samples_per_prompt=samples, score_mean=mean(completion["score"] for completion in flat),
         reward_mean=mean(completion["reward"] for completion in flat),
         response_length_mean=mean(completion["tokens"] for completion in flat) if lengths_known else None,
         ended=mean(not completion["truncated"] for completion in flat) if lengths_known else None,
-        short_tokens=short_tokens,
-        short_share=len(short) / len(flat) if short_tokens is not None else None,
-        short_accuracy=_mean_or_none(map(_is_right, short)),
-        long_accuracy=_mean_or_none(map(_is_right, long)),
+        short_tokens=short_tokens, short_share=len(short) / len(flat) if short_tokens is not None else None,
+        short_accuracy=_mean_or_none(map(_is_right, short)), long_accuracy=_mean_or_none(map(_is_right, long)),
         greedy_accuracy=_mean_or_none(greedy_right),
         greedy_accuracy_interval=wilson_interval(greedy_right, 1) if greedy else None,
-        entropy_right=_token_mean(all_right, "entropy"),
-        entropy_wrong=_token_mean(all_wrong, "entropy"),
-        kl_to_reference=_token_mean(flat, "kl"),
-        extra_logs=_log_means(flat),
-        pass_at_k={k: mean(shares) for k, shares in passes.items()},
-        pass_at_k_intervals=_intervals(passes, samples),
+        entropy_right=_token_mean(all_right, "entropy"), entropy_wrong=_token_mean(all_wrong, "entropy"),
+        kl_to_reference=_token_mean(flat, "kl"), extra_logs=_log_means(flat),
+        pass_at_k={k: mean(shares) for k, shares in passes.items()}, pass_at_k_intervals=_intervals(passes, samples),
         majority_at_k={k: mean(shares) for k, shares in majorities.items()},
         majority_at_k_intervals=_intervals(majorities, samples),
-        ties_at_k={k: mean(tie for _, tie in pairs) for k, pairs in counted.items()},
-        reward_failures=len(ungraded),
-        grading_error=next((c["error"] for c in ungraded if "error" in c), None),
-        skipped_overlong=skipped_overlong,
-        sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]],
-        seconds=seconds,
-    )
+        ties_at_k={k: mean(tie for _, tie in pairs) for k, pairs in counted.items()}, reward_failures=len(ungraded),
+        grading_error=next((c["error"] for c in ungraded if "error" in c), None), skipped_overlong=skipped_overlong,
+        sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]], seconds=seconds,
+    )  # fmt: skip
 
 
 def _is_right(completion: Mapping[str, Any]) -> bool:
@@ -343,7 +328,6 @@ def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list
 
 
 def _shares(result: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of success in a result, in the order in which they are shown."""
     found = {
         "accuracy": result["accuracy"], "greedy": result.get("greedy_accuracy"),
         **{f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items() if int(k) > 1},
@@ -353,7 +337,6 @@ def _shares(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
-    """What is known beside the shares of success: names and values as they are shown."""
     found = [
         ("mean score", result.score_mean, 1, "{:.3f}"),
         ("mean reward", result.reward_mean, 1, "{:.3f}"),
@@ -385,7 +368,6 @@ def notes(result: EvaluationResult) -> list[str]:
 
 
 def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) -> str:
-    """The first completions with their problems, very long ones without their middle."""
     earlier = {sample["prompt"]: sample for sample in (before or {}).get("sample_answers", [])}
     parts = []
     for sample in result.sample_answers:

@@ -297,11 +297,9 @@ def _completion(
     return Completion(
         query=str(tokenizer.decode(prompt_ids + kept, skip_special_tokens=False)),
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
-        body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)),
-        tokens=len(kept),
-        truncated=end is None,
-        ids=(*prompt_ids, *kept),
-    )
+        body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)), tokens=len(kept),
+        truncated=end is None, ids=(*prompt_ids, *kept),
+    )  # fmt: skip
 
 
 # ---- entropy and divergence -----------------------------------------------------------------------------------------
@@ -343,7 +341,6 @@ class Measures:
         return measured
 
     def _batches(self, completions: Sequence[Completion]) -> Iterator[list[int]]:
-        """Places of the sequences of each forward pass, longest first."""
         order = sorted(range(len(completions)), key=lambda row: len(_ids(completions[row])), reverse=True)
         longest = max(map(_length, completions))
         vocabulary = self._policy.config.get_text_config().vocab_size

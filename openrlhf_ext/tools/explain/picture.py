@@ -87,8 +87,6 @@ _FULL_CONTRAST = 0.1  # values that differ by less than this fraction get colors
 
 @dataclass(frozen=True)
 class Swatch:
-    """An entry of a legend: a ramp of colors and what it stands for."""
-
     label: str
     ramp: tuple[Color, ...]
 
@@ -265,7 +263,6 @@ def row_name(row: int, completion: Completion) -> str:
 
 
 def gutter_of(explanation: Explanation) -> int:
-    """Characters before a row: its name and a space."""
     return 1 + max(columns_of(row_name(row, completion)) for row, completion in enumerate(explanation.completions))
 
 
@@ -279,18 +276,14 @@ def render(explanation: Explanation, *, width: int = 100, color: bool = True) ->
     layout = lay_out(explanation, palettes, width - gutter, numbers=not color)
     lines = head(explanation)
     for quantity, palette in zip(explanation.quantities, palettes, strict=True):
-        lines += ["", _heading(quantity, palette, color)]
+        legend = "   ".join(_swatch(swatch) if color else swatch.label for swatch in palette.legend())
+        lines += ["", f"{quantity.name}: {quantity.meaning}   [{legend}]"]
         for band in layout.bands:
-            lines += _band_mark(layout, band, gutter)
+            lines += [f"{'':{gutter}}from token {band.start + 1}"] if len(layout.bands) > 1 else []
             for row, completion in enumerate(explanation.completions):
                 name = f"{row_name(row, completion):>{gutter - 1}} "
                 lines += _row(name, completion, quantity.values[row], palette, layout.widths, band, color)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _heading(quantity: Quantity, palette: Palette, color: bool) -> str:
-    legend = "   ".join(_swatch(swatch) if color else swatch.label for swatch in palette.legend())
-    return f"{quantity.name}: {quantity.meaning}   [{legend}]"
 
 
 def _swatch(swatch: Swatch) -> str:
@@ -298,16 +291,10 @@ def _swatch(swatch: Swatch) -> str:
     return "".join(_painted(" ", shade) for shade in ramp) + f" {swatch.label}"
 
 
-def _band_mark(layout: Layout, band: range, gutter: int) -> list[str]:
-    """Where the positions of a band start, if there are several bands."""
-    return [] if len(layout.bands) == 1 else [f"{'':{gutter}}from token {band.start + 1}"]
-
-
 def _row(
     name: str, completion: Completion, values: Sequence[float | None], palette: Palette, widths: Sequence[int],
     band: range, color: bool,
 ) -> list[str]:  # fmt: skip
-    """The part of a completion that lies in a band, with colors or with a line of numbers below it."""
     positions = [position for position in band if position < len(completion.tokens)]
     if not positions:
         return []

@@ -32,11 +32,10 @@ def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], gro
     shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
     return Explanation(
         title=f"{name}, group {rollouts[rows[0]].group}" + (f"  ({shown})" if shown else ""),
-        prompt=rollouts[rows[0]].record["prompt"],
-        notes=(_idea(algorithm), *notes, *_group_notes(shaped, rows)),
+        prompt=rollouts[rows[0]].record["prompt"], notes=(_idea(algorithm), *notes, *_group_notes(shaped, rows)),
         completions=tuple(_completion(rollouts[row], algorithm, shaped, row) for row in rows),
         quantities=tuple(quantities),
-    )
+    )  # fmt: skip
 
 
 def _rows_of(rollouts: Sequence[Rollout], group: str) -> list[int]:
@@ -62,14 +61,11 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
     present = [key for key in TOKEN_NUMBERS if key in rollouts[0].record]
     floats: dict[str, Any] = {"old_logprobs" if key == "logprobs" else key: flat(key, torch.float64) for key in present}
     return RolloutBatch(
-        tokens=flat("token_ids", torch.int64),
-        lengths=torch.tensor([len(rollout) for rollout in rollouts]),
+        tokens=flat("token_ids", torch.int64), lengths=torch.tensor([len(rollout) for rollout in rollouts]),
         rewards=torch.tensor([rollout.record["reward"] for rollout in rollouts], dtype=torch.float64),
-        group_ids=torch.tensor([numbers[rollout.group] for rollout in rollouts]),
-        truncated=flags("truncated"),
-        from_guide=flags("from_guide"),
-        **floats,
-    )
+        group_ids=torch.tensor([numbers[rollout.group] for rollout in rollouts]), truncated=flags("truncated"),
+        from_guide=flags("from_guide"), **floats,
+    )  # fmt: skip
 
 
 def _quantities(

@@ -17,8 +17,6 @@ _IGNORED = ("comment", "rollout_logprobs", "score", "label", "advantages", "loss
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion: its group's name, and the keys of its line."""
-
     group: str
     line: int
     record: dict[str, Any]
@@ -29,7 +27,6 @@ class Rollout:
         return [not mark for mark in self.record.get("environment", [0] * len(self.record["tokens"]))]
 
     def __len__(self) -> int:
-        """Tokens that the policy sampled."""
         return sum(self.own)
 
     def of_policy(self, key: str) -> list[Any]:
@@ -128,23 +125,15 @@ _FLAG: _Rule = ("true or false", lambda value: isinstance(value, bool))
 _NUMBER: _Rule = ("a finite number", is_number)
 _LOGPROB: _Rule = ("a log-probability: a finite number, at most 0", _is_logprob)
 _SCALARS: dict[str, _Rule] = {
-    "group": ("an integer or a text", lambda value: isinstance(value, str) or is_integer(value)),
-    "prompt": _TEXT,
-    "reward": _NUMBER,
-    "truncated": _FLAG,
-    "from_guide": _FLAG,
-    "step": ("a step: an integer", is_integer),
-}
+    "group": ("an integer or a text", lambda value: isinstance(value, str) or is_integer(value)), "prompt": _TEXT,
+    "reward": _NUMBER, "truncated": _FLAG, "from_guide": _FLAG, "step": ("a step: an integer", is_integer),
+}  # fmt: skip
 _LISTS: dict[str, _Rule] = {
-    "tokens": _TEXT,
-    "token_ids": ("an integer", is_integer),
-    "logprobs": _LOGPROB,
-    "entropies": ("an entropy in nats: a finite number, at least 0", _is_entropy),
-    "ref_logprobs": _LOGPROB,
-    "guide_logprobs": _LOGPROB,
-    "values": _NUMBER,
+    "tokens": _TEXT, "token_ids": ("an integer", is_integer), "logprobs": _LOGPROB,
+    "entropies": ("an entropy in nats: a finite number, at least 0", _is_entropy), "ref_logprobs": _LOGPROB,
+    "guide_logprobs": _LOGPROB, "values": _NUMBER,
     "environment": ("0 or 1", lambda value: is_integer(value) and value in (0, 1)),
-}
+}  # fmt: skip
 
 
 def _check_together(path: Path, rollouts: Sequence[Rollout]) -> None:

@@ -33,10 +33,8 @@ _SEED = 20260101
 class CheckSettings:
     """What is checked, and how; plain values, so that they travel to the ranks.
 
-    Attributes:
-        sequences, tokens: random sequences whose log-probs are compared, and the length of the longest.
-        tolerance: mean log-prob difference that passes, nats.
-        timeout_s: longest wait in one collective call, and for all ranks together.
+    Random sequences of at most ``tokens`` pass with a mean log-prob difference of ``tolerance`` nats; ``timeout_s``:
+    longest wait in one collective call, and for all ranks together.
     """
 
     path: str
@@ -73,10 +71,7 @@ class CheckReport:
 def check_conversion(settings: CheckSettings) -> CheckReport:
     """Runs the check on as many processes of this machine as the layout has ranks.
 
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed; the message holds its traceback.
-        torch.multiprocessing.ProcessExitedException: a rank was killed; the message says how.
-        TimeoutError: the ranks did not finish within ``timeout_s``.
+    Raises torch.multiprocessing's ProcessRaisedException or ProcessExitedException, or TimeoutError.
     """
     import torch.multiprocessing as multiprocessing
 

@@ -66,7 +66,6 @@ class RankShare:
 
     @property
     def state_bytes(self) -> int:
-        """Without activations."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
 
 
@@ -91,21 +90,13 @@ class _Holder:
 
 
 def prove_layout(
-    model_path: str | Path,
-    layout: ParallelLayout,
-    dtype: torch.dtype,
-    distributed_optimizer: bool,
-    value_head: str | None = None,
-    converters: Sequence[LayerConverter] = (),
-) -> LayoutProof:
+    model_path: str | Path, layout: ParallelLayout, dtype: torch.dtype, distributed_optimizer: bool,
+    value_head: str | None = None, converters: Sequence[LayerConverter] = (),
+) -> LayoutProof:  # fmt: skip
     """Builds every distinct rank of the layout and checks the weight map on it.
 
-    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted.
-
-    Raises:
-        LayoutProofError: lists everything that does not fit.
-        InputError: the model is none of those that are built, or transformers cannot read its config.json.
-        RuntimeError: this process has a process group.
+    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted. LayoutProofError lists
+    everything that does not fit; RuntimeError: this process has a process group.
     """
     started = time.perf_counter()
     shape = read_model_shape(model_path) if value_head is None else read_value_shape(model_path, value_head)
@@ -127,13 +118,9 @@ def prove_layout(
 
 
 def _build(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    rank: int,
-    dtype: torch.dtype,
-    distributed_optimizer: bool,
+    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, distributed_optimizer: bool,
     converters: Sequence[LayerConverter],
-) -> tuple[RankShare, list[_Holder], list[str]]:
+) -> tuple[RankShare, list[_Holder], list[str]]:  # fmt: skip
     place = layout.place(rank)
     holders, problems, layers, parameters, copies = [], [], [], 0, 0
     with fake_rank(layout, rank):
@@ -150,16 +137,11 @@ def _build(
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     per_parameter = 8 if dtype == torch.float32 else 12
     share = RankShare(
-        ranks=layout.ranks(tensor=place.tensor, stage=place.stage),
-        tensor=place.tensor,
-        pipeline=place.stage,
-        layers=tuple(layers),
-        parameters=parameters,
-        weight_bytes=parameters * dtype.itemsize,
-        gradient_bytes=parameters * _MAIN_GRAD_BYTES,
-        optimizer_bytes=-(-parameters * per_parameter // shards),
+        ranks=layout.ranks(tensor=place.tensor, stage=place.stage), tensor=place.tensor, pipeline=place.stage,
+        layers=tuple(layers), parameters=parameters, weight_bytes=parameters * dtype.itemsize,
+        gradient_bytes=parameters * _MAIN_GRAD_BYTES, optimizer_bytes=-(-parameters * per_parameter // shards),
         copy_bytes=copies,
-    )
+    )  # fmt: skip
     return share, holders, problems
 
 
@@ -219,7 +201,6 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
 
 
 def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:
-    """The model chunks of the current (fake) rank on the meta device."""
     config = transformer_config(shape, layout, dtype, Megatron())
     config.use_cpu_initialization = True  # on a GPU machine Megatron would name the device itself
     stages = [None] if layout.virtual_pipeline_size == 1 else range(layout.virtual_pipeline_size)

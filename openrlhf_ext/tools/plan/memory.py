@@ -72,7 +72,6 @@ class States:
 
 
 def _there(parts: dict[str, int]) -> dict[str, int]:
-    """Parts that take anything."""
     return {name: size for name, size in parts.items() if size}
 
 
@@ -372,7 +371,6 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def forward(self, shape: ModelShape) -> ForwardFlops:
-        """Over one sequence."""
         return forward_flops(shape, [self.length], self.response_tokens)
 
 
@@ -539,7 +537,6 @@ def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -
 
 
 def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, stage: int, megatron: Megatron) -> int:
-    """Of a stage's ranks, at the peak of its schedule."""
     training = model.training
     count = training.micro_batches(min(work.batch, work.samples), work.length)
     size = param_bytes(config.megatron)
@@ -548,7 +545,6 @@ def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, sta
 
 
 def _tokens(config: RunConfig, training: Training) -> int:
-    """Of a training micro-batch on one rank: its budget, or as many of the longest sequences as it has."""
     if training.budget is not None:
         return training.budget
     return math.ceil(training.sequences * config.data.max_len / training.layout.context_parallel_size)

@@ -43,18 +43,9 @@ from openrlhf_ext.tools.plan.memory import (
     rank_states,
     trained,
 )
-from openrlhf_ext.tools.plan.seconds import (
-    GPUS,
-    Assumptions,
-    Clock,
-    Engines,
-    Seconds,
-    Workload,
-    engine_weights,
-)
+from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Workload
 
 _ACTOR = "actor.model_name_or_path"
-_MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
 _DEGREES = (1, 2, 4, 8)
 _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)
 _RECOMPUTES: tuple[dict[str, Any], ...] = (
@@ -209,7 +200,6 @@ class Planner:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the configuration's own layout keeps the rules."""
         return not self._broken(self.config)
 
     @property
@@ -225,7 +215,6 @@ class Planner:
         return config.world_size + config.engine_workers + config.critic_ranks
 
     def distinct(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The first of every way to cut the policy; in the order given."""
         best: dict[ParallelLayout, Candidate] = {}
         for candidate in candidates:
             best.setdefault(candidate.policy.training.layout, candidate)
@@ -257,14 +246,13 @@ class Planner:
         given = self.config.vllm.gpu_memory_utilization
         for share in SHARES if given is None else (given,):
             config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
-            engines = self._engines(config)
+            engines = self.clock.engines(config)
             sampling, *_ = moments(config, self._engine_parts(engines), ({}, {}))
             if self.clock.concurrency(engines) and sampling.total <= self.clock.gpu.memory:
                 return True
         return False
 
     def sharing(self) -> Planner:
-        """The same run with policy and engines on the same GPUs."""
         return dataclasses.replace(self, config=with_options(self.config, SHARING))
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
@@ -295,14 +283,10 @@ class Planner:
                 continue
             for vp, recompute, budget in itertools.product(_CHUNKS if pp > 1 else (1,), _RECOMPUTES, self._budgets(cp)):
                 options = nodes | {
-                    "megatron.tensor_parallel_size": tp,
-                    "megatron.sequence_parallel_enable": tp > 1,
-                    "megatron.pipeline_parallel_size": pp,
-                    "megatron.context_parallel_size": cp,
-                    "megatron.virtual_pipeline_size": vp,
-                    **recompute,
-                    **budget,
-                }
+                    "megatron.tensor_parallel_size": tp, "megatron.sequence_parallel_enable": tp > 1,
+                    "megatron.pipeline_parallel_size": pp, "megatron.context_parallel_size": cp,
+                    "megatron.virtual_pipeline_size": vp, **recompute, **budget,
+                }  # fmt: skip
                 config = with_options(self.config, {**options, **engines})
                 if not self._broken(config):
                     yield options, config
@@ -349,11 +333,11 @@ class Planner:
         return min(found, key=_order)
 
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
-        engines, memory = self._engines(config), self.clock.gpu.memory
+        engines, memory = self.clock.engines(config), self.clock.gpu.memory
         found = moments(config, self._engine_parts(engines), models.policy_parts, models.critic_parts)
         concurrency = self.clock.concurrency(engines)
-        needed = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
-        needed += self._engine_room + self.clock.longest_bytes(engines) - int(config.gpu_memory_utilization * memory)
+        needed = self.clock.engine_weights(engines) + self.clock.engine_room + self.clock.longest_bytes(engines)
+        needed -= int(config.gpu_memory_utilization * memory)
         short = max(0, needed, *(moment.total - memory for moment in found))
         seconds = None if short else self._seconds(config, models.policy, models.critic, engines)
         return Candidate(
@@ -366,25 +350,11 @@ class Planner:
         path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
         return read_value_shape(self._folder(path), self.config.ds.value_head_prefix)
 
-    def _engines(self, config: RunConfig) -> Engines:
-        tp, fp8 = config.vllm.tensor_parallel_size, config.fp8.rollout_enable
-        weights = engine_weights(self.shape, self.parameters, tp, fp8)
-        share = int(config.gpu_memory_utilization * self.clock.gpu.memory)
-        cache = max(0, share - weights - self._engine_room)
-        most = config.vllm.max_num_seqs or _MOST_REQUESTS
-        return Engines(config.vllm.num_engines, tp, cache, most, config.vllm.enable_prefix_caching, fp8)
-
-    @property
-    def _engine_room(self) -> int:
-        return int(self.assumed.engine_gib * 2**30)
-
     def _engine_parts(self, engines: Engines) -> dict[str, int]:
-        weights = engine_weights(self.shape, self.parameters, engines.tensor_parallel_size, engines.fp8)
         return {
-            "engine: weights": weights,
-            KV_CACHE: engines.kv_bytes,
-            "engine: activations, CUDA graphs (estimate)": self._engine_room,
-        }
+            "engine: weights": self.clock.engine_weights(engines), KV_CACHE: engines.kv_bytes,
+            "engine: activations, CUDA graphs (estimate)": self.clock.engine_room,
+        }  # fmt: skip
 
     def activations_by_mode(self, candidate: Candidate) -> dict[str, int]:
         """Bytes of activations of the first stage for each recompute mode, everything else being equal."""
@@ -438,7 +408,6 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:
-    """The configuration with other values of options of the form section.leaf; no rule is asked."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
         section, leaf = name.split(".")
@@ -521,7 +490,6 @@ def verdict(config: RunConfig) -> Verdict:
 
 
 def _gpu() -> tuple[str, int | None]:
-    """The GPU of this machine and its bytes, None where there is none."""
     if not torch.cuda.is_available():
         return "an H100 (there is no GPU here)", None
     return f"this machine's {torch.cuda.get_device_name(0)}", torch.cuda.get_device_properties(0).total_memory

@@ -10,11 +10,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.tools.plan.memory import GIB, States, Training, Workload
 
 _BF16, _FP32 = 2, 4
+_MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,6 @@ def kv_token_bytes(shape: ModelShape, tensor_parallel_size: int) -> int:
     return 2 * shape.num_layers * heads * shape.head_dim * _BF16
 
 
-def engine_weights(shape: ModelShape, parameters: int, tensor_parallel_size: int, fp8: bool) -> int:
-    """Bytes of an engine's weights on one of its GPUs; in FP8 all but embedding and head."""
-    outer = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-    return (outer * _BF16 + (parameters - outer) * (1 if fp8 else _BF16)) // tensor_parallel_size
-
-
 @dataclass(frozen=True)
 class Seconds:
     """Of one step, by phase; 0 where a phase is hidden behind another."""
@@ -137,6 +133,25 @@ class Clock:
     assumed: Assumptions = Assumptions()
 
     # ---- rollout ------------------------------------------------------------------------------------------------
+
+    def engines(self, config: RunConfig) -> Engines:
+        """Those of a configuration: what weights and the rest leave of their share of a GPU is KV cache."""
+        vllm, fp8 = config.vllm, config.fp8.rollout_enable
+        left = int(config.gpu_memory_utilization * self.gpu.memory) - self._weights(vllm.tensor_parallel_size, fp8)
+        cache, most = max(0, left - self.engine_room), vllm.max_num_seqs or _MOST_REQUESTS
+        return Engines(vllm.num_engines, vllm.tensor_parallel_size, cache, most, vllm.enable_prefix_caching, fp8)
+
+    @property
+    def engine_room(self) -> int:
+        return int(self.assumed.engine_gib * 2**30)
+
+    def engine_weights(self, engines: Engines) -> int:
+        """Bytes on one GPU of an engine; in FP8 all but embedding and head."""
+        return self._weights(engines.tensor_parallel_size, engines.fp8)
+
+    def _weights(self, tensor_parallel_size: int, fp8: bool) -> int:
+        outer = self.shape.vocab_size * self.shape.hidden_size * (1 if self.shape.tied_embeddings else 2)
+        return (outer * _BF16 + (self.parameters - outer) * (1 if fp8 else _BF16)) // tensor_parallel_size
 
     def concurrency(self, engines: Engines) -> int:
         """Requests of an engine at a time; 0 if its cache does not hold one of the longest sequences."""
@@ -168,7 +183,7 @@ class Clock:
     def _decode(self, engines: Engines, batch: int) -> float:
         """One decoding step: weights and KV cache are read once, every weight is multiplied for every request."""
         tp, rate = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory
-        weights = engine_weights(self.shape, self.parameters, tp, engines.fp8) / rate
+        weights = self.engine_weights(engines) / rate
         products = batch * self._products(2 * self.parameters, engines.fp8) / tp
         held = self.work.prompt_tokens + self.work.response_tokens // 2
         cache = batch * held * kv_token_bytes(self.shape, tp) / rate
@@ -270,6 +285,5 @@ class Clock:
             f"of the memory's rate, collectives and copies {a.network:.0%} of theirs",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
             f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
-            f"computation; {a.fixed_s:g} s a step for "
-            "grading, shaping and records",
+            f"computation; {a.fixed_s:g} s a step for grading, shaping and records",
         ]

@@ -178,25 +178,17 @@ def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[],
 
 
 def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> dict[str, Any]:
-    """All that the page draws, as JSON can hold it."""
     longest = max((len(run.steps) for run in runs), default=0)
     window = smooth if smooth is not None else smoothing_window(longest)
     budget = _SAMPLED_TOKENS // len(runs)
     return {
-        "made": now(),
-        "window": window,
-        "buckets": BUCKETS,
-        "runs": [_run(run, window, now()) for run in runs],
+        "made": now(), "window": window, "buckets": BUCKETS, "runs": [_run(run, window, now()) for run in runs],
         "charts": [_chart(name, runs, window) for name in curve_names(runs)],
         "key": [name for name in _KEY_CURVES if any(name in r for run in runs for r in run.records)],
-        "phases": [_phases(run) for run in runs],
-        "ranks": [_ranks(run) for run in runs],
-        "events": [_events(run) for run in runs],
-        "options": _options(runs),
-        "facts": _facts(runs),
-        "samples": [_samples(run, budget) for run in runs],
-        "profile": [_profile(run) for run in runs],
-    }
+        "phases": [_phases(run) for run in runs], "ranks": [_ranks(run) for run in runs],
+        "events": [_events(run) for run in runs], "options": _options(runs), "facts": _facts(runs),
+        "samples": [_samples(run, budget) for run in runs], "profile": [_profile(run) for run in runs],
+    }  # fmt: skip
 
 
 def _run(run: Run, window: int, now: float) -> dict[str, Any]:
@@ -205,16 +197,12 @@ def _run(run: Run, window: int, now: float) -> dict[str, Any]:
     due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
     about = [options.get("algo.advantage.estimator"), options.get("actor.model_name_or_path")]
     return {
-        "name": run.name,
-        "state": run.state,
+        "name": run.name, "state": run.state,
         "about": ", ".join(str(part).rstrip("/").rsplit("/", 1)[-1] for part in about if part),
-        "step": steps[-1]["step"] if steps else 0,
-        "of": due,
-        "seconds": max(times) - min(times) if times else 0,
+        "step": steps[-1]["step"] if steps else 0, "of": due, "seconds": max(times) - min(times) if times else 0,
         "silent": now - max(times) if times else None,
         "label": next((record["label"] for record in reversed(run.records) if record.get("label")), ""),
-        "missing": run.missing,
-        "clock": _clock(run),
+        "missing": run.missing, "clock": _clock(run),
         "numbers": [number for name in _HEADLINES if (number := _first_and_last(run, name, window))],
         "failure": next((e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None)
         if run.state == "failed" else None,
@@ -264,11 +252,10 @@ def _family(name: str) -> str:
 def _chart(name: str, runs: Sequence[Run], window: int) -> dict[str, Any]:
     metric = _MEANINGS.get(name) or _MEANINGS.get(_family(name))
     return {
-        "name": name,
-        "unit": metric.unit if metric else "",
+        "name": name, "unit": metric.unit if metric else "",
         "meaning": metric.meaning.replace("`", "") if metric else "",
         "lines": [_line(run, name, window) for run in runs],
-    }
+    }  # fmt: skip
 
 
 def _line(run: Run, name: str, window: int) -> dict[str, Any]:
@@ -326,12 +313,10 @@ def _phases(run: Run) -> dict[str, Any]:
     size = max(1, math.ceil(len(rows) / BUCKETS))
     parts = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
     return {
-        "names": [*names, "other"],
-        "streams": streams,
-        "steps": [steps[part.start]["step"] for part in parts],
+        "names": [*names, "other"], "streams": streams, "steps": [steps[part.start]["step"] for part in parts],
         "rows": [[_number(sum(rows[i][c] for i in part) / len(part)) for c in range(len(names) + 1)] for part in parts],
         "mean": [_number(sum(column) / len(rows)) for column in zip(*rows, strict=True)],
-    }
+    }  # fmt: skip
 
 
 def _ranks(run: Run) -> list[dict[str, Any]]:
@@ -408,7 +393,6 @@ def _short(value: Any) -> str:
 
 
 def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every option with its value in each run; null where the run does not tell."""
     options = [run.start.get("options", {}) for run in runs]
     given = [set(run.start.get("set", ())) for run in runs]
     rows = []
@@ -421,7 +405,6 @@ def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _facts(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Layout, hardware and versions as rows."""
     rows = []
     for part in ("layout", "hardware", "versions"):
         facts = [run.start.get(part, {}) for run in runs]
@@ -454,10 +437,9 @@ def _samples(run: Run, budget: int) -> dict[str, Any]:
     if sum(sizes[step] for step in chosen) > budget:
         chosen = steps[-1:]
     return {
-        "left_out": len(steps) - len(chosen),
-        "cut": _COMPLETION_TOKENS,
+        "left_out": len(steps) - len(chosen), "cut": _COMPLETION_TOKENS,
         "steps": [{"step": step, "groups": _groups(by_step[step])} for step in chosen],
-    }
+    }  # fmt: skip
 
 
 def _groups(samples: Sequence[Record]) -> list[dict[str, Any]]:
@@ -475,9 +457,7 @@ def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
         if any(rows):
             quantities[key] = _colored(key, scale, rows)
     return {
-        "name": name,
-        "prompt": samples[0].get("prompt", ""),
-        "label": _label(samples[0].get("label")),
+        "name": name, "prompt": samples[0].get("prompt", ""), "label": _label(samples[0].get("label")),
         "quantities": quantities,
         "completions": [
             {
@@ -491,7 +471,7 @@ def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
             }
             for sample, environment in zip(samples, written, strict=True)
         ],
-    }
+    }  # fmt: skip
 
 
 def _label(value: Any) -> str | None:
