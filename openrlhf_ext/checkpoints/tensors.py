@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, write_file
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, read_plain, write_file, write_plain
 
 # safetensors' names of the types
 TYPE_NAMES = {

@@ -15,8 +15,7 @@ from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.openrlhf import DIFFERENCES
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.table import option_table
-from openrlhf_ext.fp8.recipe import BF16Layers
-from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
+from openrlhf_ext.fp8.recipe import BF16Layers, LayerShape, differing_tensors
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape

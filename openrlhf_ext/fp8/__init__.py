@@ -3,3 +3,30 @@
 Everything here needs torch only. ``recipe`` says what is FP8 and how, ``quantize`` has the formulas, ``emulation`` the
 three products of a linear layer, ``tiles`` compares how trainer and rollout engine cut their weights.
 """
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+_USUAL = Path("/usr/local/cuda")
+
+
+def wheel_folder() -> Path | None:
+    """Where NVIDIA's wheels of CUDA 13 have put ``bin/nvcc`` and ``include``; None: they are not installed."""
+    spec = find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((folder for root in roots if (folder := Path(root) / "cu13").is_dir()), None)
+
+
+def cuda_home() -> Path | None:
+    """The toolkit that CUDA_HOME has to name; None: there is one that is found without it, or none at all.
+
+    DeepGEMM looks at CUDA_HOME, nvcc on PATH and /usr/local/cuda, and fails at its import without any of them
+    (vllm 0.29.0 third_party/deep_gemm/__init__.py:106).
+    """
+    if named := os.environ.get("CUDA_HOME"):
+        return Path(named)
+    return None if shutil.which("nvcc") or _USUAL.is_dir() else wheel_folder()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 RECIPES = ("blockwise", "current", "delayed")
 FORMATS = ("e4m3", "hybrid")
@@ -94,3 +96,142 @@ class Recipe:
     def label(self) -> str:
         """For progress lines and records: 'blockwise e4m3 fp32, EMULATED'."""
         return f"{self.name} {self.format} {self.scales}" + (", EMULATED" if self.emulate else "")
+
+
+QUERY, KEY, VALUE, PROJECTION = (f"self_attn.{name}_proj.weight" for name in "qkvo")
+GATE, UP, DOWN = (f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+BY_COLUMNS = (PROJECTION, DOWN)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a decoder layer that decide how its weights are cut."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+
+
+class Run(NamedTuple):
+    """Rows (columns of ``BY_COLUMNS``) [start, stop) of a Hugging Face tensor, named within its layer."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+def differing_tensors(shape: LayerShape, trainer_tp: int, engine_tp: int) -> list[str]:
+    """Weights of which a tile of the trainer has other entries than the engine's: 'model.layers.*.mlp.up_proj.weight'.
+
+    None does where head_dim and the MLP's width per rank are multiples of 128 on both sides. The inputs of a weight
+    that is cut along its columns are cut with it, so that their 1x128 blocks differ where its tiles do.
+
+    Args:
+        trainer_tp, engine_tp: tensor-parallel sizes.
+
+    Raises:
+        ValueError: a size does not divide heads or MLP.
+    """
+    trainer, engine = _tiles(trainer_shards(shape, trainer_tp)), _tiles(engine_shards(shape, engine_tp))
+    return [f"model.layers.*.{name}" for name in trainer if trainer[name] != engine[name]]
+
+
+def trainer_shards(shape: LayerShape, size: int) -> list[list[Run]]:
+    """The linear weights of a layer on Megatron's tensor-parallel ranks: one list for a rank's parameter.
+
+    Raises:
+        ValueError: ``size`` does not divide heads or MLP.
+    """
+    _check(shape, size, "trainer")
+    queries, width = shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim
+    interleaved = [
+        Run(tensor, group * rows, (group + 1) * rows)
+        for group in range(shape.num_kv_heads)
+        for tensor, rows in ((QUERY, queries), (KEY, width), (VALUE, width))
+    ]
+    # with fewer groups than ranks Megatron cuts within a group
+    per_rank = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // size
+    attention = [list(_cut(interleaved, rank * per_rank, (rank + 1) * per_rank)) for rank in range(size)]
+    return [*attention, *_others(shape, size)]
+
+
+def engine_shards(shape: LayerShape, size: int) -> list[list[Run]]:
+    """The same on the ranks of a vLLM engine (model_executor/layers/linear.py, ``QKVParallelLinear``).
+
+    With fewer key-value heads than ranks several hold the same one.
+
+    Raises:
+        ValueError: ``size`` does not divide heads or MLP.
+    """
+    _check(shape, size, "engine")
+    queries, replicas = shape.num_heads // size, max(1, size // shape.num_kv_heads)
+    keys = max(1, shape.num_kv_heads // size)
+    attention = [
+        [
+            _part(QUERY, rank, queries * shape.head_dim),
+            *(_part(tensor, rank // replicas, keys * shape.head_dim) for tensor in (KEY, VALUE)),
+        ]
+        for rank in range(size)
+    ]
+    return [*attention, *_others(shape, size)]
+
+
+def _others(shape: LayerShape, size: int) -> Iterator[list[Run]]:
+    """What both sides cut alike: the inputs of both projections back, gate and up of a rank stacked."""
+    heads, ffn = shape.num_heads * shape.head_dim // size, shape.ffn_hidden_size // size
+    for rank in range(size):
+        yield [_part(PROJECTION, rank, heads)]
+        yield [_part(GATE, rank, ffn), _part(UP, rank, ffn)]
+        yield [_part(DOWN, rank, ffn)]
+
+
+def _part(tensor: str, number: int, length: int) -> Run:
+    return Run(tensor, number * length, (number + 1) * length)
+
+
+def _check(shape: LayerShape, size: int, side: str) -> None:
+    for name in ("num_heads", "ffn_hidden_size"):
+        if getattr(shape, name) % size:
+            raise ValueError(f"the {side}'s tensor-parallel size {size} does not divide {name} {getattr(shape, name)}")
+    groups = shape.num_kv_heads
+    if groups % size and size % groups:
+        raise ValueError(
+            f"the {side}'s tensor-parallel size {size} and num_kv_heads {groups}: neither divides the other"
+        )
+
+
+def _cut(runs: Iterable[Run], start: int, stop: int) -> Iterator[Run]:
+    """Entries [start, stop) of the runs laid end to end."""
+    position = 0
+    for run in runs:
+        length = run.stop - run.start
+        low, high = max(start - position, 0), min(stop - position, length)
+        if low < high:
+            yield Run(run.tensor, run.start + low, run.start + high)
+        position += length
+
+
+def _tiles(shards: list[list[Run]]) -> dict[str, set[frozenset[Run]]]:
+    """Tensor -> the tiles that hold some of it, each as the entries that share it."""
+    found: dict[str, set[frozenset[Run]]] = {}
+    for shard in shards:
+        for start in range(0, sum(run.stop - run.start for run in shard), BLOCK):
+            tile = frozenset(_merged(_cut(shard, start, start + BLOCK)))
+            for name in {run.tensor for run in tile}:
+                found.setdefault(name, set()).add(tile)
+    return {name: found[name] for name in (QUERY, KEY, VALUE, PROJECTION, GATE, UP, DOWN)}
+
+
+def _merged(runs: Iterable[Run]) -> Iterator[Run]:
+    """The runs, of each tensor in order; those that meet as one."""
+    last: Run | None = None
+    for run in sorted(runs):
+        if last and last.tensor == run.tensor and last.stop == run.start:
+            last = last._replace(stop=run.stop)
+            continue
+        if last:
+            yield last
+        last = run
+    if last:
+        yield last

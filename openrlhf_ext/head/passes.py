@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_ext.head.arithmetic import Precision, accumulate, multiply
-from openrlhf_ext.head.kernels import Kernels, TokenGradient
-from openrlhf_ext.head.plan import TileCosts, TilePlan
-from openrlhf_ext.head.rows import Block, Rows
-from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard, combine, empty_part, merge
+from openrlhf_ext.head.kernels import Kernels, Precision, accumulate, multiply
+from openrlhf_ext.head.rows import Block, Rows, TileCosts, TilePlan
+from openrlhf_ext.head.statistics import TokenGradient, TokenStatistics, VocabularyShard, combine, empty_part, merge
 
 # loss(logprob_B, rows) -> loss_B: the terms of the tokens at these places of the call, already divided by the global
 # denominators. Term b may depend on log-probability b only.

@@ -84,6 +84,26 @@ class TokenStatistics(NamedTuple):
         return TokenStatistics(*(value[index] for value in self))
 
 
+class TokenGradient(NamedTuple):
+    """What the gradient of a tile's logits takes from each of its tokens; all of shape (B,).
+
+    Attributes:
+        maximum_B, log_sum_B: of the token's whole distribution (``TokenStatistics``).
+        coefficient_B: d loss / d log-probability.
+        column_B: column of the target in the tile; outside of ``[0, S)`` where it lies elsewhere.
+        scale_B: factor of the logits (1 / temperature); None where they are scaled already.
+        entropy_coefficient_B, entropy_B: d loss / d entropy, and the entropy; None for a constant entropy.
+    """
+
+    maximum_B: Tensor
+    log_sum_B: Tensor
+    coefficient_B: Tensor
+    column_B: Tensor
+    scale_B: Tensor | None = None
+    entropy_coefficient_B: Tensor | None = None
+    entropy_B: Tensor | None = None
+
+
 def empty_part(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(4, N) of a part without any logit: the neutral element of ``merge``."""
     part_4N = torch.zeros(4, tokens, dtype=dtype, device=device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openrlhf_ext.head.kernels import TokenGradient
+from openrlhf_ext.head.statistics import TokenGradient
 
 _BLOCK = 4096  # columns that a program handles at a time
 _WARPS = 8

@@ -7,14 +7,14 @@ micro-batch on this rank, H = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -24,15 +24,55 @@ from openrlhf_ext.megatron.model.build import (
     build_model,
     transformer_config,
 )
-from openrlhf_ext.megatron.model.export import HFExporter
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
-from openrlhf_ext.megatron.model.load import load_hf
-from openrlhf_ext.megatron.model.ownership import Ownership
+from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.overlap import TrainedChunk
-from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.megatron.step.batch import PackedBatch
+
+
+class TrainedChunk(DistributedDataParallel):
+    """Megatron's DDP around a model chunk."""
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        hook = super()._make_backward_post_hook(param)
+
+        def gradient_is_there(*unused: Any) -> None:
+            in_main_grad = param.grad is None and getattr(param, "grad_added_to_main_grad", False)
+            if self.ddp_config.overlap_grad_reduce and in_main_grad:
+                # Megatron's own hook asserts a placeholder of the weight's size in ``grad``
+                # (megatron-core 0.16.1 distributed/distributed_data_parallel.py:435)
+                self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+            else:
+                hook(*unused)
+
+        return gradient_is_there
+
+    def await_parameter(self, parameter: torch.Tensor) -> None:
+        """Waits until the parameter is gathered; a no-op if nothing was left to the forward pass."""
+        if self.ddp_config.overlap_param_gather:
+            self.param_to_bucket_group[parameter].finish_param_sync()
+
+    def gather_parameters(self) -> None:
+        """Gathers what the last update left to the next forward pass. A collective of the data-parallel ranks."""
+        if not self.ddp_config.overlap_param_gather:
+            return
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)
+
+
+def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
+    """Megatron's ``no_sync_func``: keeps gradients from being reduced before the last micro-batch.
+
+    Without ``overlap_grad_reduce`` nothing reduces them before, and it is None.
+    """
+    functions = [
+        chunk.no_sync for chunk in chunks if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
+    ]
+    return functions[0] if len(functions) == 1 else functions or None
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -44,13 +44,13 @@ from openrlhf_ext.checkpoints import (
     TensorReader,
     write_pieces,
 )
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
-from openrlhf_ext.megatron.deadlines.gate import wait_for_all
-from openrlhf_ext.megatron.decoder import MegatronModel
-from openrlhf_ext.megatron.layers.converter import LayerConverter
-from openrlhf_ext.megatron.layers.known import KNOWN
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
+from openrlhf_ext.megatron.policy import MegatronModel
+from openrlhf_ext.megatron.settings import KNOWN
+from openrlhf_ext.megatron.watchdog import wait_for_all
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The critic of one rank: values of the states before each response token, and its train step.
 
 A decoder whose vocabulary projection is replaced by one linear output, on the last stage of any layout. Every public
-method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``decoder``: B =
+method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``policy``: B =
 sequences, N = response tokens, H = hidden size.
 """
 
@@ -18,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.decoder import MegatronModel
-from openrlhf_ext.megatron.model.accounting import new_value_head
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, new_value_head
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
-from openrlhf_ext.megatron.step.agreement import gather_tokens
-from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
+from openrlhf_ext.megatron.policy import MegatronModel
+from openrlhf_ext.megatron.step.batch import PackedBatch, SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
-from openrlhf_ext.megatron.step.packing import PackedBatch
-from openrlhf_ext.megatron.step.schedule import one, planned_rows
+from openrlhf_ext.megatron.step.schedule import gather_tokens, one, planned_rows
 from openrlhf_ext.options.sections import Critic
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from openrlhf_ext.megatron.deadlines.nccl_calls import keep_nccl_calls
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
+from openrlhf_ext.megatron.watchdog import keep_nccl_calls
 
 JOIN_TIMEOUT_S = 600.0
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Train
 
@@ -43,3 +45,12 @@ class ModelSettings:
             return None
         tokens = self.train.max_tokens_per_gpu
         return (self.rollout.max_tokens_per_gpu or tokens) if forward_only else tokens
+
+
+KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers,)
+
+
+def layer_converters(config: Any) -> tuple[LayerConverter, ...]:
+    """Of the policy's decoder, from the sections of a ``RunConfig``, in the order in which they are applied."""
+    recipe = config.fp8.training_recipe
+    return () if recipe is None else (FP8Layers(recipe),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.deadlines import watchdog
+from openrlhf_ext.megatron import watchdog
 from tests.patience import PATIENCE_S, until
 
 

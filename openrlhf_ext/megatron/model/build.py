@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
-from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.megatron.step.batch import PackedBatch
 from openrlhf_ext.options.sections import Megatron
 
 logger = logging.getLogger(__name__)

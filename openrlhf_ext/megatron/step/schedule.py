@@ -11,23 +11,163 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from openrlhf_ext.megatron.built import BuiltModel
-from openrlhf_ext.megatron.deadlines.watchdog import progress
 from openrlhf_ext.megatron.model.build import (
     packed_sequences,
 )
-from openrlhf_ext.megatron.step.agreement import broadcast_from_last_stage, gather_tokens
-from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
-from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, TokenCount, pack
-from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
+from openrlhf_ext.megatron.model.spec import sum_ranks
+from openrlhf_ext.megatron.step.batch import (
+    PackedBatch,
+    PackShape,
+    SequenceBatch,
+    TokenCount,
+    micro_batches,
+    pack,
+    sequence_costs,
+)
+from openrlhf_ext.megatron.watchdog import progress
+
+
+class StageCommunicator(P2PCommunicator):
+    """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
+
+    Megatron-core 0.16.1 sends the shapes first (a message and a wait for the device each time) and posts its operations
+    in the order (send to previous, receive from previous, send to next, receive from next). With two stages both
+    neighbors are the same rank, and messages between two ranks match in the order in which they are posted: under the
+    interleaved schedule a gradient then arrives where an activation is awaited, silently if both have the same shape
+    (pipeline_parallel/p2p_communication.py:17, 192; Megatron-LM's argument parser refuses that layout, mcore does not).
+    Here every rank posts its receives in the order in which its neighbor posts the matching sends.
+
+    Args:
+        lengths: tokens of each micro-batch in a message (those of one rank), in the order of the schedule.
+        chunks: model chunks per stage.
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: TransformerConfig, lengths: Sequence[int], chunks: int
+    ) -> None:
+        super().__init__(pp_group, config)
+        rank, last = pp_group.rank(), pp_group.size() - 1
+        order = schedule_order(len(lengths), chunks, pp_group.size())
+        # activations enter the first chunk of the first stage from nowhere, as gradients do the last of the last
+        self._from_prev = self._shapes(lengths, order, skip_first_chunk=rank == 0)
+        self._from_next = self._shapes(lengths, order, skip_first_chunk=rank == last)
+
+    def _shapes(
+        self, lengths: Sequence[int], order: Sequence[tuple[int, int]], skip_first_chunk: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        for micro_batch, chunk in order:
+            if not (skip_first_chunk and chunk == 0):
+                yield lengths[micro_batch], 1, self.config.hidden_size
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        **_,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """(received from previous, received from next, nothing to wait for); Megatron's one shape is not used."""
+        from_prev = self._empty(self._from_prev) if recv_prev else None
+        from_next = self._empty(self._from_next) if recv_next else None
+        operations = [
+            dist.P2POp(operation, tensor, peer, self.pp_group)
+            for operation, tensor, peer in (
+                (dist.isend, tensor_send_prev, self.prev_rank),
+                (dist.irecv, from_next, self.next_rank),
+                (dist.isend, tensor_send_next, self.next_rank),
+                (dist.irecv, from_prev, self.prev_rank),
+            )
+            if tensor is not None
+        ]
+        for request in dist.batch_isend_irecv(operations) if operations else []:
+            request.wait()
+        return from_prev, from_next, None
+
+    def _empty(self, shapes: Iterator[tuple[int, int, int]]) -> Tensor:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        return torch.empty(next(shapes), device=device, dtype=self.config.pipeline_dtype, requires_grad=True)
+
+
+def schedule_order(micro_batches: int, chunks: int, stages: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in the order in which a stage computes them forward; backward, chunks count from the end."""
+    if chunks == 1:
+        return [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    return get_schedule_table(micro_batches, chunks, stages)
+
+
+def pipeline_arguments(config: TransformerConfig, lengths: Sequence[int], chunks: int) -> dict[str, Any]:
+    """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out; {} without PP."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() == 1:
+        return {}
+    groups = ProcessGroupCollection(
+        pp=stages,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+    )
+    return {"p2p_communicator": StageCommunicator(stages, config, lengths, chunks), "pg_collection": groups}
+
+
+def agreed(tensor: Tensor, device: torch.device) -> Tensor:
+    """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the last bit."""
+    on_device = tensor.to(device)
+    group = parallel_state.get_tensor_model_parallel_group()
+    dist.broadcast(on_device, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    return on_device.cpu()
+
+
+def sum_over_replicas(tensor: Tensor, device: torch.device) -> Tensor:
+    """Sum over the data-parallel ranks, the same bits on every rank if those of each replica agree."""
+    group, on_device = parallel_state.get_data_parallel_group(), tensor.to(device)
+    if not tensor.is_floating_point():
+        dist.all_reduce(on_device, group=group)
+        return on_device.to(tensor.device)
+    # in the order of the ranks: what a reduction adds first is its own business, and may differ between groups
+    parts = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, on_device, group=group)
+    return torch.stack(parts).sum(0).to(tensor.device)
+
+
+def broadcast_from_last_stage(tensor: Tensor, device: torch.device) -> None:
+    """Overwrites ``tensor`` (any device) with what the last pipeline stage holds."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        on_device = tensor.to(device)
+        dist.broadcast(
+            on_device,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        tensor.copy_(on_device)
+
+
+def gather_tokens(values_N: Tensor, part: PackedBatch) -> Tensor:
+    """The values of all response tokens of this micro-batch in order; differentiable.
+
+    A collective of the context-parallel ranks: each gives the values of its own response tokens and gets all. When
+    all of them go on to compute the same loss, the gradient of each entry goes to the rank that gave it.
+    """
+    mine = values_N.new_zeros(part.response_tokens).scatter(0, part.places_N, values_N)
+    return sum_ranks(mine, parallel_state.get_context_parallel_group())
+
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
 LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]

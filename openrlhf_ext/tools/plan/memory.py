@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.shape import ModelShape

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.megatron.layers.known import layer_converters
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 from openrlhf_ext.tools.plan.memory import Pass, StateOptions, States, activations, rank_states

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _red
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from openrlhf_ext.fp8.emulation import DelayedScale, Products
+from openrlhf_ext.fp8.quantize import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear
 

@@ -15,22 +15,130 @@ rows one after the other (``HFExporter.rows``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from openrlhf_ext.megatron.deadlines.gate import Gate
-from openrlhf_ext.megatron.deadlines.watchdog import phase
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
-from openrlhf_ext.megatron.model.hf_files import HFRows
-from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
-from openrlhf_ext.megatron.model.ownership import Ownership
+from openrlhf_ext.megatron.model.hf_files import (
+    HFCheckpoint,
+    HFRows,
+    WeightMapError,
+    describe,
+    new_value_head,
+    unaccounted_parameters,
+    unaccounted_tensors,
+)
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import Piece
+from openrlhf_ext.megatron.model.weight_map import (
+    Piece,
+    Rule,
+    Run,
+    Shard,
+    fill_shard,
+    hf_shapes,
+    owned_rules,
+    placement,
+    shard_runs,
+    stage_rules,
+)
+from openrlhf_ext.megatron.watchdog import Gate, phase
+
+
+class OwnedTensor(NamedTuple):
+    """A Hugging Face tensor, ``number`` of those of its ``rule``, and what each global rank gives of it."""
+
+    rule: Rule
+    number: int
+    shape: tuple[int, ...]
+    slices: Mapping[int, tuple[Piece, ...]]
+
+
+class Ownership:
+    """Every entry of every tensor is given by exactly one rank.
+
+    Attributes:
+        tensors: by name, in the order of ``hf_tensors``.
+        ranks: global ranks that give something, ascending; rank 0 is one.
+    """
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout) -> None:
+        self.tensors: dict[str, OwnedTensor] = {}
+        size, stages = layout.tensor_parallel_size, range(layout.pipeline_parallel_size)
+        # context- and data-parallel ranks hold the same: the first of them gives it
+        shards = {
+            stage: {
+                rank: Shard(layout.place(rank).tensor, size) for rank in layout.ranks(stage=stage, context=0, replica=0)
+            }
+            for stage in stages
+        }
+        for stage, rule in owned_rules(shape, len(stages), layout.virtual_pipeline_size):
+            given = {rank: placement(rule, shape, shard) for rank, shard in shards[stage].items()}
+            for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
+                found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
+                slices = {rank: pieces for rank, pieces in found.items() if pieces}
+                self.tensors[name] = OwnedTensor(rule, number, whole, slices)
+        self.ranks = tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.slices}))
+
+
+BUCKET_BYTES = 256 << 20
+"""What a rank may hold above its shard while weights are loaded or exported."""
+
+
+def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
+    """The rules of the model chunk ``model``."""
+    offset = get_transformer_layer_offset(model.config, getattr(model, "vp_stage", None))
+    layers = range(offset, offset + len(model.decoder.layers))
+    return stage_rules(shape, layers, model.pre_process, model.post_process)
+
+
+def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
+    """Fills this rank's parameters from an HF checkpoint, reading only the rank's own part of every tensor.
+
+    Not a collective. ``chunks`` are this rank's of the model. The checkpoint may be fp32, bf16 or fp16
+    whatever the parameters are: values are then rounded. The value head of a critic stays as it is if the checkpoint
+    has none (that of a language model).
+
+    Raises:
+        WeightMapError: lists HF tensors that no rule uses, tensors or parameters that are missing, shapes that do not
+            fit, dtypes that are no plain floating-point type.
+        InputError: a file is missing or damaged.
+    """
+    checkpoint = HFCheckpoint(path)
+    new_head = new_value_head(shape, checkpoint)
+    shard = Shard(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
+    problems = unaccounted_tensors(checkpoint, shape)
+    targets: list[tuple[Rule, torch.nn.Parameter]] = []
+    for chunk in chunks:
+        rules, parameters = model_rules(chunk, shape), dict(chunk.named_parameters())
+        for what, names in unaccounted_parameters(rules, shape, parameters, shard.tp_size).items():
+            problems.setdefault(what, []).extend(names)
+        targets += [
+            (rule, parameters[rule.parameter])
+            for rule in rules
+            if rule.parameter in parameters and new_head.isdisjoint(rule.hf_names)
+        ]
+    if problems:
+        raise WeightMapError(f"{path}: {describe(problems)}")
+    for rule, parameter in targets:
+        _fill(parameter, rule, checkpoint, shard_runs(rule, shape, shard))
+
+
+def _fill(parameter: Tensor, rule: Rule, checkpoint: HFCheckpoint, runs: list[Run]) -> None:
+    def read(tensor: int, run: Run) -> Tensor:
+        return checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
+
+    most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))  # files hold at most fp32
+    fill_shard(parameter.detach(), rule, [part for run in runs for part in run.split(most)], read)
 
 
 class Part(NamedTuple):
@@ -208,7 +316,7 @@ class HFExporter:
         """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
 
         All ranks have to exhaust the iterator. The exporting ranks wait for rank 0 to ask for the next rows in no
-        collective (``deadlines.gate``), so rank 0 may do with them what it likes, for as long as it likes.
+        collective (``watchdog.Gate``), so rank 0 may do with them what it likes, for as long as it likes.
 
         Args:
             bucket_bytes: what a rank may hold above its shard: some rows, and what other ranks send of them.

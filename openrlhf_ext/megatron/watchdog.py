@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -31,10 +32,57 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.deadlines.nccl_calls import nccl_calls
+BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The last calls that are kept; torch reads either when the first NCCL group is made."""
+_CALLS = "2000"
+
+
+@dataclass(frozen=True)
+class NcclCalls:
+    """What the recorder holds.
+
+    Attributes:
+        begun: number of the last collective that this rank has called, by group.
+        waiting: the first call that is not done, in words; None: all are.
+    """
+
+    begun: dict[str, int]
+    waiting: str | None
+
+
+def keep_nccl_calls() -> None:
+    """Lets the recorder keep the last calls, unless the environment says how many; before any group is made."""
+    if not any(name in os.environ for name in BUFFER):
+        os.environ[BUFFER[0]] = _CALLS
+
+
+def nccl_calls() -> NcclCalls:
+    """This process's calls; without NCCL there are none. Takes the Python part of torch only, no call to the device."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return NcclCalls({}, None)
+    return read_calls(json.loads(dump(True, False)))
+
+
+def read_calls(trace: dict[str, Any]) -> NcclCalls:
+    """What torch's record says (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``)."""
+    begun: dict[str, int] = {}
+    waiting = None
+    for entry in trace.get("entries", []):
+        name, description = entry["process_group"]
+        group = f"{description} {name}"
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        if not entry["is_p2p"]:  # sends are numbered by pairs of ranks
+            begun[group] = max(begun.get(group, 0), number)
+        if waiting is None and entry["state"] != "completed":
+            waiting = f"{entry['profiling_name']}, call {number} of group {group}"
+    return NcclCalls(begun, waiting)
+
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +97,7 @@ _TICK_S = 1.0
 _LISTED = 16
 _COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
 _COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
-_PACKAGE = str(Path(__file__).resolve().parents[2])
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 class RanksMissingError(RuntimeError):
@@ -434,3 +482,48 @@ def _listen_towards(peer: str) -> socket.socket:
         probe.connect(target)  # sends nothing
         own = probe.getsockname()[0]
     return socket.create_server((own, 0), family=family)
+
+
+_PAUSES_S = (0.0002, 0.005)
+"""The first between two questions, doubled up to the last: who waits long need not know at once."""
+_numbers = itertools.count()
+
+
+class Counter:
+    """A number that all ranks of the default process group see. Each of them has to make as many of these."""
+
+    def __init__(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._key = f"openrlhf_ext/counter/{next(_numbers)}"
+
+    def add_one(self) -> None:
+        self._store.add(self._key, 1)
+
+    def wait_for(self, number: int) -> None:
+        pause_s, longest_s = _PAUSES_S
+        while self._store.add(self._key, 0) < number:
+            progress()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+
+class Gate:
+    """Rank 0 says when it goes on, so that no rank waits for it in a collective."""
+
+    def __init__(self) -> None:
+        self._opened, self._count = Counter(), 0
+
+    def next(self) -> None:
+        """On rank 0: opens the gate once more. On the others: returns when it is open."""
+        self._count += 1
+        if dist.get_rank() == 0:
+            self._opened.add_one()
+        else:
+            self._opened.wait_for(self._count)
+
+
+def wait_for_all() -> None:
+    """Returns when all ranks have come here, like a barrier."""
+    arrived = Counter()
+    arrived.add_one()
+    arrived.wait_for(dist.get_world_size())
