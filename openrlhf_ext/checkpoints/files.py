@@ -1,4 +1,9 @@
-"""Files that are complete or absent: written with a running checksum, fsynced, and checked against a list."""
+"""Files that are complete or absent: written with a running checksum, fsynced, and checked against a list; and state
+made of plain values and small tensors as JSON, which can never run code.
+
+JSON has no tuples, bytes, tensors, or keys other than text. They are written as objects with the key ``"!"``, which
+names what they are; floats keep every bit (NaN and infinities too, in Python's notation).
+"""
 
 from __future__ import annotations
 
@@ -27,13 +32,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint.
-
-    Attributes:
-        path: relative to the checkpoint's folder, with forward slashes.
-        size: bytes.
-        sha256: hexadecimal, as ``sha256sum`` prints it.
-    """
+    """One file of a checkpoint; ``path`` is relative to its folder, with forward slashes, ``sha256`` hexadecimal."""
 
     path: str
     size: int
@@ -41,11 +40,8 @@ class FileEntry:
 
 
 def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes ``folder/path``, makes it durable (fsync of file and folder) and returns its entry.
-
-    Raises:
-        CheckpointError: the operating system refused, for instance because the disk is full.
-    """
+    """Writes ``folder/path``, makes it durable (fsync of file and folder) and returns its entry. Raises
+    CheckpointError: the operating system refused, for instance because the disk is full."""
     digest = hashlib.sha256()
     size = write_durably(folder / path, chunks, digest.update)
     return FileEntry(path, size, digest.hexdigest())
@@ -54,11 +50,8 @@ def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) ->
 def write_durably(
     target: Path, chunks: Iterable[bytes | memoryview], seen: Callable[[memoryview], None] = lambda part: None
 ) -> int:
-    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes.
-
-    Raises:
-        CheckpointError: the operating system refused, for instance because the disk is full.
-    """
+    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes. Raises
+    CheckpointError as ``write_file`` does."""
     size = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,12 +89,8 @@ def free_name(path: Path) -> Path:
 
 
 def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
-    """Files that are still not here with their size after ``wait_s`` seconds: another machine wrote them elsewhere.
-
-    Args:
-        sizes: bytes by path relative to ``folder``.
-        wait_s: see ``VISIBLE_S``.
-    """
+    """Files (bytes by path relative to ``folder``) that after ``wait_s`` seconds, see ``VISIBLE_S``, are still not here
+    with their size: another machine wrote them elsewhere."""
     deadline, absent = time.monotonic() + wait_s, list(sizes)
     while absent := [path for path in absent if not _is_there(folder / path, sizes[path])]:
         if time.monotonic() >= deadline:
@@ -147,7 +136,6 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Checksum of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -156,12 +144,8 @@ _KIND = "!"
 
 
 def write_plain(folder: Path, path: str, state: Any) -> FileEntry:
-    """Writes ``state`` to ``folder/path``.
-
-    Raises:
-        TypeError: it holds something else than None, numbers, text, bytes, lists, tuples, dictionaries, tensors and
-            numpy arrays; the message says where.
-    """
+    """Writes ``state`` to ``folder/path``. Raises TypeError, with the place: it holds something else than None,
+    numbers, text, bytes, lists, tuples, dictionaries, tensors and numpy arrays."""
     return write_file(folder, path, [json.dumps(_encode(state, "state"), indent=1).encode()])
 
 

@@ -44,12 +44,8 @@ _PARTS = "written"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        step: training steps that are behind it.
-        about: layout, versions and the like, for people.
-    """
+    """What a checkpoint says of itself: training steps that are behind it, files, and layout, versions and the like,
+    for people."""
 
     step: int
     files: tuple[FileEntry, ...]
@@ -57,7 +53,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(entry.size for entry in self.files)
 
 
@@ -85,11 +80,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:
-    """Says in a checkpoint's folder which files a rank has written in the background, when all of them are on disk.
-
-    Args:
-        part: name of the rank, one of those that ``CheckpointStore.expect`` was told.
-    """
+    """Says in a checkpoint's folder which files a rank, one of the ``parts`` of ``CheckpointStore.expect``, has written
+    in the background, when all of them are on disk."""
     write_file(folder, f"{_PARTS}/{part}.json", [json.dumps([asdict(entry) for entry in entries]).encode()])
 
 
@@ -114,7 +106,6 @@ class CheckpointStore:
         return sorted(found, key=step_of)
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
         return self.folder / f"global_step{step}"
 
     def begin(self, step: int) -> Path:
@@ -128,12 +119,9 @@ class CheckpointStore:
         return target
 
     def commit(self, manifest: Manifest) -> Path:
-        """Completes the checkpoint begun for ``manifest.step``.
-
-        Raises:
-            CheckpointError: a file is not there (a rank wrote to storage that this process does not see), or the
-                system refused; the checkpoints made before are untouched.
-        """
+        """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
+        wrote to storage that this process does not see), or the system refused; the checkpoints made before are
+        untouched."""
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
         self._wait_for_files(folder, manifest.files)
         content = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
@@ -156,11 +144,8 @@ class CheckpointStore:
             )
 
     def expect(self, manifest: Manifest, parts: Sequence[str]) -> None:
-        """Notes what ``complete`` waits for: the receipts of ranks that write in the background.
-
-        Args:
-            manifest: with the files that are there already.
-        """
+        """Notes what ``complete`` waits for: the receipts of ranks that write in the background, beside the files of
+        ``manifest`` that are there already."""
         content = json.dumps({**asdict(manifest), "parts": parts})
         write_file(self._incomplete(manifest.step), _PENDING, [content.encode()])
 
@@ -178,13 +163,8 @@ class CheckpointStore:
             time.sleep(0.2)
 
     def complete(self, step: int) -> Manifest | None:
-        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if not.
-
-        It needs only files: whoever comes after a run that failed completes what had been written.
-
-        Raises:
-            CheckpointError: as ``commit``.
-        """
+        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if not. It needs only
+        files: whoever comes after a run that failed completes what had been written."""
         folder = self._incomplete(step)
         if not (folder / _PENDING).exists():
             return None
@@ -234,7 +214,6 @@ class CheckpointStore:
             _delete(kept.pop(0))
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
-        """Remembers which step's checkpoint is the best."""
         content = {"step": step, "metric": metric, "value": value}
         write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(content, indent=1).encode()])
         os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
@@ -254,11 +233,9 @@ class CheckpointStore:
             return None
 
     def recover_best(self, folder: Path) -> None:
-        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed.
-
-        A kill right after that leaves one that does not know of it; a later checkpoint that turned out to be damaged
-        may have been the best.
-        """
+        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed. A
+        kill right after that leaves one that does not know of it; a later one that turned out to be damaged may have
+        been the best."""
         best = read_manifest(folder).about.get("best")
         if best is not None and best != self.best():
             check(best, f"{folder / MANIFEST}, best", _BEST_KEYS, remedy="give another checkpoint")
@@ -285,10 +262,8 @@ class CheckpointStore:
 
 
 def _delete(checkpoint: Path) -> None:
-    """At no moment is there half a checkpoint under its name; what cannot be removed now is when the next run starts.
-
-    A network file system keeps files that a process has open (``.nfs*``): no reason to end a run that has just saved.
-    """
+    """At no moment is there half a checkpoint under its name; what cannot be removed now is when the next run starts. A
+    network file system keeps files that a process has open (``.nfs*``): no reason to end a run that has just saved."""
     doomed = checkpoint.with_name(f"{checkpoint.name}{_INCOMPLETE}")
     try:
         checkpoint.rename(doomed)
@@ -298,7 +273,6 @@ def _delete(checkpoint: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
     found = _NAME.match(path.name)
     if found is None:
         raise ValueError(f"{path} is not named like a checkpoint (global_step<N>)")

@@ -1,8 +1,6 @@
-"""FP8 linear layers: recipes, the formulas of their scales, and an emulation in plain torch.
-
-Everything here needs torch only. ``recipe`` says what is FP8 and how, ``quantize`` has the formulas, ``emulation`` the
-three products of a linear layer, ``tiles`` compares how trainer and rollout engine cut their weights.
-"""
+"""FP8 linear layers, with torch only: ``recipe`` says what is FP8 and how, ``quantize`` has formulas and products.
+Here: CUDA's compiler and headers, with which FP8 libraries build kernels while they run; not every node has a
+toolkit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""FP8 formulas: scales from the largest entries, and rounding to FP8's grid, as TransformerEngine and vLLM have them.
+"""FP8 arithmetic as TransformerEngine and vLLM have it: scales from the largest entries, rounding to FP8's grid, and
+the three products of a linear layer, in torch with sums in fp32.
 
-Sources: TransformerEngine 2.11 common/recipe/recipe_common.cuh (``compute_scale_from_amax``), delayed_scaling.cu;
-vllm 0.29.0 utils/deep_gemm.py:709 (``per_block_cast_to_fp8``).
+Sources: TransformerEngine 2.11 common/recipe/recipe_common.cuh (``compute_scale_from_amax``), delayed_scaling.cu; vllm
+0.29.0 utils/deep_gemm.py:709 (``per_block_cast_to_fp8``).
 
-Shape suffixes: R = rows, C = columns.
+Shape suffixes: R = rows, C = columns, T = tokens, K = input features, N = output features.
 """
 
 from __future__ import annotations
@@ -33,14 +34,8 @@ class Grid(Enum):
 
 
 class Quantized(NamedTuple):
-    """A matrix in FP8.
-
-    Attributes:
-        codes_RC: its FP8 values.
-        scale_inv: fp32, what each is to be multiplied by: () for a tensor, (R, ceil(C / 128)), (ceil(R / 128), C) or
-            (ceil(R / 128), ceil(C / 128)).
-        grid: which of them belongs to which entry.
-    """
+    """A matrix in FP8. ``scale_inv``: fp32, what each of its values is to be multiplied by: () for a tensor, (R, ceil(C
+    / 128)), (ceil(R / 128), C) or (ceil(R / 128), ceil(C / 128)), as ``grid`` says."""
 
     codes_RC: Tensor
     scale_inv: Tensor
@@ -63,13 +58,8 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, limit: float = _FP32_MAX) -> Tensor:
-    """FP8's largest value / amax; 1 where amax is 0, infinite or NaN.
-
-    Args:
-        amax: fp32 largest absolute entry.
-        pow2: round down to a power of two.
-        limit: what a quotient beyond fp32 becomes.
-    """
+    """FP8's largest value / amax (fp32); 1 where amax is 0, infinite or NaN. ``pow2``: rounded down to a power of two.
+    ``limit``: what a quotient beyond fp32 becomes."""
     scale = FP8_MAX[dtype] / amax
     scale = torch.where(torch.isinf(scale), limit, scale)
     if pow2:
@@ -80,14 +70,8 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, lim
 def quantize(
     x_RC: Tensor, dtype: torch.dtype, grid: Grid, *, pow2: bool = False, scale: Tensor | None = None
 ) -> Quantized:
-    """A matrix in FP8.
-
-    Args:
-        x_RC: fp32, bf16 or fp16.
-        grid: which entries share a scale; at the edges blocks are smaller.
-        pow2: scales are powers of two.
-        scale: () of Grid.TENSOR, known beforehand (delayed scaling); None: from the entries.
-    """
+    """A matrix (fp32, bf16 or fp16) in FP8; at the edges of the grid blocks are smaller. ``scale``: () of Grid.TENSOR,
+    known beforehand (delayed scaling); None: from the entries."""
     x_RC = x_RC.detach()
     blocks = _blocks(x_RC, grid)
     if scale is None:
@@ -116,18 +100,15 @@ def _blocks(x_RC: Tensor, grid: Grid) -> Tensor:
 
 
 def _per_block(scale: Tensor) -> Tensor:
-    """Broadcasts to ``_blocks``."""
     return scale[:, None, :, None] if scale.ndim else scale
 
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix of this shape, from its ``_blocks``."""
     down, height, across, width = blocks.shape
     return blocks.view(down * height, across * width)[: shape[0], : shape[1]]
 
 
 def _decoded(codes: Tensor) -> Tensor:
-    """fp32 values of FP8 codes."""
     if not codes.is_cpu:
         return codes.float()
     # torch 2.13's own cast takes 13 ms for 2M entries on one core, which is half of their matrix product; this 4 ms
@@ -145,8 +126,7 @@ class DelayedScale:
 
     Attributes:
         scale: () fp32, what the next micro-batch is multiplied by; 1 before any has been seen.
-        history_A: (amax_history_len,) fp32 largest absolute entries; the first collects those of the present
-            micro-batch.
+        history_A: (amax_history_len,) fp32 largest absolute entries; the first collects the present micro-batch's.
     """
 
     def __init__(self, dtype: torch.dtype, recipe: Recipe, device: torch.device | str = "cpu") -> None:
@@ -155,15 +135,12 @@ class DelayedScale:
         self.history_A = torch.zeros(recipe.amax_history_len, device=device)
 
     def record(self, x: Tensor) -> None:
-        """Note a tensor of the present micro-batch. One with NaN does not count, as TransformerEngine takes fmaxf."""
+        """Notes a tensor of the present micro-batch. One with NaN does not count, as TransformerEngine takes fmaxf."""
         self.history_A[0] = torch.fmax(self.history_A[0], amax_of(x))
 
     def update(self, amax: Tensor) -> None:
-        """The end of a micro-batch: the next scale (TransformerEngine 2.11 common/recipe/delayed_scaling.cu).
-
-        Args:
-            amax: () the largest entry that any rank has noted; 0: nothing was, everything stays.
-        """
+        """The end of a micro-batch: the next scale (TransformerEngine 2.11 common/recipe/delayed_scaling.cu). ``amax``:
+        () the largest entry that any rank has noted; 0: nothing was, everything stays."""
         if amax == 0:
             return
         largest = amax if self._recipe.amax_compute_algo == "most_recent" else torch.maximum(self.history_A.max(), amax)
@@ -175,10 +152,8 @@ class DelayedScale:
 
 
 class Products:
-    """The products of one linear layer, y = x w', dx = dy w, dw = dy' x.
-
-    Each copy of an operand is rounded from the original, so that a matrix and its transpose differ under 'blockwise'.
-    """
+    """The products of one linear layer, y = x w', dx = dy w, dw = dy' x. Each copy of an operand is rounded from the
+    original, so that a matrix and its transpose differ under 'blockwise'."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -191,13 +166,8 @@ class Products:
         return {operand: DelayedScale(dtype, self._recipe, device) for operand, dtype in self._dtypes.items()}
 
     def codes(self, operand: str, x_RC: Tensor, *, transposed: bool = False, scale: Tensor | None = None) -> Quantized:
-        """An operand in FP8.
-
-        Args:
-            operand: 'x', 'w' or 'dy'.
-            transposed: for a product that sums over its rows.
-            scale: 'delayed': what it is multiplied by.
-        """
+        """An operand ('x', 'w' or 'dy') in FP8, ``transposed`` for a product that sums over its rows. ``scale``:
+        'delayed': what it is multiplied by."""
         grid = Grid.TENSOR
         if self._recipe.blockwise:
             grid = Grid.TILES if operand == "w" else Grid.COLUMNS if transposed else Grid.ROWS

@@ -1,4 +1,11 @@
-"""What of a model is computed in FP8, and by which recipe: plain values, which travel to Ray workers."""
+"""What of a model is computed in FP8, and by which recipe: plain values, which travel to Ray workers; and which weights
+trainer and rollout engine cut into different 128x128 tiles, so that their codes differ.
+
+A tile begins where a rank's parameter begins, whatever Hugging Face tensors that is made of. Megatron interleaves
+query, key and value by group and stacks gate and up of every rank; vLLM stacks whole projections. Every weight is cut
+along one axis only (the rows of what makes query, key, value, gate and up, the columns of o_proj and down_proj); along
+the other both begin at 0.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +34,12 @@ class BF16Layers:
         return number < self.start or number >= layers - self.end
 
     def numbers(self, layers: int) -> list[int]:
-        """Which of a model's ``layers``, counted from 0, they are."""
         return [number for number in range(layers) if self.has(number, layers)]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the linear layers of a decoder (q, k, v, output of attention, MLP) multiply in FP8.
-
-    Embedding, head, norms and attention itself stay as they are. Accumulation is in fp32.
+    """How the linear layers of a decoder (q, k, v, output of attention, MLP) multiply in FP8, with sums in fp32.
 
     Attributes:
         name: 'blockwise': a scale for 1x128 entries of activations and gradients and for 128x128 of a weight (DeepSeek-
@@ -73,20 +77,16 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether scales are state that has to be kept."""
         return self.name == "delayed"
 
     @property
     def pow2(self) -> bool:
-        """Whether scales are powers of two."""
         return self.scales == "pow2"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that TransformerEngine reads when it is imported, once, into class attributes.
-
-        What its constructors take changes nothing (TransformerEngine 2.11.0 common/recipe/__init__.py:235, 332).
-        """
+        """Variables that TransformerEngine reads when it is imported, once, into class attributes: what its
+        constructors take changes nothing (TransformerEngine 2.11.0 common/recipe/__init__.py:235, 332)."""
         return {
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(not self.pow2)),
             "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(self.pow2)),
@@ -125,24 +125,15 @@ def differing_tensors(shape: LayerShape, trainer_tp: int, engine_tp: int) -> lis
     """Weights of which a tile of the trainer has other entries than the engine's: 'model.layers.*.mlp.up_proj.weight'.
 
     None does where head_dim and the MLP's width per rank are multiples of 128 on both sides. The inputs of a weight
-    that is cut along its columns are cut with it, so that their 1x128 blocks differ where its tiles do.
-
-    Args:
-        trainer_tp, engine_tp: tensor-parallel sizes.
-
-    Raises:
-        ValueError: a size does not divide heads or MLP.
+    that is cut along its columns are cut with it, so that their 1x128 blocks differ where its tiles do. Raises
+    ValueError: a tensor-parallel size does not divide heads or MLP.
     """
     trainer, engine = _tiles(trainer_shards(shape, trainer_tp)), _tiles(engine_shards(shape, engine_tp))
     return [f"model.layers.*.{name}" for name in trainer if trainer[name] != engine[name]]
 
 
 def trainer_shards(shape: LayerShape, size: int) -> list[list[Run]]:
-    """The linear weights of a layer on Megatron's tensor-parallel ranks: one list for a rank's parameter.
-
-    Raises:
-        ValueError: ``size`` does not divide heads or MLP.
-    """
+    """The linear weights of a layer on Megatron's tensor-parallel ranks: one list for a rank's parameter."""
     _check(shape, size, "trainer")
     queries, width = shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim
     interleaved = [
@@ -157,13 +148,8 @@ def trainer_shards(shape: LayerShape, size: int) -> list[list[Run]]:
 
 
 def engine_shards(shape: LayerShape, size: int) -> list[list[Run]]:
-    """The same on the ranks of a vLLM engine (model_executor/layers/linear.py, ``QKVParallelLinear``).
-
-    With fewer key-value heads than ranks several hold the same one.
-
-    Raises:
-        ValueError: ``size`` does not divide heads or MLP.
-    """
+    """The same on the ranks of a vLLM engine (model_executor/layers/linear.py, ``QKVParallelLinear``). With fewer
+    key-value heads than ranks several hold the same one."""
     _check(shape, size, "engine")
     queries, replicas = shape.num_heads // size, max(1, size // shape.num_kv_heads)
     keys = max(1, shape.num_kv_heads // size)
@@ -224,7 +210,6 @@ def _tiles(shards: list[list[Run]]) -> dict[str, set[frozenset[Run]]]:
 
 
 def _merged(runs: Iterable[Run]) -> Iterator[Run]:
-    """The runs, of each tensor in order; those that meet as one."""
     last: Run | None = None
     for run in sorted(runs):
         if last and last.tensor == run.tensor and last.stop == run.start:

@@ -1,8 +1,11 @@
-"""What is done to a tile of logits: statistics, and the gradient of the logits; here in torch operations.
+"""What is done to a tile of logits, here in torch operations, in which number formats, and whose kernels do it.
 
-They run on any device and in fp64. On a CPU a tile fits the cache, so that each operation costs well under 1 % of the
-product that made the tile; the one that counts is the exponential. The fused softmax is the fastest way to it, and its
-probabilities are all that a one-pass head must keep: no second exponential is taken.
+The operations run on any device and in fp64. On a CPU a tile fits the cache, so that each operation costs well under 1
+% of the product that made the tile; the one that counts is the exponential. The fused softmax is the fastest way to it,
+and its probabilities are all that a one-pass head must keep.
+
+bf16 and fp16 operands give fp32 logits: on a GPU the tensor cores accumulate in fp32 and hand that out; a CPU has no
+such product, so tiles of the operands are widened first (exact).
 
 Shape suffixes: B = tokens of a block, S = columns of a slice of the vocabulary; 4 = (m, s, w, t) of ``statistics``.
 """
@@ -23,11 +26,8 @@ from openrlhf_ext.head.statistics import TokenGradient
 
 
 class Kernels(Protocol):
-    """The passes over a tile. A one-pass head keeps every tile of a block between the two passes.
-
-    Attributes:
-        keeps_logits: what is kept is the logits; otherwise it is what ``statistics`` leaves in ``spare_BS``.
-    """
+    """The passes over a tile. A one-pass head keeps every tile of a block between the two passes: the logits with
+    ``keeps_logits``, otherwise what ``statistics`` leaves in ``spare_BS``."""
 
     keeps_logits: bool
 
@@ -99,8 +99,7 @@ class Precision:
 
     Attributes:
         compute: logits, statistics and accumulators of gradients; at least fp32.
-        logits: operands of the product that makes the logits.
-        gradient: operands of the two products that make the gradients.
+        logits, gradient: operands of the product that makes the logits, and of the two that make the gradients.
     """
 
     compute: torch.dtype
@@ -117,7 +116,7 @@ class Precision:
 
     @property
     def operands_are_exact(self) -> bool:
-        """The operands of the logits are already in the compute format, so that scaling them loses nothing."""
+        """Whether the operands of the logits are in the compute format, so that scaling them loses nothing."""
         return self.logits == self.compute
 
 
@@ -140,11 +139,8 @@ def accumulate(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def choose_kernels(implementation: Implementation, compute: torch.dtype, device: torch.device) -> Kernels:
-    """Triton on CUDA devices where it is installed, torch elsewhere, unless asked for by name.
-
-    Raises:
-        ValueError: the implementation is unknown, or cannot run here; the message says why.
-    """
+    """Triton on CUDA devices where it is installed, torch elsewhere, unless asked for by name. Raises ValueError: the
+    implementation is unknown, or cannot run here."""
     if implementation not in ("auto", "torch", "triton"):
         raise ValueError(f"implementation must be 'auto', 'torch' or 'triton', got {implementation!r}")
     obstacle = triton_obstacle(compute, device)

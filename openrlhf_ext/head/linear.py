@@ -1,8 +1,8 @@
 """Log-probability, entropy and token losses of the tempered distribution, straight from hidden states.
 
-The logits are never held for all tokens: every walk goes over tiles of them (``plan``) that fit ``workspace_bytes``.
-With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and
-``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever the format of the operands.
+The logits are never held for all tokens: every walk goes over tiles of them (``rows``) that fit ``workspace_bytes``.
+With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and ``entropy = logZ - sum_v
+softmax(u)_v u_v``, both fp32 whatever the format of the operands.
 
 docs/head.md has the picture, the work and the memory of each walk. Shape suffixes: T = tokens of the call, V = rows of
 this rank's vocabulary shard, H = hidden size; N = T in this package's inner modules.
@@ -65,14 +65,8 @@ def check_call(
     shard: VocabularyShard,
     checks: bool,
 ) -> None:
-    """The arguments of ``linear_logprob_entropy``, as far as they can be checked without waiting for a device.
-
-    Args:
-        checks: look at the values of tensors too.
-
-    Raises:
-        ValueError: the message names the rule and the values.
-    """
+    """The arguments of ``linear_logprob_entropy``, as far as they can be checked without waiting for a device; with
+    ``checks`` the values of tensors too."""
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"expected hidden (T, H) and weight (V, H), got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}"
@@ -106,7 +100,6 @@ def _check_temperature(temperature: float | Tensor, target_T: Tensor, checks: bo
 
 
 def check_finite_hidden(block: Block, order_N: Tensor | None) -> None:
-    """Raises NonFiniteLogitsError if a hidden state of the block is not finite."""
     low_B, high_B = block.hidden_BH.aminmax(dim=1)  # passes NaN on, and takes no memory of the block's size
     finite_B = low_B.isfinite() & high_B.isfinite()
     if not finite_B.all():
@@ -307,12 +300,8 @@ class _Call:
         gradients: bool = True,
         one_pass: bool | None = False,
     ) -> LinearHead:
-        """The operands cut into tiles.
-
-        Args:
-            statistics, gradients: what is wanted of them.
-            one_pass: keep the logits of a block; None: if that leaves blocks large enough.
-        """
+        """The operands cut into tiles, for statistics, gradients or both. ``one_pass``: keep the logits of a block;
+        None: if that leaves blocks large enough."""
         plan = self._plan(hidden_TH, weight_VH.shape[0], statistics, gradients, one_pass)
         rows = self._rows(hidden_TH, plan.tokens)
         check = None
@@ -349,7 +338,6 @@ class _Call:
         return SequenceShardedRows(hidden_TH, self.sequence.rows_T, self.sequence.counts, self.sequence.group, tokens)
 
     def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
-        """In the caller's order."""
         head = self.head(hidden_TH, weight_VH, gradients=False)
         return self._checked(_restored(statistics(head), head.rows))
 
@@ -454,11 +442,8 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _expect_scale(grad_value: Tensor, scale: float) -> None:
-    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more.
-
-    Raises:
-        ValueError: another gradient arrives than was announced (CPU; a device-side assertion on CUDA, without a wait).
-    """
+    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more. Raises
+    ValueError: another gradient arrives than was announced (CPU; a device-side assertion on CUDA, without a wait)."""
     if grad_value.device.type != "cpu":
         torch._assert_async(grad_value == scale)
     elif float(grad_value) != scale:

@@ -30,11 +30,7 @@ _PARTS = 8
 
 
 def loss_and_slope(token_loss: TokenLoss, logprob_B: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the terms, and the derivative of each by its log-probability, (B,).
-
-    Raises:
-        ValueError: the loss does not give one term per token.
-    """
+    """Sum of the terms, and the derivative of each by its log-probability, (B,)."""
     with torch.enable_grad():
         variable_B = logprob_B.detach().requires_grad_()
         loss_B = token_loss(variable_B, rows)
@@ -57,11 +53,10 @@ class WeightGradient:
     themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
     gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
     ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. Megatron's own layers hand out a
-    placeholder of the weight's size instead, which only ``overlap_grad_reduce`` asks for (by an assertion).
-    (Protocol: megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
+    placeholder of the weight's size instead, which only ``overlap_grad_reduce`` asks for (by an assertion). (Protocol:
+    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
 
-    Attributes:
-        total_VH: what to add contributions to: ``main_grad`` or a buffer of this call, in the compute format.
+    ``total_VH``: what to add contributions to: ``main_grad`` or a buffer of this call, in the compute format.
     """
 
     def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:
@@ -135,13 +130,8 @@ def tile_costs(
     gradients: bool,
     gathered: float = 0.0,
 ) -> TileCosts:
-    """Bytes that a tile takes of the workspace.
-
-    Args:
-        hidden, dtype: size and format of a hidden state.
-        statistics, gradients: what the walk makes.
-        gathered: ``rows.gathered_rows``; 0 where no rank needs the hidden states of another.
-    """
+    """Bytes that a tile takes of the workspace. ``hidden``, ``dtype``: of a hidden state. ``gathered``:
+    ``rows.gathered_rows``; 0 where no rank needs the hidden states of another."""
     compute, item = precision.compute.itemsize, dtype.itemsize
     part = 4 * compute
     token = 4 * _PARTS * part + hidden * (compute if precision.operands_are_exact else 0)
@@ -187,7 +177,6 @@ class _Buffers:
         return self._kept[first : first + tokens * (columns.stop - columns.start)].view(tokens, -1)
 
     def logits(self, tokens: int, columns: slice) -> Tensor:
-        """Where the logits of a tile are written."""
         if self._logits is None:
             return self.kept(tokens, columns)
         return _view(self._logits, tokens, columns)
@@ -249,10 +238,8 @@ def gradients(
 def statistics_and_gradients(
     head: LinearHead, coefficients: Coefficients, weight_gradient: WeightGradient | None
 ) -> tuple[TokenStatistics, Tensor]:
-    """Statistics and gradients block by block: the coefficients of a block are known as soon as its statistics are.
-
-    The logits are computed once where the plan keeps the tiles of a block, and twice otherwise.
-    """
+    """Statistics and gradients block by block: the coefficients of a block are known as soon as its statistics are. The
+    logits are computed once where the plan keeps the tiles of a block, and twice otherwise."""
     sink, buffers, pieces = head.rows.sink(), _Buffers(head), []
 
     def gradient(block: Block) -> Tensor:
@@ -296,8 +283,6 @@ def _merged(head: LinearHead, parts: Iterable[Tensor], block: Block) -> Tensor:
 
 
 class _BlockGradient:
-    """Gradients of one block."""
-
     def __init__(
         self,
         head: LinearHead,

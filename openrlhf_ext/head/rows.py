@@ -1,12 +1,15 @@
-"""Hidden states block by block: copies that every rank holds, or shards of the sequence gathered while others compute.
+"""How a call is cut into tiles of logits that fit the workspace, and its hidden states block by block.
 
-Under sequence parallelism each rank holds the hidden states of a run of tokens, and the head wants those of some of
-them, on every rank. Only the wanted rows travel, one block ahead of the computation; their gradients are summed over
-the vocabulary shards and go back to their owners one block behind it. A block takes from every rank in proportion to
-what that rank holds, so that little is padded, and the order of processing differs from the caller's.
+A block of tokens meets one slice of the vocabulary after the other. Both are cut, so that the workspace neither grows
+with the number of tokens nor with the vocabulary, and the products keep shapes that run at full speed.
+
+The hidden states are copies that every rank holds or, under sequence parallelism, runs of tokens of which the head
+wants some on every rank. Only the wanted rows travel, one block ahead of the computation; their gradients are summed
+over the vocabulary shards and go back to their owners one block behind it. A block takes from every rank in proportion
+to what that rank holds, so that little is padded, and the order of processing differs from the caller's.
 
 Shape suffixes: N = tokens of the call, L = tokens that a rank holds, B = tokens of a block, R = ranks times the most
-tokens that one of them has in a block, H = hidden size.
+tokens that one of them has in a block, H = hidden size, S = columns of a slice, V = rows of the vocabulary shard.
 """
 
 from __future__ import annotations
@@ -71,11 +74,9 @@ def tile_plan(
 ) -> TilePlan:
     """Blocks and slices for a head that forgets a tile before it makes the next.
 
-    The workspace bounds the tile down to 16 tokens times 128 columns, and is exceeded below.
-
-    Args:
-        tokens, rows: of the whole call; of a shard, padding included, so that every rank makes the same plan.
-        statistics: the tiles are made for statistics, and not for gradients alone.
+    The workspace bounds the tile down to 16 tokens times 128 columns, and is exceeded below. ``tokens`` and ``rows``
+    are of the whole call and of a shard, padding included, so that every rank makes the same plan. ``statistics``: the
+    tiles are made for statistics, and not for gradients alone.
     """
     block = min(tokens, _MOST_TOKENS, max(_FEWEST_TOKENS, workspace_bytes // (2 * max(1, costs.token))))
     block = _even(tokens, block)
@@ -93,10 +94,8 @@ def tile_plan(
 def one_pass_plan(
     tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, force: bool
 ) -> TilePlan | None:
-    """Blocks and slices for a head that keeps a block's tiles until their gradient.
-
-    None if the blocks would be too small for fast products, unless ``force``d.
-    """
+    """Blocks and slices for a head that keeps a block's tiles until their gradient. None if the blocks would be too
+    small for fast products, unless ``force``d."""
     columns = max(1, min(rows, _ONE_PASS_COLUMNS.get(device_type, _ONE_PASS_COLUMNS["cuda"])))
     token = rows * costs.kept + columns * costs.logit + costs.token + -(-rows // columns) * costs.part
     block = (workspace_bytes - columns * costs.column) // token
@@ -131,12 +130,7 @@ class GradientSink(Protocol):
 
 
 class Rows(Protocol):
-    """The hidden states of a call.
-
-    Attributes:
-        count: N.
-        longest: tokens of the largest block.
-    """
+    """The N hidden states of a call; ``longest``: tokens of the largest block."""
 
     count: int
     longest: int
@@ -172,8 +166,6 @@ class ReplicatedRows:
 
 
 class _ReplicatedSink:
-    """Sums each block over the ranks while the next one is computed."""
-
     def __init__(self, total_NH: Tensor, shard: VocabularyShard) -> None:
         self._total_NH, self._shard = total_NH, shard
         self._pending: tuple[slice, Tensor, dist.Work] | None = None
@@ -199,11 +191,8 @@ class _ReplicatedSink:
 
 
 def count_rows(rows_N: Tensor, length: int, ranks: int) -> list[int]:
-    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device.
-
-    Raises:
-        ValueError: ``rows_N`` points outside of the ranks' tokens.
-    """
+    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device. Raises ValueError:
+    ``rows_N`` points outside of the ranks' tokens."""
     owner_N = torch.div(rows_N, max(1, length), rounding_mode="floor")
     counts = torch.bincount(owner_N.clamp(0, ranks), minlength=ranks).tolist()
     if len(counts) > ranks or (rows_N.numel() and int(rows_N.min()) < 0):
@@ -327,9 +316,7 @@ class _ShardedSink:
 
 def _shares(counts: Sequence[int], tokens: int) -> list[list[int]]:
     """How many rows each block takes from each rank: about ``tokens`` a block, never more, proportional to ``counts``.
-
-    With fewer tokens a block than ranks it may be more: every rank gives at most one then.
-    """
+    With fewer tokens a block than ranks it may be more: every rank gives at most one then."""
     blocks = -(-sum(counts) // tokens)
     while True:
         shares = [[count * (k + 1) // blocks - count * k // blocks for count in counts] for k in range(blocks)]

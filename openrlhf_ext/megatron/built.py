@@ -1,8 +1,7 @@
 """One rank's share of a decoder on Megatron-core, built and loaded; its weights on their way out.
 
-One code path for CPU (gloo) and GPU (NCCL). Every public method is a collective over all ranks of the model unless it
-says otherwise. Shape suffixes: N = response tokens of a micro-batch that this rank predicts, L = tokens of a
-micro-batch on this rank, H = hidden size.
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes: N = response
+tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H = hidden size.
 """
 
 from __future__ import annotations
@@ -33,7 +32,13 @@ from openrlhf_ext.megatron.step.batch import PackedBatch
 
 
 class TrainedChunk(DistributedDataParallel):
-    """Megatron's DDP around a model chunk."""
+    """Megatron's DDP around a model chunk whose head is not a module's forward pass.
+
+    Megatron reduces a bucket of gradients when the hooks of all of its parameters have run, and gathers a bucket of
+    updated parameters in a hook before the module that reads them. The head (``openrlhf_ext.head``) is called with a
+    weight: it adds that weight's gradient to ``main_grad`` itself and hands autograd none, and no module's hook waits
+    for the weight.
+    """
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = super()._make_backward_post_hook(param)
@@ -50,7 +55,6 @@ class TrainedChunk(DistributedDataParallel):
         return gradient_is_there
 
     def await_parameter(self, parameter: torch.Tensor) -> None:
-        """Waits until the parameter is gathered; a no-op if nothing was left to the forward pass."""
         if self.ddp_config.overlap_param_gather:
             self.param_to_bucket_group[parameter].finish_param_sync()
 
@@ -64,10 +68,8 @@ class TrainedChunk(DistributedDataParallel):
 
 
 def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Megatron's ``no_sync_func``: keeps gradients from being reduced before the last micro-batch.
-
-    Without ``overlap_grad_reduce`` nothing reduces them before, and it is None.
-    """
+    """Megatron's ``no_sync_func``: keeps gradients from being reduced before the last micro-batch. None without
+    ``overlap_grad_reduce``, where nothing reduces them before."""
     functions = [
         chunk.no_sync for chunk in chunks if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
     ]
@@ -104,7 +106,6 @@ class BuiltModel:
         self.models = [self._wrap(chunk) for chunk in self.chunks]
 
     def read_shape(self) -> ModelShape:
-        """What ``config.json`` says of the model."""
         return read_model_shape(self.settings.model_path)
 
     def build_chunks(self) -> list[HiddenStateGPTModel]:
@@ -114,7 +115,6 @@ class BuiltModel:
         return [build_model(self.shape, self.config, stage, converters=self.settings.converters) for stage in stages]
 
     def load_weights(self) -> None:
-        """Fills the chunks from the Hugging Face checkpoint."""
         load_hf(self.chunks, self.shape, self.settings.model_path)
 
     def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:
@@ -143,22 +143,16 @@ class BuiltModel:
         return self.chunks[-1]
 
     def output_embedding(self) -> Tensor:
-        """This rank's shard of the head's weight (last stage only), complete.
-
-        In a train step the head must ask for it here: it is read by no forward pass of a module, so no hook of
-        Megatron's waits until it is gathered.
-        """
+        """This rank's shard of the head's weight (last stage only), complete: no module's forward pass reads it, so no
+        hook of Megatron's waits until it is gathered."""
         weight, chunk = self.last_chunk.output_embedding(), self.models[-1]
         if isinstance(chunk, TrainedChunk):
             chunk.await_parameter(weight)
         return weight
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """(N, H) what ``loss`` gets of the model's output.
-
-        Args:
-            hidden_LH: final hidden states of this rank's tokens, or of its piece of them under sequence parallelism.
-        """
+        """(N, H) what ``loss`` gets of the model's output: the final hidden states of this rank's tokens, or of its
+        piece of them under sequence parallelism."""
         if self.config.sequence_parallel:
             # every tensor-parallel rank then computes the same with them: the backward pass only splits
             hidden_LH = gather_from_sequence_parallel_region(hidden_LH, tensor_parallel_output_grad=False)
@@ -185,11 +179,8 @@ class BuiltModel:
         return self.exporter().rows()
 
     def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk.
-
-        Returns:
-            On rank 0 size in bytes of every file by its name; on the others, which may return long before, nothing.
-        """
+        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk. Returns on
+        rank 0 the size in bytes of every file by its name; on the others, which may return long before, nothing."""
         rows = self.export_rows()
         if dist.get_rank() == 0:
             tensors = hf_tensors(self.shape)

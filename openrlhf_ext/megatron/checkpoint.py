@@ -3,8 +3,7 @@
 Megatron's ``sharded_state_dict`` says which box of which global tensor a parameter is. The optimizer's state is stored
 in the same coordinates: the distributed optimizer keeps a range of each parameter's elements on each data-parallel
 rank, and every rank writes its own ranges. So nothing is gathered to save (Megatron's ``fully_reshardable`` format
-gathers all optimizer states of a replica in the host memory of each of its ranks), nothing is exchanged to load, and
-the files (``openrlhf_ext.checkpoints``) are safetensors and JSON, which cannot run code when they are read.
+gathers all optimizer states of a replica in the host memory of each of its ranks), and nothing is exchanged to load.
 
     <folder>/index.json                which piece of which tensor is in which file
     <folder>/state.json                steps of optimizer and schedule, layout, shape of the model
@@ -76,7 +75,6 @@ class ParameterBlock:
     copy_of: int
 
     def elements(self) -> Tensor:
-        """The block's elements, flat, sharing the parameter's memory."""
         return self.parameter.detach().view(-1)[self.start : self.start + self.block.numel]
 
 
@@ -93,11 +91,8 @@ class OptimizerRange:
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
-    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks.
-
-    Raises:
-        CheckpointError: Megatron does not know the place of a parameter.
-    """
+    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks. Raises
+    CheckpointError: Megatron does not know the place of one."""
     blocks = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
     known = {id(b.parameter) for b in blocks}
     names = [n for chunk in model.chunks for n, p in chunk.named_parameters() if id(p) not in known]
@@ -132,10 +127,8 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBl
 
 def optimizer_ranges(optimizer: MegatronOptimizer | None) -> dict[int, OptimizerRange]:
     """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros before the first step.
-
     Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and ``master`` for the fp32 copy of a
-    parameter of less precision.
-    """
+    parameter of less precision."""
     return {id(p): r for part in _single_optimizers(optimizer) for p, r in _ranges(part)}
 
 
@@ -208,7 +201,6 @@ def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
-    """Sets the number of updates, which Adam's bias correction depends on."""
     for inner in (part.optimizer for part in _single_optimizers(optimizer)):
         if inner is not None and _steps_in_state(inner):
             for state in inner.state.values():
@@ -232,11 +224,7 @@ class Snapshot:
     state: dict[str, Any] | None
 
     def write(self, folder: Path, name: str) -> list[FileEntry]:
-        """Writes this rank's files of ``folder/name`` and returns their entries, relative to ``folder``.
-
-        Raises:
-            CheckpointError: the operating system refused.
-        """
+        """Writes this rank's files of ``folder/name`` and returns their entries, relative to ``folder``."""
         entries = [
             write_pieces(folder, f"{name}/{_rank_file(self.rank)}.safetensors", self.pieces),
             write_plain(folder, f"{name}/{_rank_file(self.rank)}.json", self.random_states),
@@ -294,7 +282,6 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
 
 
 def _converter_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
-    """The state of layer converters."""
     for name, tensor in model.converter_state().items():
         shape = tuple(tensor.shape)
         yield BlockRange.whole(Block(name, shape, (0,) * len(shape), shape)), tensor
@@ -324,13 +311,8 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
 
     Learning rates and the like follow the present options; only the counts of steps are restored. Random states are
     restored if the layout is the one that wrote them (with dropout 0, as here, nothing that is trained depends on
-    them). A collective: no rank returns before all have loaded.
-
-    Returns:
-        ``extra`` of :func:`take_snapshot`.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model or type, or cannot be read; on every rank.
+    them). A collective: no rank returns before all have loaded. Returns ``extra`` of :func:`take_snapshot`. Raises
+    CheckpointError, on every rank: the checkpoint is of another model or type, or cannot be read.
     """
     problem, asked, state = None, set(), {}
     try:
@@ -375,11 +357,8 @@ def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:
 def _load_converter(
     converter: LayerConverter | type[LayerConverter], every: dict[str, tuple[BlockRange, Tensor]], reader: TensorReader
 ) -> set[str]:
-    """Fills a converter's state; returns the names of the tensors that were read, or are not needed.
-
-    Raises:
-        CheckpointError: it was written with other options of the converter, or by other layers.
-    """
+    """Fills a converter's state; returns the names of the tensors that were read, or are not needed. Raises
+    CheckpointError: it was written with other options of the converter, or by other layers."""
     stored, prefix = reader.index.tensors, f"{converter.name}."
     pieces = {key: held for key, held in every.items() if key.startswith(prefix)}
     unread = {key for key in stored if key.startswith(prefix)}

@@ -1,8 +1,7 @@
 """The critic of one rank: values of the states before each response token, and its train step.
 
 A decoder whose vocabulary projection is replaced by one linear output, on the last stage of any layout. Every public
-method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``policy``: B =
-sequences, N = response tokens, H = hidden size.
+method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``policy``.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronCritic(MegatronModel):
-    """A value model on Megatron-core, this rank's share of it."""
-
     def read_shape(self) -> ModelShape:
-        """The checkpoint's decoder with a value head."""
         return read_value_shape(self.settings.model_path, self.settings.value_head)
 
     def load_weights(self) -> None:
@@ -62,10 +58,8 @@ class MegatronCritic(MegatronModel):
 
     @torch.no_grad()
     def values(self, batch: SequenceBatch) -> Tensor:
-        """fp32 (N,) values at the response tokens of this data-parallel rank, on every rank of the replica.
-
-        Each is the value of the state before its token: the prompt and the response up to there.
-        """
+        """fp32 (N,) values at the response tokens of this data-parallel rank, on every rank of the replica: each of the
+        state before its token."""
         (values_N,) = self.schedule.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
         return values_N
 
@@ -78,15 +72,9 @@ class MegatronCritic(MegatronModel):
     def train_step(self, batch: SequenceBatch, targets: ValueTargets, more: bool = False) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``targets``.
 
-        Args:
-            more: another train step follows, see ``optimizer_step``.
-
-        Returns:
-            ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of the whole mini-batch, the
-            same on every rank.
-
-        Raises:
-            NonFiniteUpdateError: the loss or the gradient norm is not finite.
+        Returns ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of the whole mini-batch,
+        the same on every rank. ``more``: see ``optimizer_step``. Raises NonFiniteUpdateError: the loss or the gradient
+        norm is not finite.
         """
         metrics = self.accumulate_gradients(batch, targets)
         if not math.isfinite(metrics["loss/value"]):
@@ -114,10 +102,8 @@ class MegatronCritic(MegatronModel):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier.
-
-        transformers finds the value head under the name ``score`` only. Returns what ``write_hf`` does.
-        """
+        """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier,
+        which finds the value head under the name ``score`` only. Returns what ``write_hf`` does."""
         return self.write_hf(target, self._hf_config_changes())
 
     def _hf_config_changes(self) -> dict[str, Any]:

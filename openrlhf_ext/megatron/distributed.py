@@ -54,11 +54,7 @@ def build_groups(layout: ParallelLayout, timeout_s: float) -> None:
 
 @contextmanager
 def fake_rank(layout: ParallelLayout, rank: int) -> Iterator[None]:
-    """In the body this process is ``rank`` of the layout: Megatron's groups exist, collectives do nothing.
-
-    Raises:
-        RuntimeError: the process has a process group already.
-    """
+    """In the body this process is ``rank`` of the layout: Megatron's groups exist, collectives do nothing."""
     if dist.is_initialized():
         raise RuntimeError("a fake rank needs a process without a process group, this one has one")
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,21 +1,17 @@
-"""A trained model's states in host memory while others need the device, and back again, bit for bit.
+"""A trained model's states in host memory while others need the device, and back again, bit for bit; frozen copies.
 
 What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
-view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object and sees the old
-values. Raw pointers change; nothing here keeps any.
-
-Three kinds of state, each moved by itself:
+view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object. Raw pointers change;
+nothing here keeps any. Kinds of state, each moved by itself:
 
 * ``parameters``: what the forward pass reads;
 * ``gradients``: DDP's buffers. Only their room is given back: a train step starts by clearing them, so they come back
-  as zeros. Between the backward pass and the optimizer step they must therefore stay;
+  as zeros, and must stay between the backward pass and the optimizer step;
 * ``optimizer``: master weights and moments.
 
-On CPU, where nothing is gained, a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make
-the round trip, and it is zero meanwhile.
-
-Device memory never exceeds what it was before: one storage at a time is copied and emptied. Host memory is taken once,
-pinned, and kept, because pinning is slow: as many bytes as parameters and optimizer states have.
+On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the round trip, and it is
+zero meanwhile. One storage at a time is copied and emptied, so that device memory never exceeds what it was before.
+Host memory is taken once, pinned, and kept, because pinning is slow.
 """
 
 from __future__ import annotations
@@ -47,8 +43,8 @@ class Swap:
 
     Attributes:
         moved_bytes: bytes of the storages that were emptied or filled.
-        measured_bytes: by how much torch's reserved device memory fell (offload) or rose (reload); on CPU, where there
-            is no such measure, the bytes of storages that were really emptied or filled.
+        measured_bytes: by how much torch's reserved device memory changed; on CPU the bytes that were really emptied or
+            filled.
         seconds: of the call, transfers completed.
     """
 
@@ -58,10 +54,8 @@ class Swap:
 
 
 class ModelStates:
-    """The states of one rank's model and optimizer, each kind either on the device or in host memory.
-
-    Not a collective: every rank moves its own.
-    """
+    """The states of one rank's model and optimizer, each kind either on the device or in host memory. Not a
+    collective."""
 
     def __init__(
         self,
@@ -70,13 +64,8 @@ class ModelStates:
         device: torch.device,
         converters: Sequence[LayerConverter] = (),
     ) -> None:
-        """
-        Args:
-            models: model chunks, DDP-wrapped if they are trained.
-            optimizer: None for a model that is never trained.
-            device: where the states live; others (Adam's step counters) are left alone.
-            converters: of the model; what their layers keep goes with the parameters.
-        """
+        """``device`` is where the states live; others (Adam's step counters) are left alone. What layers of
+        ``converters`` keep goes with the parameters."""
         self._models, self._optimizer, self._device = list(models), optimizer, device
         self._converters = converters
         self._away: dict[str, list[_Absent]] = {}
@@ -87,7 +76,7 @@ class ModelStates:
         return frozenset(KINDS) - self._away.keys()
 
     def offload(self, *kinds: str) -> Swap:
-        """Moves these kinds (none named: all) to host memory; those already there stay."""
+        """Moves these kinds (none named: all) to host memory."""
         todo = [kind for kind in _known(kinds) if kind in self.resident]
         with _Measured(self._device) as measured:
             if "parameters" in todo:
@@ -107,7 +96,7 @@ class ModelStates:
         return swap
 
     def reload(self, *kinds: str) -> Swap:
-        """Moves these kinds (none named: all) back to the device; those already there stay."""
+        """Moves these kinds (none named: all) back to the device."""
         todo = [kind for kind in _known(kinds) if kind in self._away]
         with _Measured(self._device) as measured:
             for kind in todo:
@@ -193,7 +182,6 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
@@ -214,7 +202,7 @@ class HostArena:
         return [list(self.pieces(start, nbytes)) for start, nbytes in zip(starts, sizes, strict=True)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Tensor]:
-        """Views that together are the bytes ``offset`` to ``offset + nbytes``, in order."""
+        """Views that together are the bytes ``offset`` to ``offset + nbytes``."""
         while nbytes:
             chunk, start = divmod(offset, self._chunk_bytes)
             size = min(nbytes, self._chunk_bytes - start)
@@ -268,8 +256,6 @@ class _Absent:
 
 
 class _Measured:
-    """Time and device memory of a block."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._moved_bytes = self._freed_bytes = 0
@@ -313,12 +299,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 class FrozenCopy:
-    """This rank's weights as they are now, kept in host memory. Not a collective.
+    """This rank's weights as they are now in host memory, swapped in for one forward pass: a reference policy, a guide.
+
+    The exchange goes parameter by parameter, so that it needs room on the device for the largest one only.
 
     Args:
         load: puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit
-            for bit. It needs no more memory than the copy.
-        state: other tensors that belong to the weights (``converter_state``), kept and exchanged with them.
+            for bit.
+        state: other tensors that belong to the weights (``converter_state``), exchanged with them.
     """
 
     def __init__(
@@ -343,10 +331,8 @@ class FrozenCopy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within the body the parameters hold the reference's weights; afterwards their own again, bit for bit.
-
-        In place: views (Megatron's buffers of a distributed optimizer) stay valid. The optimizer must not step inside.
-        """
+        """Within the body the parameters hold the copy's weights, afterwards their own again, bit for bit. In place, so
+        that views on them stay valid; the optimizer must not step inside."""
         self._exchange()
         try:
             yield

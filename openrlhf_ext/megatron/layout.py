@@ -1,8 +1,7 @@
 """How the ranks of a run are arranged: the one place that knows the order of ranks.
 
-Ranks are ordered tp-cp-ep-pp-dp (tensor parallelism varies fastest, data parallelism slowest), because OpenRLHF's actor
-group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank. Who belongs to which replica, stage and tensor
-group is asked of ``ParallelLayout``, and not computed from a rank's number anywhere else.
+It is tp-cp-ep-pp-dp (tensor parallelism varies fastest), because OpenRLHF's actor group treats ``tp * cp * pp``
+contiguous ranks as one data-parallel rank.
 """
 
 from __future__ import annotations
@@ -38,18 +37,14 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, options: Megatron, ranks: int) -> ParallelLayout:
-        """How a model with these options is laid out over so many ranks."""
         return cls(
             ranks, options.tensor_parallel_size, options.pipeline_parallel_size, options.context_parallel_size,
             options.sequence_parallel_enable, options.virtual_pipeline_size,
         )  # fmt: skip
 
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The rules that these degrees break: the fields concerned, and what is wrong.
-
-        Args:
-            name: what the user calls a field.
-        """
+        """The rules that these degrees break: the fields concerned, and what is wrong. ``name``: what the user calls a
+        field."""
         world, tp, pp, cp, sp, vp = (name(field.name) for field in fields(self))
         size, world_size = self.model_parallel_size, self.world_size
         if world_size % size:
@@ -98,7 +93,7 @@ class ParallelLayout:
         return tuple(rank for rank in range(self.world_size) if matches(self.place(rank)))
 
     def answers_for_replica(self, rank: int) -> bool:
-        """Whether the rank is the one of its replica whose answers the driver takes: the first."""
+        """Whether the driver takes this rank's answers for its replica: the first's."""
         return rank == self.ranks(replica=self.place(rank).replica)[0]
 
     @property

@@ -1,7 +1,7 @@
-"""The policy of one rank: forward pass for log-prob and entropy, train step, weights in and out.
+"""A decoder that computes and is trained, what policy and critic have in common; and the policy: log-probs, train step.
 
-Every public method is a collective over all ranks of the policy unless it says otherwise. Shape suffixes as in
-``step.schedule``: B = sequences, N = response tokens.
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes as in
+``step.schedule``: B = sequences, N = response tokens, H = hidden size.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ _FIXED_TOKENS = 128
 
 
 class MegatronModel(BuiltModel):
-    """This rank's share of a decoder with its optimizer.
-
-    Attributes:
-        schedule: computes micro-batches.
-        optimizer, scheduler: None for a model that is never trained.
-    """
+    """This rank's share of a decoder with its schedule and its optimizer (None for a model that is never trained)."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -102,16 +97,9 @@ class MegatronModel(BuiltModel):
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
         """One update with the gradients of a schedule; the schedule moves first, so that no update is lost to rate 0.
 
-        Args:
-            more: another train step follows. With ``megatron.overlap_param_gather`` its forward pass gathers the new
-                parameters; until then only a schedule may read them. Without ``more`` they are complete
-                when this returns.
-
-        Returns:
-            ``grad_norm`` (before clipping) and ``lr``.
-
-        Raises:
-            NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
+        Returns ``grad_norm`` (before clipping) and ``lr``. ``more``: another train step follows. With
+        ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until then only a schedule
+        may read them. Raises NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
         """
         optimizer, scheduler = self._training_parts()
         scheduler.step(1)
@@ -145,7 +133,6 @@ class MegatronPolicy(MegatronModel):
         return super().response_states(hidden_LH, part)
 
     def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
-        """Log-prob and entropy of this rank's response tokens of a micro-batch, from ``response_states``."""
         return linear_logprob_entropy(states, **self._head_operands(part, temperature), **self._head_resources(part))
 
     def _head_operands(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
@@ -174,16 +161,9 @@ class MegatronPolicy(MegatronModel):
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``.
 
         The shares of all micro-batches and ranks add up to the loss of the whole mini-batch, because ``shaped`` carries
-        the whole mini-batch's denominators.
-
-        Args:
-            more: another train step follows, see ``optimizer_step``.
-
-        Returns:
-            The metrics of the whole mini-batch, the same on every rank.
-
-        Raises:
-            NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not finite.
+        the whole mini-batch's denominators. Returns its metrics, the same on every rank. ``more``: see
+        ``optimizer_step``. Raises NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not
+        finite.
         """
         metrics = self.accumulate_gradients(batch, shaped, algorithm)
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
@@ -211,8 +191,8 @@ class MegatronPolicy(MegatronModel):
     def _loss(self, part: PackedBatch, states: Tensor, shaped: LossBatch, algorithm: Algorithm) -> tuple[Tensor, Loss]:
         """What to differentiate on this rank, and the loss of the micro-batch with its metrics.
 
-        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits.
-        A context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
+        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits. A
+        context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
         whole loss, of which only its own log-probs lead back to its hidden states.
         """
         temperature = self.settings.rollout.temperature
@@ -232,8 +212,8 @@ class MegatronPolicy(MegatronModel):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy:
-        """The weights of a checkpoint of this shape, this rank's share of them in host memory, with converters' state
-        of their own. Called before the first train step."""
+        """This rank's share of a checkpoint of this shape in host memory, with converters' state of its own. Called
+        before the first train step."""
         state = self.converter_state().values()
         if path == self.settings.model_path:
             return FrozenCopy(self.chunks, state=state)

@@ -17,14 +17,12 @@ class ModelSettings:
     """A model, its layout and how it computes.
 
     Attributes:
-        model_path: folder of the checkpoint.
         rollout: its temperature is that of log-probs and entropies; micro-batches of passes without gradients.
         train: micro-batches of training; the seed.
         converters: of the decoder's layers, applied in this order.
         optimizer: Adam, its schedule and the largest norm; None: a model that is never trained.
         updates: optimizer steps of the whole run.
-        host_copies: folders of frozen models of the same shape that score in this one's place, kept in host memory, by
-            name.
+        host_copies: folders of frozen models of the same shape, kept in host memory, by name.
         value_head: of a critic: HF name of the head; ``value_head_prefix`` of the checkpoint's config.json wins.
     """
 

@@ -4,13 +4,15 @@
     with phase("training step"):              # around everything in which this rank meets the others
         ...
 
-A thread of every rank answers the question "what are you doing?" on a socket of its own: the phase, for how long, and
-the line the main thread is at. Nobody asks until a collective fails or times out; then `phase` asks all ranks and
-raises `RanksMissingError`, which names those that did not arrive, or whose process does not answer. This costs nothing
-while all is well, and needs no other process alive than the one that asks.
+A thread of every rank answers "what are you doing?" on a socket of its own: the phase, for how long, and the line the
+main thread is at. Nobody asks until a collective fails or times out; then `phase` asks all ranks and raises
+`RanksMissingError`. Gloo raises in the waiting thread when the process group's timeout has passed. NCCL instead ends
+the process from a thread of its own, without saying who is missing: there the monitor reports and ends the process
+shortly before. Who has not come is seen in torch's flight recorder: each call of a group has the same number on all of
+its ranks.
 
-Gloo raises in the waiting thread when the process group's timeout has passed. NCCL instead ends the process from a
-thread of its own, without saying who is missing: there the monitor reports and ends the process shortly before.
+`Gate` and `wait_for_all` are for ranks that wait for one that is busy with files or engines: a collective that outlasts
+its timeout ends the run, and keeps a GPU busy that an engine may share, so they ask the store of the process group.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def keep_nccl_calls() -> None:
 
 
 def nccl_calls() -> NcclCalls:
-    """This process's calls; without NCCL there are none. Takes the Python part of torch only, no call to the device."""
+    """This process's calls, by the Python part of torch only, without a call to the device; without NCCL none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return NcclCalls({}, None)
@@ -114,11 +116,9 @@ class RankState:
         last: the phase it left last.
         seconds: since it entered the phase, or left the last one.
         place: where its main thread is: function, file and line.
-        in_collective: whether that is inside a collective call.
         waited: a collective of its latest phase failed or timed out: it waits, or has waited, for others.
         error: what made it leave its last phase with an exception.
-        begun: under NCCL: number of the last collective that it has called, by group.
-        waiting: under NCCL: the first call that is not done.
+        begun, waiting: under NCCL, see ``NcclCalls``.
         work: which part of its phase it is at, such as a micro-batch; '' = it has not said.
     """
 
@@ -150,13 +150,10 @@ class RankState:
 
 
 class Watchdog:
-    """Knows this rank's phase, answers those who ask, and explains a collective that failed.
-
-    Made by the thread whose phases it watches.
+    """Knows the phase of the thread that makes it, answers those who ask, and explains a collective that failed.
 
     Args:
-        listener: a listening socket, whose address the other ranks know.
-        addresses: of all ranks' listeners, by rank.
+        addresses: of all ranks' listening sockets, by rank.
         timeout_s: how long a collective call may wait, for messages.
         stuck_s: the process ends with a report when the thread has stood still in a phase for so long; None: never.
     """
@@ -187,11 +184,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs the body as a phase; phases may be nested.
-
-        Raises:
-            RanksMissingError: a collective of the body failed or timed out.
-        """
+        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective failed or timed
+        out."""
         self._enter(name)
         error: BaseException | None = None
         try:
@@ -206,11 +200,7 @@ class Watchdog:
             self._leave(error)
 
     def progress(self, work: str = "") -> None:
-        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call).
-
-        Args:
-            work: the part of the phase that begins.
-        """
+        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call)."""
         self._progress += 1
         self._work = work
 
@@ -261,11 +251,9 @@ class Watchdog:
             )
 
     def report(self) -> str:
-        """Which ranks did not arrive, and what every rank is doing."""
         return describe_ranks(self.addresses)
 
     def close(self) -> None:
-        """Ends the thread; from then on this rank does not answer."""
         self._closing.set()
         with contextlib.suppress(OSError):  # not everywhere, but where it works it wakes the thread at once
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -318,11 +306,7 @@ class Watchdog:
 
 
 def describe_ranks(addresses: Sequence[Address]) -> str:
-    """Asks all ranks what they are doing; the first line names the suspects, then one line for each rank.
-
-    Args:
-        addresses: where the ranks answer, by rank.
-    """
+    """Asks all ranks what they are doing; the first line names the suspects, then one line for each rank."""
     states = ask_ranks(addresses)
     found = find_suspects(states)
     head = [f"{why}: {', '.join(f'rank {rank}' for rank in ranks)}." for why, ranks in found.items()]
@@ -336,7 +320,6 @@ def describe_ranks(addresses: Sequence[Address]) -> str:
 
 
 def ask_ranks(addresses: Sequence[Address]) -> list[RankState | OSError]:
-    """What each rank is doing, or why it does not answer."""
     with ThreadPoolExecutor(max_workers=min(64, max(1, len(addresses)))) as pool:
         return list(pool.map(ask_rank, addresses))
 
@@ -354,9 +337,8 @@ def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSEr
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
     """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
 
-    Ranks that have called fewer of NCCL's collectives than others of their group, or are in the phase but not in a
-    collective, are suspected only if there is no better reason to suspect anyone: they may be about to enter one. Ranks
-    whose own collective failed were waiting, and are never suspected.
+    Ranks that are behind in NCCL's calls, or in the phase but not in a collective, are suspected only without a better
+    reason to suspect anyone: they may be about to enter one. Ranks whose own collective failed are never suspected.
     """
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
@@ -431,11 +413,7 @@ _monitor: Watchdog | None = None
 
 
 def start_watchdog(timeout_s: float) -> Address:
-    """Starts this process's monitor and returns where it answers. A collective over the default process group.
-
-    Args:
-        timeout_s: the timeout of the process groups.
-    """
+    """Starts this process's monitor and returns where it answers. A collective over the default process group."""
     global _monitor
     stop_watchdog()
     listener = _listen_towards(os.environ["MASTER_ADDR"])
@@ -457,11 +435,7 @@ def stop_watchdog() -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Runs the body as a phase of this process's monitor; without a monitor it just runs.
-
-    Raises:
-        RanksMissingError: a collective of the body failed or timed out.
-    """
+    """Runs the body as a phase of this process's monitor (``Watchdog.phase``); without a monitor it just runs."""
     if _monitor is None:
         yield
         return
@@ -523,7 +497,6 @@ class Gate:
 
 
 def wait_for_all() -> None:
-    """Returns when all ranks have come here, like a barrier."""
     arrived = Counter()
     arrived.add_one()
     arrived.wait_for(dist.get_world_size())

@@ -42,14 +42,11 @@ class LayerConverter:
         """Changes a layer's spec in place, ours or TransformerEngine's, of the same tree; ``number`` from 0."""
 
     def start(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """What there is to do before a loaded model is used, proofs included. A collective.
-
-        Args:
-            compute: a forward pass over a fixed sequence, in training mode or not.
-        """
+        """What there is to do before a loaded model is used, proofs included. A collective. ``compute``: a forward pass
+        over a fixed sequence, in training mode or not."""
 
     def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """Makes the state that belongs to weights anew, because others were loaded after the start. A collective."""
+        """Makes the state that belongs to weights anew, because others were loaded. A collective."""
 
     def state(self, chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
         """Contiguous tensors, changed in place, that checkpoints and frozen copies keep; by names that are the same in
@@ -73,7 +70,7 @@ class LayerConverter:
 
 
 def kept_bytes(converters: Sequence[LayerConverter], decoder: TransformerBlock) -> int:
-    """Bytes that a decoder's layers keep on this rank besides parameters, from the shapes of these."""
+    """Bytes that a decoder's layers keep on this rank besides parameters."""
     total = 0
     for layer in decoder.layers:
         each = sum(c.kept_per_weight(layer.layer_number - 1, decoder.config.num_layers) for c in converters)

@@ -1,7 +1,7 @@
-"""FP8 as a layer converter: TransformerEngine's layers, told by Megatron's configuration, or ours, emulated.
+"""FP8 as a layer converter: TransformerEngine's layers, told by Megatron's configuration and proven, or ours, emulated.
 
-The state of delayed scaling is scales and the largest entries of earlier micro-batches. These are agreed on by all
-tensor-, context- and data-parallel ranks of a stage, so that a layer's state is the same on each of them.
+The state of delayed scaling, scales and the largest entries of earlier micro-batches, is agreed on by all tensor-,
+context- and data-parallel ranks of a stage. Read in TransformerEngine 2.11.0 and megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -96,15 +96,9 @@ def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers: int) -> None:
-    """That the layers of a decoder which has computed once did so in FP8, and no others.
-
-    Args:
-        first_layer: number of the decoder's first layer in the whole model.
-        num_layers: of the whole model.
-
-    Raises:
-        FP8Unavailable: a layer is of another type, or its weight has other codes than the recipe's.
-    """
+    """That the layers of a decoder which has computed once did so in FP8, and no others. ``first_layer``: the number of
+    its first layer among the whole model's ``num_layers``. Raises FP8Unavailable: a layer is of another type, or its
+    weight has other codes than the recipe's."""
     proven: set[str] = set()
     problems = []
     for path, module in linear_layers(decoder).items():
@@ -222,9 +216,9 @@ class FP8Layers(LayerConverter):
     def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
         """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence.
 
-        Without it the first pass would run at scale 1, where most weights are too small for FP8; forward-only passes,
-        of which a probe or a frozen model sees no others, never move a scale. Emulated layers multiply without rounding
-        meanwhile; TransformerEngine's cannot, so that only their second pass has scales that fit.
+        Without it the first pass would run at scale 1, where most weights are too small for FP8, and forward-only
+        passes never move a scale. Emulated layers multiply without rounding meanwhile; TransformerEngine's cannot, so
+        that only their second pass has scales that fit.
         """
         from openrlhf_ext.megatron.layers.emulated import scalings
 
@@ -248,9 +242,7 @@ class FP8Layers(LayerConverter):
 
     def state(self, chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
         """fp32 scales and histories by ``layers.<number in the whole model>.<layer>.<what>``, of 'delayed' only.
-
-        TransformerEngine's exist from the first forward pass on.
-        """
+        TransformerEngine's exist from the first forward pass on."""
         found: dict[str, Tensor] = {}
         for chunk in chunks:
             for path, layer in linear_layers(chunk.decoder).items():
@@ -260,12 +252,9 @@ class FP8Layers(LayerConverter):
         return found
 
     def piece_unit(self, pieces: int) -> int:
-        """For TransformerEngine 2.11, and for the emulation, so that the packs are the same.
-
-        Its products take multiples of 8 rows, and of 16 where rows are summed over (the gradient of a weight). Blocks
-        of 128 rows that sequence parallelism gathers must be whole (``assert_dim_for_all_gather``,
-        float8_blockwise_tensor.py:216).
-        """
+        """TransformerEngine 2.11 takes multiples of 8 rows, of 16 where rows are summed over (the gradient of a
+        weight), and whole blocks of 128 rows that sequence parallelism gathers (``assert_dim_for_all_gather``,
+        float8_blockwise_tensor.py:216). The emulation takes the same, so that the packs are."""
         return 128 if self.recipe.blockwise and pieces > 1 else 16
 
     def kept_per_weight(self, number: int, num_layers: int) -> int:

@@ -68,7 +68,6 @@ def transformer_config(
     megatron: Megatron,
     converters: Sequence[LayerConverter] = (),
 ) -> TransformerConfig:
-    """Megatron's configuration for a Hugging Face model in a layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -125,11 +124,8 @@ class BrokenLibraryError(RuntimeError):
 
 
 def has_transformer_engine() -> bool:
-    """True where TransformerEngine can be used: it is installed and there is a GPU.
-
-    Raises:
-        BrokenLibraryError: it is installed and cannot be imported, or megatron-core cannot use it.
-    """
+    """Whether TransformerEngine is installed and there is a GPU. Raises BrokenLibraryError: it cannot be imported, or
+    megatron-core cannot use it."""
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     remedy = "mend or uninstall it: openrlhf-ext doctor says what is installed"
@@ -150,10 +146,8 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(dtype: torch.dtype, converters: Sequence[LayerConverter] = ()) -> bool:
-    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``).
-
-    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32.
-    """
+    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``). Its
+    attention over packed sequences is flash or cuDNN attention, neither of which takes fp32."""
     return dtype == torch.bfloat16 and not _must_be_ours(converters) and has_transformer_engine()
 
 
@@ -162,12 +156,8 @@ def _must_be_ours(converters: Sequence[LayerConverter]) -> bool:
 
 
 def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
-    """What attention needs to know of a pack.
-
-    Args:
-        fused_rope: the rotary embedding is TransformerEngine's, which reads the boundaries on the device; Megatron's
-            own reads them on the host.
-    """
+    """What attention needs to know of a pack. ``fused_rope``: the rotary embedding is TransformerEngine's, which reads
+    the boundaries on the device; Megatron's own reads them on the host."""
     boundaries = (
         part.boundaries if fused_rope else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
     )
@@ -203,8 +193,8 @@ def _spec(
 
 
 def boundaries_on_device(decoder: torch.nn.Module) -> None:
-    """Lets every attention core read the boundaries of a pack on the device: the rotary embedding before it has read
-    them on the host, from where TransformerEngine's kernels cannot."""
+    """Lets every attention core read the boundaries of a pack on the device, as TransformerEngine's kernels must; the
+    rotary embedding before it has read them on the host."""
 
     def moved(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         pack: PackedSequences = kwargs["packed_seq_params"]
@@ -218,11 +208,9 @@ def boundaries_on_device(decoder: torch.nn.Module) -> None:
 
 
 def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
-    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product.
-
-    Not by ``gradient_accumulation_fusion``: with that Megatron's own output layer, which is only a place for a weight
-    here, refuses to be built without apex (tensor_parallel/layers.py:924).
-    """
+    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product. Not by
+    ``gradient_accumulation_fusion``: with that Megatron's own output layer refuses to be built without apex
+    (tensor_parallel/layers.py:924)."""
     for module in decoder.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
@@ -235,10 +223,8 @@ def build_model(
     meta: bool = False,
     converters: Sequence[LayerConverter] = (),
 ) -> HiddenStateGPTModel:
-    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
-
-    ``meta``: on the default device instead, with our layer spec on every machine (``tools.plan``).
-    """
+    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device. ``meta``: on the
+    default device instead, with our layer spec on every machine (``tools.plan``)."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(

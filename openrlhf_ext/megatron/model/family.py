@@ -1,8 +1,7 @@
 """What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what it refuses.
 
-A family is a ``Family`` in a file of its own (``megatron/families``). Everything that depends on the family reads it
-here; nothing here needs torch. What Megatron builds is the same for all of them: a dense decoder with RMS norms, rotary
-embedding, grouped-query attention and a SiLU-gated MLP.
+Needs no torch. What Megatron builds is the same for all families: a dense decoder with RMS norms, rotary embedding,
+grouped-query attention and a SiLU-gated MLP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders."""
+"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders; and whether a
+checkpoint's tensors and a model's parameters account for each other: every tensor used exactly once, every parameter
+filled exactly once."""
 
 from __future__ import annotations
 
@@ -31,11 +33,8 @@ _MAX_SHARD_BYTES = 5 << 30
 
 
 class HFCheckpoint:
-    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache.
-
-    Raises (constructor and methods):
-        InputError: a file is missing or damaged, or the index does not list what the files hold.
-    """
+    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache. Constructor and methods raise
+    InputError: a file is missing or damaged, or the index does not list what the files hold."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -98,11 +97,8 @@ _SIDE_FILES = (
 
 
 def read_side_files(source: str | Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights.
-
-    Raises:
-        InputError: there is no config.json, or a file cannot be read.
-    """
+    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights. Raises
+    InputError: there is no config.json, or a file cannot be read."""
     source = Path(source)
     if not (source / "config.json").is_file():
         raise InputError(f"{source} holds no config.json, without which nothing can load what is trained from it")
@@ -119,11 +115,8 @@ _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 @dataclass(frozen=True)
 class HFRows:
-    """Consecutive rows of a Hugging Face tensor.
-
-    Attributes:
-        values: the rows; entries of a vector count as rows. Who yields them may use the memory again for the next ones.
-    """
+    """Consecutive rows of a Hugging Face tensor; entries of a vector count as rows. Who yields the ``values`` may use
+    their memory again for the next ones."""
 
     name: str
     start: int
@@ -141,15 +134,13 @@ def save_hf(
 ) -> dict[str, int]:
     """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source.
 
-    The rows go to the files as they come: none is held.
-
-    A new ``target`` appears when everything in it is on disk. In a folder that exists, whose other files stay, the new
-    files are first written beside the old checkpoint; while they take its place there is no ``config.json``, so that a
-    loader finds a whole checkpoint or none. :func:`finish_interrupted` sees to what a kill leaves.
+    The rows go to the files as they come: none is held. A new ``target`` appears when everything in it is on disk. In a
+    folder that exists, whose other files stay, the new files are first written beside the old checkpoint; while they
+    take its place there is no ``config.json``, so that a loader finds a whole checkpoint or none.
+    :func:`finish_interrupted` sees to what a kill leaves.
 
     Args:
-        rows: all rows of all tensors, in order.
-        tensors: what ``rows`` make, in the same order.
+        rows: all rows of all ``tensors``, in the same order.
         side_files: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
             folder may be gone.
         max_shard_bytes: size of a file, unless a tensor alone is larger.
@@ -226,10 +217,8 @@ def _complete(target: Path) -> Path:
 
 
 def _replace(target: Path) -> None:
-    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there.
-
-    Every step can be repeated: what is in the complete folder still has to be moved, and ``config.json`` is moved last.
-    """
+    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there. Every step can
+    be repeated: what is in the complete folder still has to be moved, ``config.json`` last."""
     complete = _complete(target)
     names = read_json(complete / _FILES)
     if outside := [name for name in names if not FILE_NAME.holds(name)]:
@@ -312,7 +301,6 @@ class WeightMapError(ValueError):
 
 
 def describe(problems: Mapping[str, Collection[str]]) -> str:
-    """One line with the names of everything, or the first of very many."""
     return "; ".join(f"{what}: {_listed(sorted(names))}" for what, names in problems.items())
 
 
@@ -328,11 +316,8 @@ def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
 def unaccounted_parameters(
     rules: list[Rule], shape: ModelShape, parameters: Mapping[str, Tensor], size: int
 ) -> Problems:
-    """What keeps ``rules`` from filling every parameter of a chunk exactly once; empty if nothing does.
-
-    Args:
-        parameters: by name, of one of ``size`` tensor-parallel ranks.
-    """
+    """What keeps ``rules`` from filling every parameter of a chunk, of one of ``size`` tensor-parallel ranks, exactly
+    once: kind of problem -> names."""
     filled = Counter(rule.parameter for rule in rules)
     wanted = {rule.parameter: shard_shape(rule, shape, size) for rule in rules}
     problems = {
@@ -349,10 +334,8 @@ def unaccounted_parameters(
 
 
 def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems:
-    """What keeps the checkpoint's tensors from being those of ``config.json``; empty if nothing does.
-
-    A critic's value head may be missing.
-    """
+    """What keeps the checkpoint's tensors from being those of ``config.json``: kind of problem -> names. A critic's
+    value head may be missing."""
     known = {t.name: t.shape for t in hf_tensors(shape)}
     names = checkpoint.names
     # a tied checkpoint may carry a copy of the embedding; old ones carry the rotary table

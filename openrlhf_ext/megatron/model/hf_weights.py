@@ -1,15 +1,12 @@
-"""The parameters of all ranks as Hugging Face tensors: for the rollout engines, for files, for checks.
+"""A Hugging Face checkpoint into this rank's parameters, and the parameters of all ranks out as Hugging Face tensors.
 
-The unit is a ``Part``, consecutive rows of a tensor. Every rank knows from the declarative map alone (``weight_map``)
-which entries of which part it holds, so that many parts travel together and no rank holds more above its own shard than
-what travels, however large an embedding is:
+Loading streams along the declarative map (``weight_map``), some rows after the others from the mapped files. Exporting
+goes by ``Part``, consecutive rows of a tensor. Every rank knows from the map alone which entries of which part it
+holds, so that many parts travel together and no rank holds more above its own shard than what travels:
 
 - where all ranks of the replica see the memory that the parts go to (one host), each copies its own entries to their
   place (``HFExporter.write``): nothing is sent;
 - elsewhere each rank sends what it holds of the parts to rank 0 as one message (``HFExporter.gather``).
-
-The weight sync asks for the tensors of a bucket at a time (``openrlhf_ext.ranks.publishing``), files and checks for all
-rows one after the other (``HFExporter.rows``).
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ class OwnedTensor(NamedTuple):
 
 
 class Ownership:
-    """Every entry of every tensor is given by exactly one rank.
+    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one.
 
     Attributes:
         tensors: by name, in the order of ``hf_tensors``.
@@ -93,7 +90,6 @@ BUCKET_BYTES = 256 << 20
 
 
 def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
-    """The rules of the model chunk ``model``."""
     offset = get_transformer_layer_offset(model.config, getattr(model, "vp_stage", None))
     layers = range(offset, offset + len(model.decoder.layers))
     return stage_rules(shape, layers, model.pre_process, model.post_process)
@@ -102,9 +98,8 @@ def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
 def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
     """Fills this rank's parameters from an HF checkpoint, reading only the rank's own part of every tensor.
 
-    Not a collective. ``chunks`` are this rank's of the model. The checkpoint may be fp32, bf16 or fp16
-    whatever the parameters are: values are then rounded. The value head of a critic stays as it is if the checkpoint
-    has none (that of a language model).
+    Not a collective. The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The
+    value head of a critic stays as it is if the checkpoint has none (that of a language model).
 
     Raises:
         WeightMapError: lists HF tensors that no rule uses, tensors or parameters that are missing, shapes that do not
@@ -160,8 +155,8 @@ class TensorMeta(NamedTuple):
 class HFExporter:
     """One rank's part in exporting a model. Nothing here is a collective but ``gather``, ``rows`` and iteration.
 
-    ``takes_part`` says whether this rank gives something. Global rank 0 always does, and what is gathered comes
-    together there. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
+    ``takes_part``: whether this rank gives something, as global rank 0 always does, where what is gathered comes
+    together. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
     distributed/weight_transfer/base.py:110) whose sender is rank 0.
     """
 
@@ -172,12 +167,8 @@ class HFExporter:
         ownership: Ownership,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
     ) -> None:
-        """
-        Args:
-            chunks: this rank's of the model; their parameters are read at every export.
-            ownership: of the model's tensors.
-            value: what to export of a parameter, of the parameter's shape: its gradient; None: its data.
-        """
+        """The parameters of ``chunks`` are read at every export. ``value``: what to export of a parameter, of its shape
+        (its gradient, say); None: its data."""
         self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
         self._dtype = next(chunks[0].parameters()).dtype
         self._tensors, self._givers = ownership.tensors, ownership.ranks
@@ -197,10 +188,8 @@ class HFExporter:
         return [TensorMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it.
-
-        A tensor may be memory that is used again for the next: copy what has to last.
-        """
+        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it. A
+        tensor may be memory that is used again for the next: copy what has to last."""
         whole: Tensor | None = None
         for part in self.rows():
             wanted = self._tensors[part.name].shape
@@ -218,11 +207,7 @@ class HFExporter:
 
     @torch.no_grad()
     def write(self, parts: Sequence[Part], targets: Sequence[Tensor]) -> None:
-        """Copy what this rank holds of each part to its place.
-
-        Args:
-            targets: where the parts go, of their shapes: memory that all exporting ranks see.
-        """
+        """Copies what this rank holds of each part to its place in ``targets``: memory that all exporting ranks see."""
         if self.takes_part:
             for part, target in zip(parts, targets, strict=True):
                 for piece, values in self._held(part):
@@ -238,7 +223,6 @@ class HFExporter:
                 yield piece, piece.of_shard(shard)
 
     def _pieces(self, part: Part, rank: int) -> list[Piece]:
-        """What a rank gives of the rows."""
         if (part, rank) not in self._known_pieces:  # an update asks for the same ones again and again
             tensor = self._tensors[part.name]
             pieces = list(tensor.slices.get(rank, ()))
@@ -251,12 +235,8 @@ class HFExporter:
 
     @torch.no_grad()
     def gather(self, parts: Sequence[Part], targets: Sequence[Tensor] | None) -> None:
-        """Bring the parts together on global rank 0; a collective of the exporting ranks.
-
-        Args:
-            parts: the same on every rank.
-            targets: rank 0: where they go, on any device; None to drop them. Other ranks: ignored.
-        """
+        """Brings the parts, the same on every rank, together in rank 0's ``targets`` on any device (None to drop them);
+        a collective of the exporting ranks."""
         if not self.takes_part:
             return
         self._connect()
@@ -296,7 +276,7 @@ class HFExporter:
         return messages
 
     def _contents(self, parts: Sequence[Part], rank: int) -> Iterator[tuple[int, Piece, list[int]]]:
-        """What the message of a rank consists of: number of the part, piece, and the piece's shape."""
+        """(number of the part, piece, the piece's shape) of a rank's message."""
         for number, part in enumerate(parts):
             for piece in self._pieces(part, rank):
                 shape = list(self._shape_of(part))
@@ -315,11 +295,9 @@ class HFExporter:
     def rows(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[HFRows]:
         """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
 
-        All ranks have to exhaust the iterator. The exporting ranks wait for rank 0 to ask for the next rows in no
-        collective (``watchdog.Gate``), so rank 0 may do with them what it likes, for as long as it likes.
-
-        Args:
-            bucket_bytes: what a rank may hold above its shard: some rows, and what other ranks send of them.
+        All ranks have to exhaust the iterator. The others wait for rank 0 to ask for the next rows in no collective
+        (``watchdog.Gate``), so that it may take as long as it likes over them. ``bucket_bytes``: what a rank may hold
+        above its shard: some rows, and what other ranks send of them.
         """
         gate = Gate()
         if not self.takes_part:
@@ -353,7 +331,7 @@ class HFExporter:
         return (part.stop - part.start, *self._tensors[part.name].shape[1:])
 
     def _batches(self, most_entries: int) -> Iterator[list[Part]]:
-        """All parts of all tensors in order, as many at a time as have ``most_entries`` together, at least one row."""
+        """All parts in order, as many at a time as have ``most_entries`` together, at least one row."""
         batch: list[Part] = []
         room = most_entries
         for part in self._parts(most_entries):

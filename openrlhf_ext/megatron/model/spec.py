@@ -1,11 +1,14 @@
-"""Transformer layers for machines without TransformerEngine.
+"""Transformer layers for machines without TransformerEngine, and causal attention over context-parallel ranks.
 
 Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
-and the weight map are the same with and without it.
-They lift three limits of megatron-core 0.16.1's own local spec:
+and the weight map are the same with and without it. They lift three limits of megatron-core 0.16.1's own local spec:
 ``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materializes
 the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
 final norm cannot be chosen by a plain layer spec.
+
+Under context parallelism every rank holds two chunks of every sequence ("zig-zag", see ``step.batch``). It gathers the
+keys and values of all ranks, one collective per layer, and attends from its own chunks; the backward pass scatters the
+summed gradients back.
 
 Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-value heads, D = head dimension.
 """
@@ -61,11 +64,8 @@ class _GatherRanks(torch.autograd.Function):
 
 
 class _SumRanks(torch.autograd.Function):
-    """Sum over the ranks; backward: the gradient as it is.
-
-    For values that every rank then uses in the same computation: the gradient of that one computation, not of as many
-    copies of it as there are ranks.
-    """
+    """Sum over the ranks; backward: the gradient as it is, for values that every rank then uses in the same
+    computation: the gradient of that one computation, not of as many copies of it as there are ranks."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -98,11 +98,8 @@ def causal_attention(query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scal
 def context_parallel_attention(
     query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, slots: Sequence[int], scale: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """(L, N, D) causal attention of this rank's tokens over whole sequences.
-
-    Args:
-        slots: length of each sequence's slot in the whole pack, a multiple of twice the group's size.
-    """
+    """(L, N, D) causal attention of this rank's tokens over whole sequences. ``slots``: length of each sequence's slot
+    in the whole pack, a multiple of twice the group's size."""
     size, rank = group.size(), group.rank()
     gathered = _GatherRanks.apply(torch.cat([key_LKD, value_LKD], -1), group)  # (ranks, L, K, 2 D)
     outputs, start = [], 0
@@ -137,8 +134,6 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a weight as Megatron expects it."""
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
         self.eps = eps
@@ -172,7 +167,7 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, for attention on the host and on the device.
 
     Attributes:
-        slots: length of each sequence's slot; at hand on the host, because reading it from the device stalls.
+        slots: length of each sequence's slot, on the host, because reading it from the device stalls.
         boundaries: (sequences + 1,) int32 where the slots begin and end, on the device that computes.
     """
 
@@ -181,11 +176,9 @@ class PackedSequences(PackedSeqParams):
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention inside every sequence of a pack, grouped-query heads included.
-
-    Sequences are attended to one at a time, so that no memory of the order of the pack's length squared is needed. On a
-    GPU in half precision torch's variable-length flash attention takes the whole pack at once.
-    """
+    """Causal scaled-dot-product attention inside every sequence of a pack, one sequence at a time, so that no memory of
+    the order of the pack's length squared is needed; on a GPU in half precision by torch's variable-length flash
+    attention."""
 
     def __init__(
         self,

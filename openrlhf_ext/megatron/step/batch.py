@@ -1,8 +1,16 @@
-"""Sequences as the policy sees them: their tokens, where their response tokens are, and which rows are computed
-together.
+"""Sequences as the policy sees them, which rows are computed together, and the packs of these, without padding.
 
-Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), N = response tokens of all, R =
-ranges of response tokens.
+Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
+slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and
+layers may want multiples of something: that takes a few tokens of padding per sequence, and some at the end of the
+pack. Padding stands behind its sequence, so that causal attention never lets a real token see it, and nothing reads
+what it computes.
+
+Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp`` chunks of a slot, rank r
+holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same work under a causal mask.
+
+Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of response tokens, N =
+response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack, L = those on this rank.
 """
 
 from __future__ import annotations
@@ -47,12 +55,10 @@ class SequenceBatch:
 
     @cached_property
     def sequences(self) -> Segments:
-        """Which of the M tokens are whose."""
         return Segments(self.lengths_B)
 
     @cached_property
     def responses(self) -> Segments:
-        """Which of the N response tokens are whose."""
         return Segments(self._ranges.sums(self.ranges_R2[:, 1] - self.ranges_R2[:, 0]).long())
 
     @cached_property
@@ -92,14 +98,8 @@ class SequenceBatch:
 
 
 def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[tuple[int, int]]]) -> SequenceBatch:
-    """Builds a batch.
-
-    Args:
-        sequences: (S_i,) int32 tokens of each sequence, prompt and response.
-        actions: of each sequence the [start, stop) ranges of its response tokens, ascending.
-    Raises:
-        ValueError: naming the row whose ranges are not in order between its second token and its end.
-    """
+    """Builds a batch of (S_i,) int32 sequences, prompt and response, whose response tokens are at ascending [start,
+    stop). Raises ValueError, naming the row whose ranges are not in order between its second token and its end."""
     lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
         edges = [1, *(edge for span in spans for edge in span), length]
@@ -117,12 +117,8 @@ def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[t
 
 
 def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Relative computing time of each sequence: ``length * (1 + length / attention_length)``.
-
-    Args:
-        attention_length: tokens of a sequence at which attention (quadratic) takes as long as everything else
-            (linear); see ``ModelShape.attention_length``. Infinite: tokens alone count.
-    """
+    """Relative computing time of each sequence: ``length * (1 + length / attention_length)``. For ``attention_length``
+    see ``ModelShape``; infinite: tokens alone count."""
     return [length * (1.0 + length / attention_length) for length in lengths]
 
 
@@ -203,14 +199,9 @@ class LogprobEntropy(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the values of a mini-batch are trained towards.
-
-    Attributes:
-        old_values_N: fp32 values of the rollout, around which new values are clipped.
-        returns_N: fp32 advantages plus old values.
-        segments: which of the N response tokens are whose.
-        tokens: response tokens of the whole mini-batch, of which these rows may be a share.
-    """
+    """What the values of a mini-batch are trained towards: returns (fp32 advantages plus old values), with the old
+    values around which new ones are clipped. ``segments``: which of the N response tokens are whose. ``tokens``:
+    response tokens of the whole mini-batch, of which these rows may be a share."""
 
     old_values_N: Tensor
     returns_N: Tensor
@@ -236,10 +227,9 @@ class ValueTargets:
 class PackedBatch:
     """A micro-batch as this rank computes it.
 
-    The N response tokens that this rank predicts are in the order of the batch. Without context parallelism they are
-    all of the micro-batch's; with it, each of those is predicted by one of the context-parallel ranks, and a rank may
-    have none. Everything that is known before the device computes is a plain value or an index, so that nothing has to
-    be read back from the device.
+    The N response tokens that this rank predicts are in the order of the batch. Under context parallelism each is
+    predicted by one of the ranks, and a rank may have none. What is known before the device computes is a plain value
+    or an index, so that nothing has to be read back.
     """
 
     packed_L: Tensor  # int64 token ids
@@ -267,11 +257,9 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackShape:
-    """What the lengths of a pack must be multiples of.
-
-    ``pieces`` is how many pieces a rank's share of the pack is cut into: the tensor-parallel size under sequence
-    parallelism, else 1. The tokens of a piece are a multiple of ``piece_unit``.
-    """
+    """What the lengths of a pack must be multiples of. ``pieces``: how many pieces a rank's share of the pack is cut
+    into, the tensor-parallel size under sequence parallelism, else 1; the tokens of one are a multiple of
+    ``piece_unit``."""
 
     context_parallel_size: int = 1
     pieces: int = 1
@@ -306,11 +294,8 @@ class TokenCount:
 def pack(
     batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0
 ) -> PackedBatch:
-    """Packs the sequences of a micro-batch.
-
-    Args:
-        first_row, first_token: rows and response tokens of the micro-batches before it.
-    """
+    """Packs the sequences of a micro-batch, before which there are ``first_row`` rows and ``first_token`` response
+    tokens."""
     slots = shape.slots(batch.lengths_B.tolist())
     ends = list(itertools.accumulate(slots, initial=0))
     starts_B = torch.tensor(ends[:-1])

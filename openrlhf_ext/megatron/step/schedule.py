@@ -1,7 +1,9 @@
-"""Micro-batches of a built model through Megatron's pipeline schedules.
+"""Micro-batches of a built model through Megatron's pipeline schedules, and what ranks of a model exchange beside them.
 
-Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B = sequences,
-N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H = hidden size.
+Every stage knows every micro-batch, hence the shape of everything it will receive: shapes are never sent. Every public
+method of ``Schedule`` is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B =
+sequences, N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H =
+hidden size.
 """
 
 from __future__ import annotations
@@ -51,9 +53,7 @@ class StageCommunicator(P2PCommunicator):
     (pipeline_parallel/p2p_communication.py:17, 192; Megatron-LM's argument parser refuses that layout, mcore does not).
     Here every rank posts its receives in the order in which its neighbor posts the matching sends.
 
-    Args:
-        lengths: tokens of each micro-batch in a message (those of one rank), in the order of the schedule.
-        chunks: model chunks per stage.
+    ``lengths``: tokens of each micro-batch in a message (those of one rank), in the order of the schedule.
     """
 
     def __init__(
@@ -148,7 +148,6 @@ def sum_over_replicas(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def broadcast_from_last_stage(tensor: Tensor, device: torch.device) -> None:
-    """Overwrites ``tensor`` (any device) with what the last pipeline stage holds."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         on_device = tensor.to(device)
         dist.broadcast(
@@ -160,11 +159,9 @@ def broadcast_from_last_stage(tensor: Tensor, device: torch.device) -> None:
 
 
 def gather_tokens(values_N: Tensor, part: PackedBatch) -> Tensor:
-    """The values of all response tokens of this micro-batch in order; differentiable.
-
-    A collective of the context-parallel ranks: each gives the values of its own response tokens and gets all. When
-    all of them go on to compute the same loss, the gradient of each entry goes to the rank that gave it.
-    """
+    """The values of all response tokens of this micro-batch in order; differentiable. A collective of the
+    context-parallel ranks, each of which gives those of its own: when all go on to compute the same loss, the gradient
+    of each entry goes to the rank that gave it."""
     mine = values_N.new_zeros(part.response_tokens).scatter(0, part.places_N, values_N)
     return sum_ranks(mine, parallel_state.get_context_parallel_group())
 
@@ -174,11 +171,8 @@ LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, T
 
 
 class Schedule:
-    """One pipeline schedule after the other over the micro-batches of a batch.
-
-    Attributes:
-        counted: tokens of this replica's packs since ``take_count``.
-    """
+    """One pipeline schedule after the other over the micro-batches of a batch. ``counted``: tokens of this replica's
+    packs since ``take_count``."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._model, self.device, self.config = model, model.device, model.config
@@ -204,7 +198,7 @@ class Schedule:
             wanted = most
 
     def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
-        """What each sequence takes of a micro-batch, and how much of that a micro-batch holds."""
+        """What each sequence takes of a micro-batch, and how much one holds."""
         settings = self._model.settings
         tokens = settings.tokens_per_micro_batch(forward_only)
         if tokens is None:
@@ -228,18 +222,16 @@ class Schedule:
         forward_only: bool,
         training: bool | None = None,
     ) -> list[dict[str, Tensor]]:
-        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too.
+        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too. Returns the
+        metrics of each micro-batch on the last stage, nothing elsewhere.
 
         Args:
             plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
-            loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this
-                rank's device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank.
-                Context-parallel ranks share them, and one may have none of them (``part.places_N``). It should read
-                nothing back from the device: the host queues the next micro-batch meanwhile.
+            loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this rank's
+                device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank. Of those of
+                all context-parallel ranks one may have none (``part.places_N``). It should read nothing back from the
+                device: the host queues the next micro-batch meanwhile.
             training: whether modules are in training mode; None: unless ``forward_only``.
-
-        Returns:
-            The metrics of each micro-batch on the last stage, nothing elsewhere.
         """
 
         numbers = itertools.count(1)  # each model chunk of this stage counts its own
@@ -297,7 +289,6 @@ class Schedule:
         return counted
 
     def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
-        """(L, 1, H) the model's output for a pack."""
         # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
         dtype = {} if self._model.dtype == torch.float32 else {"fp32_output": False}
         tokens, positions = part.packed_L[None], part.positions_L[None]
@@ -313,7 +304,6 @@ class Schedule:
         return loss(part, self._model.response_states(hidden.squeeze(1), part))
 
     def _nothing(self, hidden: Tensor) -> Tensor:
-        """The loss of a micro-batch without response tokens."""
         if self._model.settings.optimizer is None or not self._model.settings.megatron.overlap_grad_reduce:
             return hidden[:0].sum()
         # a bucket is reduced when the last micro-batch has given a gradient to all of its parameters, to the head's too
@@ -333,12 +323,8 @@ class Schedule:
     def collect(
         self, batch: SequenceBatch, values: Callable[[PackedBatch, Tensor], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """(N,) fp32 values of the response tokens of this data-parallel rank, on every rank of its replica.
-
-        Args:
-            values: gives the ``count`` values of the response tokens that a rank predicts, from the pack and what
-                ``response_states`` gives.
-        """
+        """(N,) fp32 values of the response tokens of this data-parallel rank, on every rank of its replica. ``values``
+        gives the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives."""
         plan = self.plan(batch, forward_only=True)
         planned = [torch.zeros(batch.responses.tokens, device=self.device) for _ in range(count)]
 
@@ -374,7 +360,6 @@ class Schedule:
 
 
 def planned_rows(plan: Sequence[list[int]]) -> list[int]:
-    """Rows in the order in which a plan computes them."""
     return [row for rows in plan for row in rows]
 
 
