@@ -72,7 +72,6 @@ def write_durably(
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: new files and renames survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -81,7 +80,6 @@ def fsync_folder(folder: Path) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """The first of ``<path>.1``, ``<path>.2``, ... that is not there."""
     number = 1
     while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
@@ -118,7 +116,6 @@ def deal_files(entries: Iterable[FileEntry], ranks: int) -> list[list[FileEntry]
 
 
 def check_files(folder: Path, entries: Iterable[FileEntry]) -> list[str]:
-    """What is wrong with the files: missing, of another size, or of another content. Empty if all are good."""
     return [problem for entry in entries if (problem := _problem(folder / entry.path, entry)) is not None]
 
 

@@ -101,7 +101,6 @@ class CheckpointStore:
         self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
 
     def checkpoints(self) -> list[Path]:
-        """Folders with the name of a checkpoint, oldest first."""
         found = [p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()]
         return sorted(found, key=step_of)
 
@@ -109,7 +108,6 @@ class CheckpointStore:
         return self.folder / f"global_step{step}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the step's checkpoint into."""
         target = self._incomplete(step)
         try:
             shutil.rmtree(target, ignore_errors=True)
@@ -150,7 +148,6 @@ class CheckpointStore:
         write_file(self._incomplete(manifest.step), _PENDING, [content.encode()])
 
     def await_receipts(self, step: int) -> None:
-        """Returns when the receipts of ranks that have written are seen here, as ``commit`` waits for their files."""
         folder = self._incomplete(step)
         noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
         deadline = time.monotonic() + self.visible_s
@@ -181,7 +178,6 @@ class CheckpointStore:
         return manifest
 
     def abandon(self, step: int) -> None:
-        """Removes what was written for a step that failed, so that a full disk has room again."""
         shutil.rmtree(self._incomplete(step), ignore_errors=True)
 
     def clean(self) -> None:
@@ -220,7 +216,6 @@ class CheckpointStore:
         fsync_folder(self.folder)
 
     def best(self) -> dict[str, Any] | None:
-        """What :meth:`mark_best` was told last: ``step``, ``metric``, ``value``."""
         path = self.folder / BEST
         if not path.exists():
             return None

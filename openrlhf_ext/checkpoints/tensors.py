@@ -44,7 +44,6 @@ class Block:
         return math.prod(self.shape)
 
     def overlap(self, other: Block) -> tuple[slice, ...] | None:
-        """Box in global coordinates that both share; None if there is none."""
         shared = []
         for mine, size, theirs, other_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             low, high = max(mine, theirs), min(mine + size, theirs + other_size)
@@ -59,8 +58,6 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Elements ``start`` to ``end`` of a block in row-major order."""
-
     block: Block
     start: int
     end: int
@@ -76,7 +73,6 @@ class BlockRange:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """A whole block keeps its shape; a range is flat."""
         return self.block.shape if (self.start, self.end) == (0, self.block.numel) else (self.end - self.start,)
 
 

@@ -25,8 +25,6 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 class Grid(Enum):
-    """Which entries of a matrix share a scale."""
-
     TENSOR = "all"
     ROWS = "1x128: a row's"
     COLUMNS = "128x1: a column's"
@@ -117,7 +115,6 @@ def _decoded(codes: Tensor) -> Tensor:
 
 @cache
 def _table(dtype: torch.dtype) -> Tensor:
-    """(256,) the value of each code."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
@@ -160,7 +157,6 @@ class Products:
         self._dtypes = {"x": E4M3, "w": E4M3, "dy": E5M2 if recipe.format == "hybrid" else E4M3}
 
     def scales(self, device: torch.device | str = "cpu") -> dict[str, DelayedScale]:
-        """Scales of the operands before the first micro-batch; none unless the recipe is 'delayed'."""
         if not self._recipe.delayed:
             return {}
         return {operand: DelayedScale(dtype, self._recipe, device) for operand, dtype in self._dtypes.items()}

@@ -105,8 +105,6 @@ BY_COLUMNS = (PROJECTION, DOWN)
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer that decide how its weights are cut."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -164,7 +162,6 @@ def engine_shards(shape: LayerShape, size: int) -> list[list[Run]]:
 
 
 def _others(shape: LayerShape, size: int) -> Iterator[list[Run]]:
-    """What both sides cut alike: the inputs of both projections back, gate and up of a rank stacked."""
     heads, ffn = shape.num_heads * shape.head_dim // size, shape.ffn_hidden_size // size
     for rank in range(size):
         yield [_part(PROJECTION, rank, heads)]

@@ -161,7 +161,6 @@ def _warn_once(obstacle: str) -> None:
 
 
 def triton_obstacle(compute: torch.dtype, device: torch.device) -> str | None:
-    """Why the Triton kernels cannot take these tensors; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package 'triton' is not installed"
     if compute != torch.float32:

@@ -108,7 +108,6 @@ def check_finite_hidden(block: Block, order_N: Tensor | None) -> None:
 
 
 def check_finite_statistics(stats: TokenStatistics) -> None:
-    """Raises NonFiniteLogitsError if a distribution is not finite although its hidden state is."""
     finite_N = stats.logprob_N.isfinite() & stats.entropy_N.isfinite()
     if not finite_N.all():
         raise NonFiniteLogitsError(
@@ -368,7 +367,6 @@ class _Call:
         grad_logprob_T: Tensor,
         grad_entropy_T: Tensor | None,
     ) -> tuple[Tensor, WeightGradient | None]:
-        """Gradients of the hidden states and of the weight from those of the outputs."""
         head = self.head(hidden_TH, weight_VH, statistics=False)
         weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
         ordered = TokenStatistics(*(_ordered(value, head.rows) for value in stats))
@@ -465,7 +463,6 @@ def _without_lone_shard(
 def _counts(
     rows_T: Tensor, given: Sequence[int] | None, length: int, group: dist.ProcessGroup, checks: bool
 ) -> Sequence[int]:
-    """Rows that each rank holds: as given, unless there are checks, or counted."""
     if given is not None and not checks:
         return given
     counts = count_rows(rows_T, length, group.size())
@@ -475,7 +472,6 @@ def _counts(
 
 
 def _scale(temperature: float | Tensor, target_T: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """(T,) what the logits are multiplied with; None for 1."""
     if isinstance(temperature, Tensor):
         return temperature.to(target_T.device, dtype).expand_as(target_T).reciprocal()
     if temperature == 1.0:
@@ -484,12 +480,10 @@ def _scale(temperature: float | Tensor, target_T: Tensor, dtype: torch.dtype) ->
 
 
 def _ordered(values_T: Tensor, rows: Rows) -> Tensor:
-    """In the order of processing."""
     return values_T if rows.order_N is None else values_T[rows.order_N]
 
 
 def _restored(stats: TokenStatistics, rows: Rows) -> TokenStatistics:
-    """In the caller's order."""
     if rows.order_N is None:
         return stats
     return TokenStatistics(*(torch.empty_like(value).index_copy_(0, rows.order_N, value) for value in stats))

@@ -114,7 +114,6 @@ class LinearHead:
         return hidden_BH
 
     def tile_scale(self, rows: slice) -> Tensor | None:
-        """(B,) what is left to scale in the tile of logits."""
         if self.scale_N is None or self.precision.operands_are_exact:
             return None
         return self.scale_N[rows]
@@ -172,7 +171,6 @@ class _Buffers:
         return torch.empty(elements, dtype=dtype or self._head.precision.compute, device=self._head.weight_VH.device)
 
     def kept(self, tokens: int, columns: slice) -> Tensor:
-        """The tile of a slice that outlives the others of its block."""
         first = tokens * columns.start
         return self._kept[first : first + tokens * (columns.stop - columns.start)].view(tokens, -1)
 
@@ -275,7 +273,6 @@ def _parts(head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor
 
 
 def _merged(head: LinearHead, parts: Iterable[Tensor], block: Block) -> Tensor:
-    """(4, B) of all slices together."""
     whole_4B, parts = _nothing(head, block.rows.stop - block.rows.start), iter(parts)
     while some := list(itertools.islice(parts, _PARTS)):
         whole_4B = merge(torch.stack([whole_4B, *some]))
@@ -297,7 +294,6 @@ class _BlockGradient:
         self._grad_BH = torch.zeros(operand_BH.shape, dtype=head.precision.compute, device=operand_BH.device)
 
     def recomputed(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> Tensor:
-        """(B, H) from logits that are computed again."""
         head, token = self._head, self._token(stats, coefficients)
         for columns in head.slices:
             weight_SH = self._buffers.weight(columns, head.precision.logits)
@@ -311,7 +307,6 @@ class _BlockGradient:
     def from_kept(
         self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None], parts: list[Tensor]
     ) -> Tensor:
-        """(B, H) from the tiles that the statistics left behind."""
         head, token = self._head, self._token(stats, coefficients)
         for columns, part_4B in zip(head.slices, parts, strict=True):
             kept_BS = self._buffers.kept(self._operand_BH.shape[0], columns)

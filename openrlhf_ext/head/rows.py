@@ -147,8 +147,6 @@ class Rows(Protocol):
 
 
 class ReplicatedRows:
-    """Hidden states (N, H) that every rank of the group holds."""
-
     order_N = None
 
     def __init__(self, hidden_NH: Tensor, shard: VocabularyShard, tokens: int) -> None:
@@ -250,7 +248,6 @@ class SequenceShardedRows:
         return _Gathered(padded, self._places(number), self._group)
 
     def mine(self, number: int) -> Tensor:
-        """Which of this rank's L tokens are in a block."""
         first = sum(shares[self._rank] for shares in self._shares[:number])
         return self._mine[first : first + self._shares[number][self._rank]]
 
@@ -275,8 +272,6 @@ class SequenceShardedRows:
 
 
 class _Gathered:
-    """Rows of one block under way to every rank."""
-
     def __init__(self, padded: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> None:
         self._places = places
         self._all = padded.new_empty(padded.shape[0] * group.size(), padded.shape[1])

@@ -48,13 +48,11 @@ class VocabularyShard:
         return cls(group if size > 1 else None, rank * rows, true_rows, total)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduces in place over the ranks; the deadline is the group's."""
         if self.group is not None and tensor.numel():
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> dist.Work | None:
-        """Begins to sum ``tensor`` in place over the ranks; None where there is nothing to wait for."""
         if self.group is None:
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -122,7 +120,6 @@ def combine(part_4N: Tensor, shard: VocabularyShard) -> TokenStatistics:
 
 
 def _rescaled(maximum: Tensor, total: Tensor, weighted: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """``s`` and ``w`` relative to a reference that is at least the maximum."""
     shift = maximum - reference
     factor = shift.exp()
     return factor * total, factor * (weighted + shift * total)

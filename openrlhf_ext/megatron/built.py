@@ -109,7 +109,6 @@ class BuiltModel:
         return read_model_shape(self.settings.model_path)
 
     def build_chunks(self) -> list[HiddenStateGPTModel]:
-        """This rank's model chunks, on its device, parameters not yet loaded."""
         chunks = self.settings.layout.virtual_pipeline_size
         stages = [None] if chunks == 1 else range(chunks)
         return [build_model(self.shape, self.config, stage, converters=self.settings.converters) for stage in stages]
@@ -167,7 +166,6 @@ class BuiltModel:
     # ---- weights out ------------------------------------------------------------------------------------------------
 
     def exporter(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> HFExporter:
-        """This rank's part in exporting the weights, or another ``value`` of each parameter."""
         return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout), value)
 
     def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +173,6 @@ class BuiltModel:
         return iter(self.exporter(value))
 
     def export_rows(self) -> Iterator[HFRows]:
-        """The same some rows at a time (``HFExporter.rows``)."""
         return self.exporter().rows()
 
     def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:

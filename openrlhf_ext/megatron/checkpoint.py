@@ -335,7 +335,6 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
 
 
 def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
-    """Fills weights and optimizer state; returns the names of the tensors that were read."""
     ranges = optimizer_ranges(model.optimizer)
     asked: set[str] = set()
     for block in parameter_blocks(model):
@@ -389,7 +388,6 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
 
 
 def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[BlockRange, Tensor]]:
-    """Every piece this rank needs of the block, and where its elements go."""
     yield BlockRange.whole(_named(block.block, "model")), block.elements()
     if held is not None:
         for name, start, end, tensor in _state_of(block, held):
@@ -413,7 +411,6 @@ def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> N
 
 
 def random_states() -> dict[str, Any]:
-    """States of every random generator that training may draw from in this process."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

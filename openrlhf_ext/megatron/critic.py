@@ -82,7 +82,6 @@ class MegatronCritic(MegatronModel):
         return metrics | {f"value/{name}": number for name, number in self.optimizer_step(more).items()}
 
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
-        """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
         clip, targets = self.value_clip, targets.select(planned_rows(plan)).to(self.device)

@@ -36,7 +36,6 @@ def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) 
 
 
 def build_groups(layout: ParallelLayout, timeout_s: float) -> None:
-    """Builds Megatron's groups over the default process group; ``timeout_s`` is that of their collectives."""
     virtual = layout.virtual_pipeline_size
     parallel_state.initialize_model_parallel(
         layout.tensor_parallel_size,

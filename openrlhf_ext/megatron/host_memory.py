@@ -107,7 +107,6 @@ class ModelStates:
         return measured.swap
 
     def nbytes(self, kind: str) -> int:
-        """Bytes that the kind has on the device, or would have."""
         if kind in self._away:
             return sum(absent.nbytes for absent in self._away[kind])
         return sum(storage.nbytes() for storage in self._storages(kind))
@@ -250,7 +249,6 @@ class _Absent:
             here.copy_(there, non_blocking=True)
 
     def _pairs(self, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(part of the storage, its place in host memory)."""
         sizes = [piece.numel() for piece in pieces]
         return zip(_bytes_of(self.storage, self.device).split(sizes), pieces, strict=True)
 

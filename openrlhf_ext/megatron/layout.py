@@ -93,12 +93,10 @@ class ParallelLayout:
         return tuple(rank for rank in range(self.world_size) if matches(self.place(rank)))
 
     def answers_for_replica(self, rank: int) -> bool:
-        """Whether the driver takes this rank's answers for its replica: the first's."""
         return rank == self.ranks(replica=self.place(rank).replica)[0]
 
     @property
     def near_ranks(self) -> int:
-        """How many neighboring ranks talk in every layer, and should be on one node: tensor times context parallel."""
         return self.tensor_parallel_size * self.context_parallel_size
 
     @property

@@ -55,7 +55,6 @@ class MegatronModel(BuiltModel):
     # ---- layer converters -------------------------------------------------------------------------------------------
 
     def converter_state(self) -> dict[str, Tensor]:
-        """The state of all converters by the names of checkpoints. Not a collective."""
         return {
             f"{converter.name}.{name}": tensor
             for converter in self.settings.converters
@@ -174,7 +173,6 @@ class MegatronPolicy(MegatronModel):
         return metrics | self.optimizer_step(more)
 
     def accumulate_gradients(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
-        """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it

@@ -325,7 +325,6 @@ def ask_ranks(addresses: Sequence[Address]) -> list[RankState | OSError]:
 
 
 def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSError:
-    """What a rank is doing, or why it does not answer."""
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
@@ -378,7 +377,6 @@ def _describe(state: RankState | OSError) -> str:
 
 
 def _stack(thread_id: int) -> list[FrameType]:
-    """Frames of a thread, innermost first."""
     frame, frames = sys._current_frames().get(thread_id), []
     while frame is not None:
         frames.append(frame)
@@ -444,13 +442,11 @@ def phase(name: str) -> Iterator[None]:
 
 
 def progress(work: str = "") -> None:
-    """Tells this process's monitor, if there is one, that the phase goes on: once per micro-batch or tensor, say."""
     if _monitor is not None:
         _monitor.progress(work)
 
 
 def _listen_towards(peer: str) -> socket.socket:
-    """A listening socket on the network that leads to ``peer``."""
     family, *_, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
@@ -488,7 +484,6 @@ class Gate:
         self._opened, self._count = Counter(), 0
 
     def next(self) -> None:
-        """On rank 0: opens the gate once more. On the others: returns when it is open."""
         self._count += 1
         if dist.get_rank() == 0:
             self._opened.add_one()

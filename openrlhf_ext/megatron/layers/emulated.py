@@ -51,7 +51,6 @@ class Scaling:
         return now
 
     def of_backward(self, dy_LN: Tensor) -> dict[str, Tensor]:
-        """The scale of dy for this pass, which moves it."""
         if not self.scales:
             return {}
         self.scales["dy"].record(dy_LN)
@@ -95,7 +94,6 @@ class EmulatedRowParallelLinear(EmulatedLinear, RowParallelLinear):
 
 
 def emulated_linears(recipe: Recipe) -> tuple[ModuleSpec, ModuleSpec]:
-    """What the column-parallel linears of a layer (with their norm) are, and its row-parallel ones."""
     classes = (EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear)
     column, row = (ModuleSpec(module=kind, params={"recipe": recipe}) for kind in classes)
     return column, row

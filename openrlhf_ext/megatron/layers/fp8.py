@@ -75,7 +75,6 @@ def _library_problems(recipe: Recipe) -> list[str]:
 
 
 def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
-    """Whether the import took the kind of scales from the environment."""
     classes = {"blockwise": "Float8BlockScaling", "current": "Float8CurrentScaling"}
     if recipe.delayed:
         return []
@@ -91,7 +90,6 @@ def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
 
 
 def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The decoder's linear layers by path, of all precisions."""
     return {name: module for name, module in decoder.named_modules() if name.rpartition(".")[2] in _KINDS}
 
 
@@ -201,7 +199,6 @@ class FP8Layers(LayerConverter):
             attention.linear_proj = mlp.linear_fc2 = row
 
     def start(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """Raises FP8Unavailable if a layer computes in another precision."""
         from openrlhf_ext.megatron.layers.emulated import follow_micro_batches
 
         for chunk in chunks:

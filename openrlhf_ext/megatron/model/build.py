@@ -112,7 +112,6 @@ def transformer_config(
 
 
 def recompute_arguments(megatron: Megatron) -> dict[str, Any]:
-    """Megatron's names for the activations that are recomputed."""
     chosen: dict[str, Any] = {"recompute_modules": list(megatron.recompute_modules)}
     if megatron.recompute == "full":
         chosen = {"recompute_method": megatron.recompute_method, "recompute_num_layers": megatron.recompute_num_layers}

@@ -51,7 +51,6 @@ class HFCheckpoint:
         return tuple(view.get_shape()), view.get_dtype()
 
     def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """Entries [start, stop) of a tensor along ``axis`` (0 or 1); the whole tensor by default."""
         view = self._view(name)
         with reading(self._file_of[name], "as safetensors"):
             return view[start:stop] if axis == 0 else view[:, start:stop]
@@ -274,7 +273,6 @@ def _bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
 
 
 def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> Iterator[Tensor]:
-    """The next rows, which have to be all rows of ``tensor`` in order."""
     expected = 0
     while expected < tensor.shape[0]:
         part = next(rows, None)
@@ -309,7 +307,6 @@ def _listed(names: list[str]) -> str:
 
 
 def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
-    """The name of the value head if the model has one and the checkpoint has not."""
     return set() if shape.value_head is None else {f"{shape.value_head}.weight"} - checkpoint.names
 
 

@@ -263,7 +263,6 @@ class HFExporter:
             _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), 0, self._group)])
 
     def _receive(self, parts: Sequence[Part]) -> list[tuple[int, Tensor]]:
-        """(rank, message) of every other rank that gives something."""
         like = self._value(next(iter(self._own.values())))
         messages, operations = [], []
         for rank in self._givers:
@@ -323,7 +322,6 @@ class HFExporter:
                 yield HFRows(part.name, part.start, targets[part] if part in targets else next(self._held(part))[1])
 
     def _is_whole_on_rank_0(self, part: Part) -> bool:
-        """Whether rank 0 holds the rows in one piece, so that they can be had without a copy."""
         pieces = self._pieces(part, 0)
         return len(pieces) == 1 and pieces[0].length == self._shape_of(part)[pieces[0].dim]
 

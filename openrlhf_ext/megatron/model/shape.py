@@ -28,8 +28,6 @@ __all__ = ["ModelShape", "read_model_shape", "read_value_shape"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions and switches of a dense decoder of one of the ``families``."""
-
     model_type: str
     num_layers: int
     hidden_size: int

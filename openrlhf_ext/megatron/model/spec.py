@@ -229,7 +229,6 @@ class CausalAttention(torch.nn.Module):
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One decoder layer with TransformerEngine's module tree."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -258,7 +257,6 @@ def block_spec(
     layer: Callable[[TransformerConfig], ModuleSpec] = layer_spec,
     norm: type = RMSNorm,
 ) -> TransformerBlockSubmodules:
-    """The layers of this (virtual) pipeline stage, converted, and the final norm."""
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [layer(config) for _ in range(get_num_layers_to_build(config, vp_stage))]
     for number, spec in enumerate(layers, first):

@@ -67,7 +67,6 @@ def owned_rules(shape: ModelShape, stages: int, chunks: int = 1) -> Iterator[tup
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of a rule's HF tensors, known from the configuration alone."""
     sizes = {
         "one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "vocab": shape.vocab_size,
         "head": shape.head_dim, "queries": shape.num_heads * shape.head_dim,

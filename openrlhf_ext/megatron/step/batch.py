@@ -82,7 +82,6 @@ class SequenceBatch:
         return torch.cat([self.lengths_B[:0], *(torch.arange(start - 1, stop - 1) for start, stop in spans)])
 
     def select(self, rows: RowSelection) -> SequenceBatch:
-        """These sequences; its tensors are views for a slice."""
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
         return SequenceBatch(
             self.sequences.take(self.tokens_M, rows),
@@ -215,7 +214,6 @@ class ValueTargets:
         self.__dict__.update({name: unpacked(value) for name, value in state.items()})
 
     def select(self, rows: RowSelection) -> ValueTargets:
-        """These rows, with the denominator of the whole mini-batch."""
         values_N, returns_N = (self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N))
         return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 

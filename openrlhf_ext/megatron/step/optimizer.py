@@ -59,7 +59,6 @@ def build_optimizer(
 
 
 def _finite_norm(norm: Callable[[], float]) -> float:
-    """The gradient norm, the same on all ranks of the model. Raises NonFiniteUpdateError: it is NaN or infinite."""
     value = norm()
     if not math.isfinite(value):
         raise NonFiniteUpdateError(f"values that are not finite: the train step gave the gradient norm {value}")

@@ -198,7 +198,6 @@ class Schedule:
             wanted = most
 
     def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
-        """What each sequence takes of a micro-batch, and how much one holds."""
         settings = self._model.settings
         tokens = settings.tokens_per_micro_batch(forward_only)
         if tokens is None:
@@ -273,7 +272,6 @@ class Schedule:
         return PackShape(self.config.context_parallel_size, pieces, unit)
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
         padding_row = [2]
         lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
         return [self._pack_shape.tokens_per_rank(part) for part in lengths]
