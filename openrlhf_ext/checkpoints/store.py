@@ -86,14 +86,9 @@ def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None
 
 
 class CheckpointStore:
-    """The checkpoints in one folder. One process at a time writes.
-
-    Args:
-        folder: made when the first checkpoint begins; on a file system that every node shares.
-        keep: checkpoints kept besides the best one.
-        max_bytes: space that resumable checkpoints may take together; the newest one is never deleted.
-        visible_s: how long files that other nodes have written may take to appear here (network file systems cache).
-    """
+    """The checkpoints in one folder on a file system that every node shares; one process at a time writes. ``keep``:
+    checkpoints kept besides the best one. ``max_bytes``: space that resumable ones may take together; the newest one is
+    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here."""
 
     def __init__(
         self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S

@@ -20,11 +20,9 @@ def wheel_folder() -> Path | None:
 
 
 def cuda_home() -> Path | None:
-    """The toolkit that CUDA_HOME has to name; None: there is one that is found without it, or none at all.
-
-    DeepGEMM looks at CUDA_HOME, nvcc on PATH and /usr/local/cuda, and fails at its import without any of them
-    (vllm 0.29.0 third_party/deep_gemm/__init__.py:106).
-    """
+    """The toolkit that CUDA_HOME has to name; None: there is one that is found without it, or none at all. DeepGEMM
+    looks at CUDA_HOME, nvcc on PATH and /usr/local/cuda, and fails at its import without any (vllm 0.29.0
+    third_party/deep_gemm/__init__.py:106)."""
     if named := os.environ.get("CUDA_HOME"):
         return Path(named)
     return None if shutil.which("nvcc") or _USUAL.is_dir() else wheel_folder()

@@ -47,11 +47,8 @@ class Quantized(NamedTuple):
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To FP8; what is too large, infinity too, becomes the largest value, NaN stays.
-
-    A plain cast would not do: from |x| = 464 on torch 2.11 makes NaN of it for E4M3, torch 2.13 the largest value, and
-    for E5M2 both make infinity from 61440 on.
-    """
+    """To FP8; what is too large, infinity too, becomes the largest value, NaN stays. A plain cast would not do: from
+    |x| = 464 on torch 2.11 makes NaN of it for E4M3, and for E5M2 it makes infinity from 61440 on."""
     return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
@@ -119,12 +116,9 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 
 class DelayedScale:
-    """The scale of one tensor under delayed scaling, which earlier micro-batches have set.
-
-    Attributes:
-        scale: () fp32, what the next micro-batch is multiplied by; 1 before any has been seen.
-        history_A: (amax_history_len,) fp32 largest absolute entries; the first collects the present micro-batch's.
-    """
+    """The () fp32 scale of one tensor under delayed scaling: what the next micro-batch is multiplied by, 1 before any.
+    ``history_A``: fp32 largest absolute entries of ``amax_history_len`` micro-batches; the first collects the present
+    one's."""
 
     def __init__(self, dtype: torch.dtype, recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.dtype, self._recipe = dtype, recipe

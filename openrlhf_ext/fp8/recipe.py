@@ -41,27 +41,19 @@ class BF16Layers:
 class Recipe:
     """How the linear layers of a decoder (q, k, v, output of attention, MLP) multiply in FP8, with sums in fp32.
 
-    Attributes:
-        name: 'blockwise': a scale for 1x128 entries of activations and gradients and for 128x128 of a weight (DeepSeek-
-            V3, arXiv 2412.19437 section 3.3); 'current': one for a tensor, from the tensor itself; 'delayed': one for a
-            tensor, from the largest entries of earlier micro-batches.
-        format: 'e4m3' everywhere, or 'hybrid': E5M2 for the gradients of outputs.
-        scales: 'fp32', or 'pow2': rounded down to powers of two.
-        margin: delayed: scales are 2^margin smaller than would fit.
-        amax_history_len: delayed: micro-batches that are remembered.
-        amax_compute_algo: delayed: the 'max' of them, or the 'most_recent'.
-        bf16_layers: decoder layers that are left out.
-        emulate: round as FP8 does and multiply in fp32, in plain torch on any machine; else TransformerEngine.
+    ``name``: 'blockwise': a scale for 1x128 entries of activations and gradients and for 128x128 of a weight
+    (DeepSeek-V3, arXiv 2412.19437 section 3.3); 'current': one for a tensor, from the tensor itself; 'delayed': one for
+    a tensor, from the largest entries of earlier micro-batches.
     """
 
     name: str = "blockwise"
-    format: str = "e4m3"
-    scales: str = "fp32"
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
-    bf16_layers: BF16Layers = BF16Layers()
-    emulate: bool = False
+    format: str = "e4m3"  # everywhere; or 'hybrid': E5M2 for the gradients of outputs
+    scales: str = "fp32"  # or 'pow2': rounded down to powers of two
+    margin: int = 0  # delayed: scales are 2^margin smaller than would fit
+    amax_history_len: int = 1024  # delayed: micro-batches that are remembered
+    amax_compute_algo: str = "max"  # delayed: the largest of them, or the 'most_recent'
+    bf16_layers: BF16Layers = BF16Layers()  # decoder layers that are left out
+    emulate: bool = False  # in plain torch on any machine; else TransformerEngine
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -121,11 +113,8 @@ class Run(NamedTuple):
 
 def differing_tensors(shape: LayerShape, trainer_tp: int, engine_tp: int) -> list[str]:
     """Weights of which a tile of the trainer has other entries than the engine's: 'model.layers.*.mlp.up_proj.weight'.
-
-    None does where head_dim and the MLP's width per rank are multiples of 128 on both sides. The inputs of a weight
-    that is cut along its columns are cut with it, so that their 1x128 blocks differ where its tiles do. Raises
-    ValueError: a tensor-parallel size does not divide heads or MLP.
-    """
+    None does where head_dim and the MLP's width per rank are multiples of 128 on both sides. Raises ValueError: a
+    tensor-parallel size does not divide heads or MLP."""
     trainer, engine = _tiles(trainer_shards(shape, trainer_tp)), _tiles(engine_shards(shape, engine_tp))
     return [f"model.layers.*.{name}" for name in trainer if trainer[name] != engine[name]]
 

@@ -1,11 +1,9 @@
 """What is done to a tile of logits, here in torch operations, in which number formats, and whose kernels do it.
 
-The operations run on any device and in fp64. On a CPU a tile fits the cache, so that each operation costs well under 1
-% of the product that made the tile; the one that counts is the exponential. The fused softmax is the fastest way to it,
-and its probabilities are all that a one-pass head must keep.
-
-bf16 and fp16 operands give fp32 logits: on a GPU the tensor cores accumulate in fp32 and hand that out; a CPU has no
-such product, so tiles of the operands are widened first (exact).
+The operations run on any device and in fp64. On a CPU a tile fits the cache; what counts is the exponential, to which
+the fused softmax is the fastest way, and its probabilities are all that a one-pass head must keep. bf16 and fp16
+operands give fp32 logits: a GPU's tensor cores hand them out; a CPU has no such product, so tiles of the operands are
+widened first (exact).
 
 Shape suffixes: B = tokens of a block, S = columns of a slice of the vocabulary; 4 = (m, s, w, t) of ``statistics``.
 """
@@ -95,16 +93,11 @@ Implementation = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Formats of one call.
+    """Formats of one call."""
 
-    Attributes:
-        compute: logits, statistics and accumulators of gradients; at least fp32.
-        logits, gradient: operands of the product that makes the logits, and of the two that make the gradients.
-    """
-
-    compute: torch.dtype
-    logits: torch.dtype
-    gradient: torch.dtype
+    compute: torch.dtype  # logits, statistics and accumulators of gradients; at least fp32
+    logits: torch.dtype  # operands of the product that makes the logits
+    gradient: torch.dtype  # operands of the two products that make the gradients
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device) -> Precision:

@@ -147,37 +147,31 @@ def linear_logprob_entropy(
 ) -> HeadOutput:
     """Log-probability of ``target_T`` and entropy under ``softmax(hidden @ weight.T / temperature)``.
 
-    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed again.
+    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed again. ``logprob_T``
+    is differentiable in ``hidden_TH`` and ``weight_VH``; the gradient of the hidden states is summed over the group:
+    every rank gets that of all the hidden states it gave.
 
     Args:
-        hidden_TH: (T, H) hidden states, the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
+        hidden_TH: (T, H), the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
         weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden states; rank r holds
             rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place where Megatron's
             DDP provides that (``passes.WeightGradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
         temperature: divides the logits first; > 0. A number, or one per token, (T,).
         vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
-        process_group: the tensor-parallel group; None for an unsharded weight.
         workspace_bytes: upper bound of the memory for tiles, down to tiles of 16 tokens times 128 columns.
         entropy_grad: let gradients flow through the entropy (off: it is a constant).
         sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of the tokens (as many on
             every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks of the group: the
-            same on every rank, each in ``[0, ranks * L)``. They are gathered, and their gradients scattered, while
-            other tokens are computed.
+            same on every rank. They are gathered, and their gradients scattered, while other tokens are computed.
         rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are counted, for which
             the host waits for the device once per call.
         implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
-        checks: look for NaN, infinities and target ids out of range. On a GPU this makes the host wait for the device,
-            so that the default is on for the CPU only.
+        checks: look for NaN, infinities and target ids out of range; the host waits for the device, so that the default
+            is on for the CPU only.
 
-    Returns:
-        ``HeadOutput``; ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``. The gradient of the hidden
-        states is summed over the group: every rank gets that of all the hidden states it gave.
-
-    Raises:
-        ValueError: shapes, formats, temperature, vocabulary size, row or target ids are out of range, or the
-            implementation cannot run here.
-        NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite; the message has their tokens.
+    Raises ValueError: an argument is out of range, or the implementation cannot run here; NonFiniteLogitsError: with
+    checks, hidden states or logits are NaN or infinite.
     """
     hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
     call = _Call.of(
@@ -216,10 +210,9 @@ def linear_token_loss(
             term b depends on log-probability b only. Called once per block, on every rank of the group.
         recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole logits in the
             workspace would be too small for fast products. The result is the same.
-        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). It is needed in the
-            forward pass only where the gradient of the weight goes to ``weight_VH.main_grad`` in place; the backward
-            pass checks it. One forward pass under ``torch.enable_grad`` then adds to ``main_grad`` once, whether or not
-            a backward pass follows.
+        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The forward pass needs
+            it where the gradient of the weight goes to ``weight_VH.main_grad``: once, whether or not a backward pass
+            follows.
 
     The other arguments, and errors, are those of ``linear_logprob_entropy``.
     """

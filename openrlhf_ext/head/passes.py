@@ -1,8 +1,6 @@
-"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once.
-
-Nothing here knows of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V = rows of this rank's
-vocabulary shard, S = columns of a slice of it, H = hidden size; 4 as in ``statistics``.
-"""
+"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once. Nothing here knows
+of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V = rows of this rank's vocabulary shard, S
+= columns of a slice of it, H = hidden size; 4 as in ``statistics``."""
 
 from __future__ import annotations
 
@@ -52,11 +50,9 @@ class WeightGradient:
     Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels that add to it
     themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
     gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
-    ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. Megatron's own layers hand out a
-    placeholder of the weight's size instead, which only ``overlap_grad_reduce`` asks for (by an assertion). (Protocol:
-    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
-
-    ``total_VH``: what to add contributions to: ``main_grad`` or a buffer of this call, in the compute format.
+    ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. (Protocol:
+    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.) ``total_VH``: what to add to, in the
+    compute format.
     """
 
     def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:
@@ -78,23 +74,17 @@ class WeightGradient:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The operands of one call; every (N,) tensor is in the order of processing.
-
-    Attributes:
-        target_N: row of each token's target in this shard; outside of ``[0, true_rows)`` where another rank holds it.
-        scale_N: 1 / temperature in the compute format; None for 1.
-        check: called with each block's hidden states, before they are used.
-    """
+    """The operands of one call; every (N,) tensor is in the order of processing."""
 
     weight_VH: Tensor
     rows: Rows
-    target_N: Tensor
-    scale_N: Tensor | None
+    target_N: Tensor  # row of each target in this shard; outside of ``[0, true_rows)`` where another rank holds it
+    scale_N: Tensor | None  # 1 / temperature in the compute format; None for 1
     shard: VocabularyShard
     precision: Precision
     kernels: Kernels
     plan: TilePlan
-    check: Callable[[Block], None] | None = None
+    check: Callable[[Block], None] | None = None  # called with each block before it is used
 
     def blocks(self) -> Iterator[Block]:
         for block in self.rows.blocks():
@@ -143,11 +133,7 @@ def tile_costs(
     spare = compute if statistics and not kernels.keeps_logits else 0
     widened = precision.logits != dtype or (gradients and precision.gradient != dtype)
     return TileCosts(
-        logit=compute + narrow + spare,
-        kept=compute,
-        token=token,
-        column=hidden * compute if widened else 0,
-        part=part,
+        logit=compute + narrow + spare, kept=compute, token=token, column=hidden * compute if widened else 0, part=part
     )
 
 

@@ -1,15 +1,13 @@
 """How a call is cut into tiles of logits that fit the workspace, and its hidden states block by block.
 
-A block of tokens meets one slice of the vocabulary after the other. Both are cut, so that the workspace neither grows
-with the number of tokens nor with the vocabulary, and the products keep shapes that run at full speed.
-
-The hidden states are copies that every rank holds or, under sequence parallelism, runs of tokens of which the head
-wants some on every rank. Only the wanted rows travel, one block ahead of the computation; their gradients are summed
-over the vocabulary shards and go back to their owners one block behind it. A block takes from every rank in proportion
-to what that rank holds, so that little is padded, and the order of processing differs from the caller's.
+A block of tokens meets one slice of the vocabulary after the other, so that the workspace neither grows with the number
+of tokens nor with the vocabulary, and the products keep shapes that run at full speed. Under sequence parallelism only
+the wanted hidden states travel, one block ahead of the computation; their gradients are summed over the vocabulary
+shards and go back to their owners one block behind it. A block takes from every rank in proportion to what that rank
+holds, so that little is padded, and the order of processing differs from the caller's.
 
 Shape suffixes: N = tokens of the call, L = tokens that a rank holds, B = tokens of a block, R = ranks times the most
-tokens that one of them has in a block, H = hidden size, S = columns of a slice, V = rows of the vocabulary shard.
+tokens that one of them has in a block, H = hidden size.
 """
 
 from __future__ import annotations
@@ -40,21 +38,13 @@ _ONE_PASS_COLUMNS = {"cpu": 4096, "cuda": 8192}
 
 @dataclass(frozen=True)
 class TileCosts:
-    """Bytes of workspace that a tile takes.
+    """Bytes of workspace that a tile takes."""
 
-    Attributes:
-        logit: for each logit of a tile.
-        kept: for each logit of a block that is kept for all slices (one-pass heads).
-        token: for each token of a block (copies of its hidden state, its gradient).
-        column: for each column of a slice (a widened copy of the weight).
-        part: for each slice of a block that is kept, and token (its statistics).
-    """
-
-    logit: int
-    kept: int
-    token: int
-    column: int
-    part: int = 0
+    logit: int  # for each logit of a tile
+    kept: int  # for each logit of a block that is kept for all slices (one-pass heads)
+    token: int  # for each token of a block (copies of its hidden state, its gradient)
+    column: int  # for each column of a slice (a widened copy of the weight)
+    part: int = 0  # for each slice of a block that is kept, and token (its statistics)
 
 
 @dataclass(frozen=True)
@@ -72,12 +62,9 @@ class TilePlan:
 def tile_plan(
     tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, statistics: bool = True
 ) -> TilePlan:
-    """Blocks and slices for a head that forgets a tile before it makes the next.
-
-    The workspace bounds the tile down to 16 tokens times 128 columns, and is exceeded below. ``tokens`` and ``rows``
-    are of the whole call and of a shard, padding included, so that every rank makes the same plan. ``statistics``: the
-    tiles are made for statistics, and not for gradients alone.
-    """
+    """Blocks and slices for a head that forgets a tile before it makes the next, bounded by the workspace down to 16
+    tokens times 128 columns. ``tokens`` and ``rows`` are of the whole call and of a shard, padding included, so that
+    every rank makes the same plan. ``statistics``: the tiles are made for statistics, and not for gradients alone."""
     block = min(tokens, _MOST_TOKENS, max(_FEWEST_TOKENS, workspace_bytes // (2 * max(1, costs.token))))
     block = _even(tokens, block)
     columns = (workspace_bytes - block * costs.token) // (block * costs.logit + costs.column)

@@ -75,21 +75,14 @@ class TokenStatistics(NamedTuple):
 
 
 class TokenGradient(NamedTuple):
-    """What the gradient of a tile's logits takes from each of its tokens; all of shape (B,).
-
-    Attributes:
-        coefficient_B: d loss / d log-probability.
-        column_B: column of the target in the tile; outside of ``[0, S)`` where it lies elsewhere.
-        scale_B: factor of the logits (1 / temperature); None where they are scaled already.
-        entropy_coefficient_B, entropy_B: d loss / d entropy, and the entropy; None for a constant entropy.
-    """
+    """What the gradient of a tile's logits takes from each of its tokens; all of shape (B,)."""
 
     maximum_B: Tensor
     log_sum_B: Tensor
-    coefficient_B: Tensor
-    column_B: Tensor
-    scale_B: Tensor | None = None
-    entropy_coefficient_B: Tensor | None = None
+    coefficient_B: Tensor  # d loss / d log-probability
+    column_B: Tensor  # of the target in the tile; outside of ``[0, S)`` where it lies elsewhere
+    scale_B: Tensor | None = None  # factor of the logits (1 / temperature); None: they are scaled already
+    entropy_coefficient_B: Tensor | None = None  # d loss / d entropy; None: the entropy is constant
     entropy_B: Tensor | None = None
 
 

@@ -1,9 +1,6 @@
-"""The passes over a tile of logits as Triton kernels: each reads the tile once.
-
-The products stay with cuBLAS. On a GPU a tile is larger than the caches, so that a pass costs the memory traffic of the
-tile: 4 bytes a logit for the statistics, 4 read and 2 (bf16) or 4 written for the gradient, against 2 H operations a
-logit in the product that made it. Importing this module needs the package ``triton``.
-"""
+"""The passes over a tile of logits as Triton kernels: each reads the tile once, which is larger than a GPU's caches: 4
+bytes a logit for the statistics, 4 read and 2 (bf16) or 4 written for the gradient, against 2 H operations a logit in
+the product that made it, which stays with cuBLAS. Importing this module needs the package ``triton``."""
 
 from __future__ import annotations
 

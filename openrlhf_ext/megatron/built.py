@@ -18,11 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.model.build import (
-    HiddenStateGPTModel,
-    build_model,
-    transformer_config,
-)
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -82,10 +78,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class BuiltModel:
     """This rank's model chunks; a subclass with other parameters overrides how they are made.
 
-    Attributes:
-        chunks: the unwrapped model chunks of this rank (one without virtual pipeline stages), in the order of
-            Megatron's schedules; the last one of the last stage makes hidden states.
-        models: the chunks as Megatron's schedules and optimizer see them: DDP-wrapped when the model is trained.
+    ``chunks`` are unwrapped (one without virtual pipeline stages), in the order of Megatron's schedules; the last one
+    of the last stage makes hidden states. ``models`` are they as schedules and optimizer see them: DDP-wrapped when
+    trained.
     """
 
     def __init__(self, settings: ModelSettings) -> None:

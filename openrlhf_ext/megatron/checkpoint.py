@@ -59,20 +59,14 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class ParameterBlock:
-    """A box of a global tensor that this rank holds.
-
-    Attributes:
-        parameter: the local parameter; the block is elements ``start`` to ``start + block.numel`` of it (a gated MLP's
-            first weight is two blocks).
-        padded: whether other layouts pad the global tensor to other sizes (the vocabulary).
-        copy_of: 0 if no other model-parallel rank stores the block.
-    """
+    """A box of a global tensor that this rank holds: elements ``start`` to ``start + block.numel`` of the local
+    parameter (a gated MLP's first weight is two blocks)."""
 
     parameter: Tensor
     block: Block
     start: int
-    padded: bool
-    copy_of: int
+    padded: bool  # whether other layouts pad the global tensor to other sizes (the vocabulary)
+    copy_of: int  # 0 if no other model-parallel rank stores the block
 
     def elements(self) -> Tensor:
         return self.parameter.detach().view(-1)[self.start : self.start + self.block.numel]
@@ -230,20 +224,14 @@ class Snapshot:
             write_plain(folder, f"{name}/{_rank_file(self.rank)}.json", self.random_states),
         ]
         if self.index is not None:
-            entries += [
-                self.index.write(folder, f"{name}/{INDEX}"),
-                write_plain(folder, f"{name}/{STATE}", self.state),
-            ]
+            entries += [self.index.write(folder, f"{name}/{INDEX}"), write_plain(folder, f"{name}/{STATE}", self.state)]
         return entries
 
 
 def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, copy: bool) -> Snapshot:
-    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete.
-
-    Args:
-        extra: plain values of the owner, returned by :func:`load_checkpoint`; rank 0's are kept.
-        copy: copy the tensors to host memory, so that training may go on while they are written.
-    """
+    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete. ``extra``:
+    plain values, returned by :func:`load_checkpoint`; rank 0's are kept. ``copy``: to host memory, so that training may
+    go on."""
     rank = dist.get_rank()
     pieces = [(piece, t.to("cpu", copy=True) if copy else t) for piece, t in _own_pieces(model)]
     files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
@@ -277,8 +265,7 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
         own_range = ranges.get(id(block.parameter))
         if own_range is not None and (mine or distributed):
-            for name, start, end, tensor in _state_of(block, own_range):
-                yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
+            yield from _state_pieces(block, own_range)
 
 
 def _converter_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
@@ -287,12 +274,13 @@ def _converter_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor
         yield BlockRange.whole(Block(name, shape, (0,) * len(shape), shape)), tensor
 
 
-def _state_of(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[str, int, int, Tensor]]:
-    """(name of the state, start and end in the block, its elements) of what is held of the block."""
+def _state_pieces(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[BlockRange, Tensor]]:
+    """What is held of the optimizer's state of the block."""
     low, high = max(held.start, block.start), min(held.end, block.start + block.block.numel)
     if low < high:
         for name, tensor in sorted(held.tensors.items()):
-            yield name, low - block.start, high - block.start, tensor[low - held.start : high - held.start]
+            piece = BlockRange(_named(block.block, f"optimizer.{name}"), low - block.start, high - block.start)
+            yield piece, tensor[low - held.start : high - held.start]
 
 
 def _named(block: Block, prefix: str) -> Block:
@@ -309,10 +297,10 @@ def _rank_file(rank: int) -> str:
 def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     """Overwrites the model's weights, optimizer and schedule with those of ``folder``, written in any layout.
 
-    Learning rates and the like follow the present options; only the counts of steps are restored. Random states are
-    restored if the layout is the one that wrote them (with dropout 0, as here, nothing that is trained depends on
-    them). A collective: no rank returns before all have loaded. Returns ``extra`` of :func:`take_snapshot`. Raises
-    CheckpointError, on every rank: the checkpoint is of another model or type, or cannot be read.
+    Learning rates and the like follow the present options; only the counts of steps are restored, and random states if
+    the layout is the one that wrote them. A collective: no rank returns before all have loaded. Returns ``extra`` of
+    :func:`take_snapshot`. Raises CheckpointError, on every rank: the checkpoint is of another model or type, or cannot
+    be read.
     """
     problem, asked, state = None, set(), {}
     try:
@@ -390,8 +378,7 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
 def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[BlockRange, Tensor]]:
     yield BlockRange.whole(_named(block.block, "model")), block.elements()
     if held is not None:
-        for name, start, end, tensor in _state_of(block, held):
-            yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
+        yield from _state_pieces(block, held)
 
 
 def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:

@@ -71,10 +71,9 @@ class MegatronCritic(MegatronModel):
 
     def train_step(self, batch: SequenceBatch, targets: ValueTargets, more: bool = False) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``targets``.
-
-        Returns ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of the whole mini-batch,
-        the same on every rank. ``more``: see ``optimizer_step``. Raises NonFiniteUpdateError: the loss or the gradient
-        norm is not finite.
+        Returns ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of all of it, the same on
+        every rank. ``more``: see ``optimizer_step``. Raises NonFiniteUpdateError: the loss or the gradient norm is not
+        finite.
         """
         metrics = self.accumulate_gradients(batch, targets)
         if not math.isfinite(metrics["loss/value"]):

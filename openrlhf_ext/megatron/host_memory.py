@@ -2,12 +2,9 @@
 
 What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
 view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object. Raw pointers change;
-nothing here keeps any. Kinds of state, each moved by itself:
-
-* ``parameters``: what the forward pass reads;
-* ``gradients``: DDP's buffers. Only their room is given back: a train step starts by clearing them, so they come back
-  as zeros, and must stay between the backward pass and the optimizer step;
-* ``optimizer``: master weights and moments.
+nothing here keeps any. Three kinds of state move by themselves. Of ``gradients``, DDP's buffers, only the room is given
+back: a train step starts by clearing them, so they come back as zeros, and must stay between the backward pass and the
+optimizer step.
 
 On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the round trip, and it is
 zero meanwhile. One storage at a time is copied and emptied, so that device memory never exceeds what it was before.
@@ -39,18 +36,11 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Swap:
-    """What one call moved.
+    """What one call moved."""
 
-    Attributes:
-        moved_bytes: bytes of the storages that were emptied or filled.
-        measured_bytes: by how much torch's reserved device memory changed; on CPU the bytes that were really emptied or
-            filled.
-        seconds: of the call, transfers completed.
-    """
-
-    moved_bytes: int
-    measured_bytes: int
-    seconds: float
+    moved_bytes: int  # of the storages that were emptied or filled
+    measured_bytes: int  # how much torch's reserved device memory changed; on CPU what was really emptied or filled
+    seconds: float  # transfers completed
 
 
 class ModelStates:
@@ -299,12 +289,9 @@ def _synchronize(device: torch.device) -> None:
 class FrozenCopy:
     """This rank's weights as they are now in host memory, swapped in for one forward pass: a reference policy, a guide.
 
-    The exchange goes parameter by parameter, so that it needs room on the device for the largest one only.
-
-    Args:
-        load: puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit
-            for bit.
-        state: other tensors that belong to the weights (``converter_state``), exchanged with them.
+    The exchange goes parameter by parameter, so that it needs room on the device for the largest one only. ``load``
+    puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit for bit.
+    ``state``: other tensors that belong to the weights (``converter_state``), exchanged with them.
     """
 
     def __init__(

@@ -1,8 +1,5 @@
-"""How the ranks of a run are arranged: the one place that knows the order of ranks.
-
-It is tp-cp-ep-pp-dp (tensor parallelism varies fastest), because OpenRLHF's actor group treats ``tp * cp * pp``
-contiguous ranks as one data-parallel rank.
-"""
+"""How the ranks of a run are arranged, tp-cp-ep-pp-dp (tensor parallelism varies fastest), because OpenRLHF's actor
+group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank. No other place knows the order."""
 
 from __future__ import annotations
 

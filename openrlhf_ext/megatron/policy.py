@@ -95,7 +95,6 @@ class MegatronModel(BuiltModel):
 
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
         """One update with the gradients of a schedule; the schedule moves first, so that no update is lost to rate 0.
-
         Returns ``grad_norm`` (before clipping) and ``lr``. ``more``: another train step follows. With
         ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until then only a schedule
         may read them. Raises NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
@@ -157,12 +156,10 @@ class MegatronPolicy(MegatronModel):
     def train_step(
         self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm, more: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``.
-
-        The shares of all micro-batches and ranks add up to the loss of the whole mini-batch, because ``shaped`` carries
-        the whole mini-batch's denominators. Returns its metrics, the same on every rank. ``more``: see
-        ``optimizer_step``. Raises NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not
-        finite.
+        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``, which
+        carries the whole mini-batch's denominators, so that the shares of all micro-batches and ranks add up. Returns
+        the metrics of the mini-batch, the same on every rank. ``more``: see ``optimizer_step``. Raises
+        NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not finite.
         """
         metrics = self.accumulate_gradients(batch, shaped, algorithm)
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back

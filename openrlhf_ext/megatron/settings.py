@@ -14,28 +14,18 @@ from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Trai
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A model, its layout and how it computes.
-
-    Attributes:
-        rollout: its temperature is that of log-probs and entropies; micro-batches of passes without gradients.
-        train: micro-batches of training; the seed.
-        converters: of the decoder's layers, applied in this order.
-        optimizer: Adam, its schedule and the largest norm; None: a model that is never trained.
-        updates: optimizer steps of the whole run.
-        host_copies: folders of frozen models of the same shape, kept in host memory, by name.
-        value_head: of a critic: HF name of the head; ``value_head_prefix`` of the checkpoint's config.json wins.
-    """
+    """A model, its layout and how it computes."""
 
     model_path: str
     layout: ParallelLayout
     megatron: Megatron = Megatron()
-    rollout: Rollout = Rollout()
-    train: Train = Train()
-    converters: tuple[LayerConverter, ...] = ()
-    optimizer: Actor | Critic | None = None
-    updates: int = 1
-    host_copies: Mapping[str, str] = field(default_factory=dict)
-    value_head: str = "score"
+    rollout: Rollout = Rollout()  # temperature of log-probs; micro-batches without gradients
+    train: Train = Train()  # micro-batches of training; the seed
+    converters: tuple[LayerConverter, ...] = ()  # of the decoder's layers, in this order
+    optimizer: Actor | Critic | None = None  # None: a model that is never trained
+    updates: int = 1  # optimizer steps of the whole run
+    host_copies: Mapping[str, str] = field(default_factory=dict)  # folders of frozen models of the same shape
+    value_head: str = "score"  # of a critic: HF name; ``value_head_prefix`` of the checkpoint's config.json wins
 
     def tokens_per_micro_batch(self, forward_only: bool) -> int | None:
         """Tokens that a rank's micro-batches are filled up to; None: they hold a number of samples."""

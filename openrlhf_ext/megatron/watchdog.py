@@ -39,22 +39,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
+OPTION = "megatron.collective_timeout_s"
+EXIT_CODE = 70
+"""Of a process that the monitor ended."""
+
+Address = tuple[str, int]
+
 BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """The last calls that are kept; torch reads either when the first NCCL group is made."""
 _CALLS = "2000"
+_ANSWER_S = 10.0
+_TICK_S = 1.0
+_LISTED = 16
+_COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
+_COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
+_PAUSES_S = (0.0002, 0.005)
+"""The first between two questions, doubled up to the last: who waits long need not know at once."""
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 @dataclass(frozen=True)
 class NcclCalls:
-    """What the recorder holds.
-
-    Attributes:
-        begun: number of the last collective that this rank has called, by group.
-        waiting: the first call that is not done, in words; None: all are.
-    """
-
-    begun: dict[str, int]
-    waiting: str | None
+    begun: dict[str, int]  # number of the last collective that this rank has called, by group
+    waiting: str | None  # the first call that is not done, in words; None: all are
 
 
 def keep_nccl_calls() -> None:
@@ -86,54 +95,26 @@ def read_calls(trace: dict[str, Any]) -> NcclCalls:
     return NcclCalls(begun, waiting)
 
 
-logger = logging.getLogger(__name__)
-
-OPTION = "megatron.collective_timeout_s"
-EXIT_CODE = 70
-"""Of a process that the monitor ended."""
-
-Address = tuple[str, int]
-
-_ANSWER_S = 10.0
-_TICK_S = 1.0
-_LISTED = 16
-_COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
-_COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-
-
 class RanksMissingError(RuntimeError):
     """A collective failed or waited in vain; the message names the ranks that did not arrive and what each does."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank answers.
-
-    Attributes:
-        count: phases entered so far; ranks enter the same phases, so a smaller number is a rank that lags behind.
-        phase: the phase it is in, nested ones joined by " > "; None between phases.
-        last: the phase it left last.
-        seconds: since it entered the phase, or left the last one.
-        place: where its main thread is: function, file and line.
-        waited: a collective of its latest phase failed or timed out: it waits, or has waited, for others.
-        error: what made it leave its last phase with an exception.
-        begun, waiting: under NCCL, see ``NcclCalls``.
-        work: which part of its phase it is at, such as a micro-batch; '' = it has not said.
-    """
+    """What a rank answers."""
 
     rank: int
-    count: int
-    phase: str | None
-    last: str | None
-    seconds: float
-    place: str
+    count: int  # phases entered so far; ranks enter the same phases, so a smaller number lags behind
+    phase: str | None  # nested ones joined by " > "; None between phases
+    last: str | None  # the phase it left last
+    seconds: float  # since it entered the phase, or left the last one
+    place: str  # where its main thread is: function, file and line
     in_collective: bool
-    waited: bool
-    error: str | None
+    waited: bool  # a collective of its latest phase failed: it waits, or has waited, for others
+    error: str | None  # what made it leave its last phase with an exception
     begun: dict[str, int] = field(default_factory=dict)
     waiting: str | None = None
-    work: str = ""
+    work: str = ""  # which part of its phase it is at, such as a micro-batch; '' = it has not said
 
     def describe(self) -> str:
         if self.phase is not None:
@@ -152,10 +133,8 @@ class RankState:
 class Watchdog:
     """Knows the phase of the thread that makes it, answers those who ask, and explains a collective that failed.
 
-    Args:
-        addresses: of all ranks' listening sockets, by rank.
-        timeout_s: how long a collective call may wait, for messages.
-        stuck_s: the process ends with a report when the thread has stood still in a phase for so long; None: never.
+    ``addresses``: of all ranks' listeners, by rank. ``timeout_s``: of collective calls, for messages. ``stuck_s``: the
+    process ends with a report when the thread has stood still in a phase for so long; None: never.
     """
 
     def __init__(
@@ -184,8 +163,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective failed or timed
-        out."""
+        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective in it failed."""
         self._enter(name)
         error: BaseException | None = None
         try:
@@ -234,6 +212,7 @@ class Watchdog:
 
     def state(self) -> RankState:
         frames, calls = _stack(self._thread_id), nccl_calls()
+        in_collective = any(part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE)
         with self._lock:
             return RankState(
                 rank=self.rank,
@@ -242,7 +221,7 @@ class Watchdog:
                 last=self._last,
                 seconds=round(time.monotonic() - self._since, 1),
                 place=self._waited_at if self._waited_at and self._names else _place(frames),
-                in_collective=_in_collective(frames) or calls.waiting is not None,
+                in_collective=in_collective or calls.waiting is not None,
                 waited=self._waited_at is not None,
                 error=self._error,
                 begun=calls.begun,
@@ -334,11 +313,9 @@ def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSEr
 
 
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
-    """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
-
-    Ranks that are behind in NCCL's calls, or in the phase but not in a collective, are suspected only without a better
-    reason to suspect anyone: they may be about to enter one. Ranks whose own collective failed are never suspected.
-    """
+    """The ranks that the others wait for, as far as the answers tell, by what speaks against them. Being behind in
+    NCCL's calls, or not in a collective, counts only without a better reason to suspect anyone: such a rank may be
+    about to enter one. Ranks whose own collective failed are never suspected."""
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
     failed = [s.rank for s in others if s.phase is None and s.error is not None]
@@ -396,10 +373,6 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"
 
 
-def _in_collective(frames: Sequence[FrameType]) -> bool:
-    return any(part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE)
-
-
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
@@ -454,8 +427,8 @@ def _listen_towards(peer: str) -> socket.socket:
     return socket.create_server((own, 0), family=family)
 
 
-_PAUSES_S = (0.0002, 0.005)
-"""The first between two questions, doubled up to the last: who waits long need not know at once."""
+# ---- waits that are no collectives ------------------------------------------------------------------------------
+
 _numbers = itertools.count()
 
 

@@ -15,17 +15,12 @@ if TYPE_CHECKING:
 
 
 class LayerConverter:
-    """All that a model asks of its layers; these answers change nothing. Plain values, which the driver sends to ranks.
+    """All that a model asks of its layers; these answers change nothing. Plain values, which the driver sends to
+    ranks."""
 
-    Attributes:
-        name: prefix of its state in checkpoints.
-        state_title, state_options: what messages call the state, and the options that must be those of its writer.
-        own_layers: needs our layers (``layer_spec``) where TransformerEngine's could be used.
-    """
-
-    name: str
-    state_title = state_options = ""
-    own_layers = False
+    name: str  # prefix of its state in checkpoints
+    state_title = state_options = ""  # what messages call the state, and the options that must be those of its writer
+    own_layers = False  # needs our layers (``layer_spec``) where TransformerEngine's could be used
 
     def environment(self) -> dict[str, str]:
         """Variables of every worker, set before it imports anything."""

@@ -211,12 +211,9 @@ class FP8Layers(LayerConverter):
             prove(chunk.decoder, self.recipe, first, chunk.config.num_layers)
 
     def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
-        """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence.
-
-        Without it the first pass would run at scale 1, where most weights are too small for FP8, and forward-only
-        passes never move a scale. Emulated layers multiply without rounding meanwhile; TransformerEngine's cannot, so
-        that only their second pass has scales that fit.
-        """
+        """Sets the delayed scales of inputs and weights by what the present weights make of a fixed sequence: at scale
+        1 most weights are too small for FP8, and forward-only passes never move a scale. Emulated layers multiply
+        without rounding meanwhile; TransformerEngine's cannot, so that only their second pass has scales that fit."""
         from openrlhf_ext.megatron.layers.emulated import scalings
 
         if not self.recipe.delayed:

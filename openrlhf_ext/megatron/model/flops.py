@@ -1,8 +1,7 @@
-"""Model FLOPs of a dense decoder: what the mathematics needs, a multiplication and an addition being two operations.
-
-Counted are the matrix products of the layers (all tokens), causal attention, and the vocabulary projection (only
-positions whose next token is a response token). Norms, rotary embedding, softmax, the optimizer and recomputation are
-not, so that MFU tells how much of the hardware the model itself uses.
+"""Model FLOPs of a dense decoder, a multiplication and an addition being two operations: matrix products of the layers
+(all tokens), causal attention, and the vocabulary projection (only positions whose next token is a response token).
+Norms, rotary embedding, softmax, the optimizer and recomputation are not counted, so that MFU tells how much of the
+hardware the model itself uses.
 """
 
 from __future__ import annotations

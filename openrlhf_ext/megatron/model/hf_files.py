@@ -131,26 +131,17 @@ def save_hf(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     config_changes: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source.
+    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source. Returns the
+    size in bytes of every file by its name.
 
     The rows go to the files as they come: none is held. A new ``target`` appears when everything in it is on disk. In a
     folder that exists, whose other files stay, the new files are first written beside the old checkpoint; while they
     take its place there is no ``config.json``, so that a loader finds a whole checkpoint or none.
     :func:`finish_interrupted` sees to what a kill leaves.
 
-    Args:
-        rows: all rows of all ``tensors``, in the same order.
-        side_files: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
-            folder may be gone.
-        max_shard_bytes: size of a file, unless a tensor alone is larger.
-        config_changes: overrides entries of ``config.json``.
-
-    Returns:
-        Size in bytes of every file by its name.
-
-    Raises:
-        CheckpointError: a file cannot be written, for instance because the disk is full.
-        ValueError: ``rows`` are not those of ``tensors``.
+    ``side_files``: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
+    folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is larger. Raises CheckpointError: a file
+    cannot be written; ValueError: ``rows`` are not all rows of all ``tensors``, in order.
     """
     target = Path(target)
     finish_interrupted(target)

@@ -59,12 +59,8 @@ class OwnedTensor(NamedTuple):
 
 
 class Ownership:
-    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one.
-
-    Attributes:
-        tensors: by name, in the order of ``hf_tensors``.
-        ranks: global ranks that give something, ascending; rank 0 is one.
-    """
+    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one. ``tensors`` are
+    in the order of ``hf_tensors``; ``ranks``: those that give something, ascending; rank 0 is one."""
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout) -> None:
         self.tensors: dict[str, OwnedTensor] = {}
@@ -96,15 +92,12 @@ def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
 
 
 def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
-    """Fills this rank's parameters from an HF checkpoint, reading only the rank's own part of every tensor.
+    """Fills this rank's parameters from an HF checkpoint, reading only the rank's own part of every tensor. Not a
+    collective.
 
-    Not a collective. The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The
-    value head of a critic stays as it is if the checkpoint has none (that of a language model).
-
-    Raises:
-        WeightMapError: lists HF tensors that no rule uses, tensors or parameters that are missing, shapes that do not
-            fit, dtypes that are no plain floating-point type.
-        InputError: a file is missing or damaged.
+    The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The value head of a
+    critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit, and
+    InputError: a file is missing or damaged.
     """
     checkpoint = HFCheckpoint(path)
     new_head = new_value_head(shape, checkpoint)

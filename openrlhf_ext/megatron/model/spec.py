@@ -164,15 +164,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, for attention on the host and on the device.
+    """Megatron's description of a pack, for attention on the host and on the device."""
 
-    Attributes:
-        slots: length of each sequence's slot, on the host, because reading it from the device stalls.
-        boundaries: (sequences + 1,) int32 where the slots begin and end, on the device that computes.
-    """
-
-    slots: tuple[int, ...]
-    boundaries: Tensor
+    slots: tuple[int, ...]  # length of each sequence's slot, on the host, because reading it from the device stalls
+    boundaries: Tensor  # (sequences + 1,) int32 where the slots begin and end, on the device that computes
 
 
 class CausalAttention(torch.nn.Module):

@@ -33,11 +33,8 @@ from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unp
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Concatenated sequences without padding, and where their response tokens are.
-
-    Responses may be interrupted (several turns): a sequence may have several ranges of response tokens, or none. A
-    response token at position p is predicted by the hidden state at p - 1.
-    """
+    """Concatenated sequences without padding, and where their response tokens are: in several ranges (of several turns)
+    or in none. A response token at position p is predicted by the hidden state at p - 1."""
 
     tokens_M: Tensor  # int32
     lengths_B: Tensor  # int64, tokens of each sequence
@@ -122,11 +119,9 @@ def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -
 
 
 def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.inf) -> list[list[int]]:
-    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty.
-
-    The longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham
-    1969), and near it when rows are many. Rows of a part are in ascending order.
-    """
+    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty. The
+    longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham 1969).
+    Rows of a part are in ascending order."""
     costs = sequence_costs(lengths_B.tolist(), attention_length)
     bins = _deal(costs, [0] * len(costs), 1, parts)
     assert bins is not None, "rows of size 0 fit everywhere"
@@ -136,11 +131,8 @@ def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.i
 def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
     """Row indices of each micro-batch: about as few as the capacity allows, of about equal cost, the costliest first.
 
-    Args:
-        costs: relative computing time of each row, > 0.
-        sizes: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows).
-        capacity: of a micro-batch; a row larger than that gets a micro-batch of its own.
-        at_least: how many micro-batches to make even if fewer would do; empty ones when there are not enough rows.
+    ``sizes``: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows); a row larger than that gets
+    a micro-batch of its own. ``at_least``: how many to make even if fewer would do, empty ones when rows are few.
     """
     # rows that cannot share a micro-batch with each other, and those that fill one
     alone = sum(2 * size > capacity for size in sizes)
@@ -161,10 +153,8 @@ def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, a
 
 def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
     """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none.
-
     Bins without room for a row wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the
-    costs, so that a bin moves about as often as it gets a row.
-    """
+    costs."""
     bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
     open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
     tight: list[tuple[int, int]] = []  # heap of (filled, bin)
@@ -223,12 +213,9 @@ class ValueTargets:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch as this rank computes it.
-
-    The N response tokens that this rank predicts are in the order of the batch. Under context parallelism each is
-    predicted by one of the ranks, and a rank may have none. What is known before the device computes is a plain value
-    or an index, so that nothing has to be read back.
-    """
+    """A micro-batch as this rank computes it. The N response tokens that it predicts are in the order of the batch;
+    under context parallelism it may have none. What is known before the device computes is a plain value or an index,
+    so that nothing has to be read back."""
 
     packed_L: Tensor  # int64 token ids
     positions_L: Tensor  # int64, position of each token in its sequence

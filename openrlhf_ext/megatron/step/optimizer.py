@@ -114,12 +114,9 @@ def group_of(name: str) -> str:
 
 @torch.no_grad()
 def gradient_norms(models: Sequence[DistributedDataParallel]) -> dict[str, float]:
-    """``{"grad_norm/<group>": norm}`` of the gradients that the next update will use, before clipping.
-
-    A collective over all ranks of the model, between the gradient reduction and the optimizer's step. The squares of
-    all groups add up to that of the global norm. Groups without parameters of their own are left out (the head of a
-    model with tied embeddings).
-    """
+    """``{"grad_norm/<group>": norm}`` of the gradients that the next update will use, before clipping. A collective
+    over all ranks of the model. The squares of all groups add up to that of the global norm; groups without parameters
+    of their own are left out (the head of a model with tied embeddings)."""
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     present = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)

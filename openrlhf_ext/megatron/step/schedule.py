@@ -27,9 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from openrlhf_ext.megatron.built import BuiltModel
-from openrlhf_ext.megatron.model.build import (
-    packed_sequences,
-)
+from openrlhf_ext.megatron.model.build import packed_sequences
 from openrlhf_ext.megatron.model.spec import sum_ranks
 from openrlhf_ext.megatron.step.batch import (
     PackedBatch,
@@ -46,14 +44,12 @@ from openrlhf_ext.megatron.watchdog import progress
 class StageCommunicator(P2PCommunicator):
     """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
 
-    Megatron-core 0.16.1 sends the shapes first (a message and a wait for the device each time) and posts its operations
-    in the order (send to previous, receive from previous, send to next, receive from next). With two stages both
-    neighbors are the same rank, and messages between two ranks match in the order in which they are posted: under the
-    interleaved schedule a gradient then arrives where an activation is awaited, silently if both have the same shape
-    (pipeline_parallel/p2p_communication.py:17, 192; Megatron-LM's argument parser refuses that layout, mcore does not).
-    Here every rank posts its receives in the order in which its neighbor posts the matching sends.
-
-    ``lengths``: tokens of each micro-batch in a message (those of one rank), in the order of the schedule.
+    Megatron-core 0.16.1 sends the shapes first and posts its operations in the order (send to previous, receive from
+    previous, send to next, receive from next). With two stages both neighbors are the same rank, and messages between
+    two ranks match in the order in which they are posted: under the interleaved schedule a gradient then arrives where
+    an activation is awaited, silently if both have the same shape (pipeline_parallel/p2p_communication.py:17, 192).
+    Here every rank posts its receives in the order in which its neighbor posts the matching sends. ``lengths``: tokens
+    of each micro-batch in a message (those of one rank), in the order of the schedule.
     """
 
     def __init__(
@@ -74,13 +70,7 @@ class StageCommunicator(P2PCommunicator):
                 yield lengths[micro_batch], 1, self.config.hidden_size
 
     def _communicate(
-        self,
-        *,
-        tensor_send_next: Tensor | None,
-        tensor_send_prev: Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        **_,
+        self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool, **_
     ) -> tuple[Tensor | None, Tensor | None, None]:
         """(received from previous, received from next, nothing to wait for); Megatron's one shape is not used."""
         from_prev = self._empty(self._from_prev) if recv_prev else None
@@ -179,11 +169,8 @@ class Schedule:
         self.counted = TokenCount()
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
-        """Rows of each micro-batch of this data-parallel rank.
-
-        Micro-batches hold a fixed number of sequences, or as many as fit a budget of tokens; either way their costs are
-        about equal. Every data-parallel rank gets as many of them, so some may be empty.
-        """
+        """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a budget of tokens, at
+        about equal costs. Every data-parallel rank gets as many micro-batches, so some may be empty."""
         lengths = batch.lengths_B.tolist()
         costs = sequence_costs(lengths, self._model.shape.attention_length)
         sizes, capacity = self._capacity(lengths, forward_only)
@@ -224,13 +211,11 @@ class Schedule:
         """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too. Returns the
         metrics of each micro-batch on the last stage, nothing elsewhere.
 
-        Args:
-            plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
-            loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this rank's
-                device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank. Of those of
-                all context-parallel ranks one may have none (``part.places_N``). It should read nothing back from the
-                device: the host queues the next micro-batch meanwhile.
-            training: whether modules are in training mode; None: unless ``forward_only``.
+        ``plan``: rows of each micro-batch; one without rows computes a dummy and no loss. ``loss`` is called on the
+        last stage for every micro-batch that has response tokens, with its pack (on this rank's device) and the hidden
+        states that predict its response tokens on this rank, of which a context-parallel rank may have none
+        (``part.places_N``). It should read nothing back from the device: the host queues the next micro-batch
+        meanwhile. ``training``: whether modules are in training mode; None: unless ``forward_only``.
         """
 
         numbers = itertools.count(1)  # each model chunk of this stage counts its own
