@@ -121,7 +121,9 @@ class CheckpointStore:
         write_file(folder, MANIFEST, [json.dumps(content, indent=1).encode()])
         try:
             if target.exists():  # left behind by a run that went back to an earlier checkpoint
-                self._set_aside(target)
+                aside = free_name(target.with_name(f"{target.name}.superseded"))
+                logger.warning("%s of an earlier run is in the way and is moved to %s", target, aside)
+                target.rename(aside)
             os.replace(folder, target)
             fsync_folder(self.folder)
         except OSError as error:
@@ -241,11 +243,6 @@ class CheckpointStore:
         for path in found:
             path.rename(target / path.name)
         return target
-
-    def _set_aside(self, path: Path) -> None:
-        aside = free_name(path.with_name(f"{path.name}.superseded"))
-        logger.warning("%s of an earlier run is in the way and is moved to %s", path, aside)
-        path.rename(aside)
 
     def _incomplete(self, step: int) -> Path:
         return self.folder / f"global_step{step}{_INCOMPLETE}"

@@ -173,8 +173,7 @@ def linear_logprob_entropy(
     Raises ValueError: an argument is out of range, or the implementation cannot run here; NonFiniteLogitsError: with
     checks, hidden states or logits are NaN or infinite.
     """
-    hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
-    call = _Call.of(
+    hidden_TH, call = _Call.of(
         hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
         rows_per_rank, implementation, checks,
     )  # fmt: skip
@@ -216,8 +215,7 @@ def linear_token_loss(
 
     The other arguments, and errors, are those of ``linear_logprob_entropy``.
     """
-    hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
-    call = _Call.of(
+    hidden_TH, call = _Call.of(
         hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
         rows_per_rank, implementation, checks,
     )  # fmt: skip
@@ -263,16 +261,20 @@ class _Call:
         rows_per_rank: Sequence[int] | None,
         implementation: Implementation,
         checks: bool | None,
-    ) -> _Call:
+    ) -> tuple[Tensor, _Call]:
+        """The hidden states to compute with, and the call. Where one rank holds the whole sequence, its wanted rows
+        are taken at once."""
+        if sequence_rows is not None and (process_group is None or process_group.size() == 1):
+            hidden_TH, sequence_rows = hidden_TH[sequence_rows], None
         shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
         checks = hidden_TH.device.type == "cpu" if checks is None else checks
         check_call(hidden_TH, weight_VH, target_T, temperature, sequence_rows, workspace_bytes, shard, checks)
         precision = Precision.of(hidden_TH.dtype, hidden_TH.device)
         sequence = None
-        if sequence_rows is not None and process_group is not None:  # one without the other is no shard of a sequence
+        if sequence_rows is not None and process_group is not None:
             counts = _counts(sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks)
             sequence = _Sequence(sequence_rows, counts, process_group)
-        return cls(
+        call = cls(
             target_T=target_T,
             scale_T=_scale(temperature, target_T, precision.compute),
             sequence=sequence,
@@ -282,6 +284,7 @@ class _Call:
             workspace_bytes=workspace_bytes,
             checks=checks,
         )
+        return hidden_TH, call
 
     def head(
         self,
@@ -442,15 +445,6 @@ def _expect_scale(grad_value: Tensor, scale: float) -> None:
             "linear_token_loss added the gradient of the weight to main_grad in its forward pass, for "
             f"grad_scale = {scale}; the backward pass brings {float(grad_value)}: pass that as grad_scale"
         )
-
-
-def _without_lone_shard(
-    hidden_TH: Tensor, sequence_rows: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor | None]:
-    """Where one rank holds the whole sequence, its wanted rows are taken at once."""
-    if sequence_rows is None or (group is not None and group.size() > 1):
-        return hidden_TH, sequence_rows
-    return hidden_TH[sequence_rows], None
 
 
 def _counts(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -106,34 +106,14 @@ class Block(NamedTuple):
     hidden_BH: Tensor
 
 
-class GradientSink(Protocol):
-    """Takes the gradients of the blocks' hidden states in the order of the blocks."""
-
-    def add(self, block: Block, grad_BH: Tensor) -> None:
-        """Takes this rank's part of a block's gradient; it may be overwritten, and is summed over the ranks."""
-
-    def finish(self) -> Tensor:
-        """The gradient of the tensor that the caller gave, in its format."""
-
-
-class Rows(Protocol):
-    """The N hidden states of a call; ``longest``: tokens of the largest block."""
-
-    count: int
-    longest: int
-
-    @property
-    def order_N(self) -> Tensor | None:
-        """The caller's place of each token in the order of processing; None where both are the same."""
-
-    def blocks(self) -> Iterator[Block]:
-        """All tokens, block by block."""
-
-    def sink(self) -> GradientSink:
-        """A fresh sink for the gradients of all blocks."""
-
-
 class ReplicatedRows:
+    """Hidden states (N, H) that every rank of the group holds.
+
+    ``longest``: tokens of the largest block. ``order_N``: the caller's place of each token in the order of processing;
+    None where both are the same. A ``sink`` takes this rank's part of the gradients of all blocks, in their order; each
+    may be overwritten, and is summed over the ranks.
+    """
+
     order_N = None
 
     def __init__(self, hidden_NH: Tensor, shard: VocabularyShard, tokens: int) -> None:
@@ -146,7 +126,7 @@ class ReplicatedRows:
             rows = slice(first, min(first + self._tokens, self.count))
             yield Block(number, rows, self._hidden_NH[rows])
 
-    def sink(self) -> GradientSink:
+    def sink(self) -> _ReplicatedSink:
         return _ReplicatedSink(torch.empty_like(self._hidden_NH), self._shard)
 
 
@@ -225,7 +205,7 @@ class SequenceShardedRows:
         first = sum(map(sum, self._shares[:number]))
         return slice(first, first + sum(self._shares[number]))
 
-    def sink(self) -> GradientSink:
+    def sink(self) -> _ShardedSink:
         return _ShardedSink(self)
 
     def _gather(self, number: int) -> _Gathered:
@@ -294,6 +274,9 @@ class _ShardedSink:
     def finish(self) -> Tensor:
         self._settle()
         return self._total_LH
+
+
+Rows = ReplicatedRows | SequenceShardedRows
 
 
 def _shares(counts: Sequence[int], tokens: int) -> list[list[int]]:

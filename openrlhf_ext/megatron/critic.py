@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,12 +101,10 @@ class MegatronCritic(MegatronModel):
     def save_hf(self, target: str | Path) -> dict[str, int]:
         """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier,
         which finds the value head under the name ``score`` only. Returns what ``write_hf`` does."""
-        return self.write_hf(target, self._hf_config_changes())
-
-    def _hf_config_changes(self) -> dict[str, Any]:
-        return {
+        changes = {
             "architectures": [self.shape.family.critic_class],
             "id2label": {"0": "value"},  # one label: transformers derives num_labels from it
             "label2id": {"value": 0},
             "value_head_prefix": self.shape.value_head,
         }
+        return self.write_hf(target, changes)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from openrlhf_ext.options.sections import Megatron
 
 RANK_ORDER = "tp-cp-ep-pp-dp"
 
 
-@dataclass(frozen=True)
-class RankPlace:
+class RankPlace(NamedTuple):
     """Coordinates of a rank: within its tensor- and context-parallel groups, its pipeline stage, its replica."""
 
     tensor: int
@@ -82,12 +82,8 @@ class ParallelLayout:
     ) -> tuple[int, ...]:
         """The global ranks with these coordinates, ascending; None takes all of an axis."""
         wanted = (tensor, context, stage, replica)
-
-        def matches(place: RankPlace) -> bool:
-            found = (place.tensor, place.context, place.stage, place.replica)
-            return all(one in (None, other) for one, other in zip(wanted, found, strict=True))
-
-        return tuple(rank for rank in range(self.world_size) if matches(self.place(rank)))
+        places = {rank: zip(wanted, self.place(rank), strict=True) for rank in range(self.world_size)}
+        return tuple(rank for rank, pairs in places.items() if all(want in (None, found) for want, found in pairs))
 
     def answers_for_replica(self, rank: int) -> bool:
         return rank == self.ranks(replica=self.place(rank).replica)[0]
