@@ -50,8 +50,7 @@ def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) ->
 def write_durably(
     target: Path, chunks: Iterable[bytes | memoryview], seen: Callable[[memoryview], None] = lambda part: None
 ) -> int:
-    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes. Raises
-    CheckpointError as ``write_file`` does."""
+    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes."""
     size = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,7 @@ _PARTS = "written"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself: training steps that are behind it, files, and layout, versions and the like,
-    for people."""
+    """What a checkpoint says of itself; ``about``: layout, versions and the like, for people."""
 
     step: int
     files: tuple[FileEntry, ...]
@@ -113,8 +112,7 @@ class CheckpointStore:
 
     def commit(self, manifest: Manifest) -> Path:
         """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
-        wrote to storage that this process does not see), or the system refused; the checkpoints made before are
-        untouched."""
+        wrote to other storage), or the system refused; the checkpoints made before are untouched."""
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
         self._wait_for_files(folder, manifest.files)
         content = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}

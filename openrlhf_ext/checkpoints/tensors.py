@@ -77,8 +77,7 @@ class BlockRange:
 
 
 def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[BlockRange, Tensor]]) -> FileEntry:
-    """Writes a safetensors file tensor by tensor: host memory holds one of them at a time (GPU), none (CPU). ``pieces``
-    come with their elements, of any shape and device."""
+    """Writes a safetensors file; host memory holds one tensor at a time (GPU), none (CPU)."""
     entries = [(piece.name, tensor.dtype, piece.stored_shape) for piece, tensor in pieces]
     return write_file(folder, path, safetensors_chunks(entries, (tensor for _, tensor in pieces)))
 
@@ -87,8 +86,8 @@ def safetensors_chunks(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file; host memory holds one of ``values`` at a time (GPU), none (CPU). ``entries``:
-    name, type and shape of the tensors; ``values``: their elements in the same order, row-major, in tensors of any
-    shape, size and device."""
+    name, type and shape; ``values``: their elements in the same order, row-major, in tensors of any shape, size and
+    device."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
@@ -166,8 +165,7 @@ def _stored_from_plain(key: str, value: dict) -> StoredTensor:
 
 
 class TensorReader:
-    """Reads any block of any layout from a checkpoint's tensors; ``folder``: what the index's file names are relative
-    to."""
+    """Reads any block of any layout from a checkpoint's tensors, whose files are named relative to ``folder``."""
 
     def __init__(self, folder: Path, index: TensorIndex) -> None:
         self.folder, self.index = folder, index

@@ -1,6 +1,5 @@
-"""FP8 linear layers, with torch only: ``recipe`` says what is FP8 and how, ``quantize`` has formulas and products.
-Here: CUDA's compiler and headers, with which FP8 libraries build kernels while they run; not every node has a
-toolkit."""
+"""FP8 linear layers, with torch only: recipes, formulas and products; and where CUDA's compiler and headers are, with
+which FP8 libraries build kernels while they run."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ def wheel_folder() -> Path | None:
 
 
 def cuda_home() -> Path | None:
-    """The toolkit that CUDA_HOME has to name; None: there is one that is found without it, or none at all. DeepGEMM
-    looks at CUDA_HOME, nvcc on PATH and /usr/local/cuda, and fails at its import without any (vllm 0.29.0
-    third_party/deep_gemm/__init__.py:106)."""
+    """The toolkit that CUDA_HOME has to name; None: one is found without it, or there is none. DeepGEMM fails at its
+    import without CUDA_HOME, nvcc on PATH and /usr/local/cuda (vllm 0.29.0 third_party/deep_gemm/__init__.py:106)."""
     if named := os.environ.get("CUDA_HOME"):
         return Path(named)
     return None if shutil.which("nvcc") or _USUAL.is_dir() else wheel_folder()

@@ -48,13 +48,13 @@ class Quantized(NamedTuple):
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """To FP8; what is too large, infinity too, becomes the largest value, NaN stays. A plain cast would not do: from
-    |x| = 464 on torch 2.11 makes NaN of it for E4M3, and for E5M2 it makes infinity from 61440 on."""
+    |x| = 464 on torch 2.11 makes NaN of it for E4M3, and for E5M2 torch makes infinity from 61440 on."""
     return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, limit: float = _FP32_MAX) -> Tensor:
-    """FP8's largest value / amax (fp32); 1 where amax is 0, infinite or NaN. ``pow2``: rounded down to a power of two.
-    ``limit``: what a quotient beyond fp32 becomes."""
+    """FP8's largest value / amax (fp32); 1 where amax is 0, infinite or NaN. ``limit``: what a quotient beyond fp32
+    becomes."""
     scale = FP8_MAX[dtype] / amax
     scale = torch.where(torch.isinf(scale), limit, scale)
     if pow2:
@@ -117,8 +117,7 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 class DelayedScale:
     """The () fp32 scale of one tensor under delayed scaling: what the next micro-batch is multiplied by, 1 before any.
-    ``history_A``: fp32 largest absolute entries of ``amax_history_len`` micro-batches; the first collects the present
-    one's."""
+    ``history_A``: fp32 largest absolute entries, the first of the present micro-batch."""
 
     def __init__(self, dtype: torch.dtype, recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.dtype, self._recipe = dtype, recipe

@@ -3,8 +3,7 @@ trainer and rollout engine cut into different 128x128 tiles, so that their codes
 
 A tile begins where a rank's parameter begins, whatever Hugging Face tensors that is made of. Megatron interleaves
 query, key and value by group and stacks gate and up of every rank; vLLM stacks whole projections. Every weight is cut
-along one axis only (the rows of what makes query, key, value, gate and up, the columns of o_proj and down_proj); along
-the other both begin at 0.
+along one axis only, the columns of o_proj and down_proj, the rows of the others; along the other both begin at 0.
 """
 
 from __future__ import annotations

@@ -132,8 +132,7 @@ def accumulate(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def choose_kernels(implementation: Implementation, compute: torch.dtype, device: torch.device) -> Kernels:
-    """Triton on CUDA devices where it is installed, torch elsewhere, unless asked for by name. Raises ValueError: the
-    implementation is unknown, or cannot run here."""
+    """Triton on CUDA devices where it is installed, torch elsewhere, unless asked for by name."""
     if implementation not in ("auto", "torch", "triton"):
         raise ValueError(f"implementation must be 'auto', 'torch' or 'triton', got {implementation!r}")
     obstacle = triton_obstacle(compute, device)

@@ -65,8 +65,7 @@ def check_call(
     shard: VocabularyShard,
     checks: bool,
 ) -> None:
-    """The arguments of ``linear_logprob_entropy``, as far as they can be checked without waiting for a device; with
-    ``checks`` the values of tensors too."""
+    """The arguments of ``linear_logprob_entropy``, without waiting for a device unless ``checks``."""
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"expected hidden (T, H) and weight (V, H), got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}"
@@ -262,8 +261,7 @@ class _Call:
         implementation: Implementation,
         checks: bool | None,
     ) -> tuple[Tensor, _Call]:
-        """The hidden states to compute with, and the call. Where one rank holds the whole sequence, its wanted rows
-        are taken at once."""
+        """The hidden states to compute with, and the call."""
         if sequence_rows is not None and (process_group is None or process_group.size() == 1):
             hidden_TH, sequence_rows = hidden_TH[sequence_rows], None
         shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
@@ -295,8 +293,7 @@ class _Call:
         gradients: bool = True,
         one_pass: bool | None = False,
     ) -> LinearHead:
-        """The operands cut into tiles, for statistics, gradients or both. ``one_pass``: keep the logits of a block;
-        None: if that leaves blocks large enough."""
+        """The operands cut into tiles. ``one_pass``: keep the logits of a block; None: if blocks stay large enough."""
         plan = self._plan(hidden_TH, weight_VH.shape[0], statistics, gradients, one_pass)
         rows = self._rows(hidden_TH, plan.tokens)
         check = None

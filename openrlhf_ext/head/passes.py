@@ -51,8 +51,7 @@ class WeightGradient:
     themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
     gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
     ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. (Protocol:
-    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.) ``total_VH``: what to add to, in the
-    compute format.
+    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
     """
 
     def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:
@@ -119,8 +118,8 @@ def tile_costs(
     gradients: bool,
     gathered: float = 0.0,
 ) -> TileCosts:
-    """Bytes that a tile takes of the workspace. ``hidden``, ``dtype``: of a hidden state. ``gathered``:
-    ``rows.gathered_rows``; 0 where no rank needs the hidden states of another."""
+    """Bytes that a tile takes of the workspace. ``gathered``: ``rows.gathered_rows``; 0 where no hidden states
+    travel."""
     compute, item = precision.compute.itemsize, dtype.itemsize
     part = 4 * compute
     token = 4 * _PARTS * part + hidden * (compute if precision.operands_are_exact else 0)

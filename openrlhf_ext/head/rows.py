@@ -64,7 +64,7 @@ def tile_plan(
 ) -> TilePlan:
     """Blocks and slices for a head that forgets a tile before it makes the next, bounded by the workspace down to 16
     tokens times 128 columns. ``tokens`` and ``rows`` are of the whole call and of a shard, padding included, so that
-    every rank makes the same plan. ``statistics``: the tiles are made for statistics, and not for gradients alone."""
+    every rank makes the same plan. ``statistics``: the tiles are not for gradients alone."""
     block = min(tokens, _MOST_TOKENS, max(_FEWEST_TOKENS, workspace_bytes // (2 * max(1, costs.token))))
     block = _even(tokens, block)
     columns = (workspace_bytes - block * costs.token) // (block * costs.logit + costs.column)
@@ -81,8 +81,8 @@ def tile_plan(
 def one_pass_plan(
     tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, force: bool
 ) -> TilePlan | None:
-    """Blocks and slices for a head that keeps a block's tiles until their gradient. None if the blocks would be too
-    small for fast products, unless ``force``d."""
+    """The same for a head that keeps a block's tiles until their gradient; None if blocks would be too small, without
+    ``force``."""
     columns = max(1, min(rows, _ONE_PASS_COLUMNS.get(device_type, _ONE_PASS_COLUMNS["cuda"])))
     token = rows * costs.kept + columns * costs.logit + costs.token + -(-rows // columns) * costs.part
     block = (workspace_bytes - columns * costs.column) // token
@@ -107,12 +107,9 @@ class Block(NamedTuple):
 
 
 class ReplicatedRows:
-    """Hidden states (N, H) that every rank of the group holds.
-
-    ``longest``: tokens of the largest block. ``order_N``: the caller's place of each token in the order of processing;
-    None where both are the same. A ``sink`` takes this rank's part of the gradients of all blocks, in their order; each
-    may be overwritten, and is summed over the ranks.
-    """
+    """Hidden states (N, H) that every rank of the group holds. ``longest``: tokens of the largest block. ``order_N``:
+    the caller's place of each token in the order of processing; None: the same. A ``sink`` takes this rank's part of
+    the gradients of all blocks, in their order; each may be overwritten, and is summed over the ranks."""
 
     order_N = None
 
@@ -156,8 +153,7 @@ class _ReplicatedSink:
 
 
 def count_rows(rows_N: Tensor, length: int, ranks: int) -> list[int]:
-    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device. Raises ValueError:
-    ``rows_N`` points outside of the ranks' tokens."""
+    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device."""
     owner_N = torch.div(rows_N, max(1, length), rounding_mode="floor")
     counts = torch.bincount(owner_N.clamp(0, ranks), minlength=ranks).tolist()
     if len(counts) > ranks or (rows_N.numel() and int(rows_N.min()) < 0):

@@ -9,8 +9,7 @@ Parts combine without a loss of precision, because every exponential is at most 
 
     logprob = (t' - M) - ln s'        entropy = ln s' - w' / s'
 
-Shape suffixes: P = parts, N = tokens, V = rows of this rank's shard of the output embedding, B = tokens of a block; 4 =
-(m, s, w, t).
+Shape suffixes: P = parts, N = tokens, V = rows of this rank's shard, B = tokens of a block; 4 = (m, s, w, t).
 """
 
 from __future__ import annotations

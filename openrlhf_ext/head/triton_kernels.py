@@ -1,6 +1,8 @@
-"""The passes over a tile of logits as Triton kernels: each reads the tile once, which is larger than a GPU's caches: 4
-bytes a logit for the statistics, 4 read and 2 (bf16) or 4 written for the gradient, against 2 H operations a logit in
-the product that made it, which stays with cuBLAS. Importing this module needs the package ``triton``."""
+"""The passes over a tile of logits as Triton kernels; importing this module needs the package ``triton``.
+
+A tile is larger than a GPU's caches, so that a pass costs its memory traffic: 4 bytes a logit for the statistics, 4
+read and 2 (bf16) or 4 written for the gradient, against 2 H operations a logit in the product that made it.
+"""
 
 from __future__ import annotations
 

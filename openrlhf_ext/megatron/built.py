@@ -64,8 +64,7 @@ class TrainedChunk(DistributedDataParallel):
 
 
 def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Megatron's ``no_sync_func``: keeps gradients from being reduced before the last micro-batch. None without
-    ``overlap_grad_reduce``, where nothing reduces them before."""
+    """Megatron's ``no_sync_func``, without which ``overlap_grad_reduce`` reduces gradients at every micro-batch."""
     functions = [
         chunk.no_sync for chunk in chunks if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
     ]
@@ -79,8 +78,7 @@ class BuiltModel:
     """This rank's model chunks; a subclass with other parameters overrides how they are made.
 
     ``chunks`` are unwrapped (one without virtual pipeline stages), in the order of Megatron's schedules; the last one
-    of the last stage makes hidden states. ``models`` are they as schedules and optimizer see them: DDP-wrapped when
-    trained.
+    of the last stage makes hidden states. ``models``: they as schedules see them, DDP-wrapped when trained.
     """
 
     def __init__(self, settings: ModelSettings) -> None:

@@ -230,8 +230,7 @@ class Snapshot:
 
 def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, copy: bool) -> Snapshot:
     """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete. ``extra``:
-    plain values, returned by :func:`load_checkpoint`; rank 0's are kept. ``copy``: to host memory, so that training may
-    go on."""
+    plain values, rank 0's of which are kept. ``copy``: to host memory, so that training may go on."""
     rank = dist.get_rank()
     pieces = [(piece, t.to("cpu", copy=True) if copy else t) for piece, t in _own_pieces(model)]
     files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
@@ -299,8 +298,7 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
 
     Learning rates and the like follow the present options; only the counts of steps are restored, and random states if
     the layout is the one that wrote them. A collective: no rank returns before all have loaded. Returns ``extra`` of
-    :func:`take_snapshot`. Raises CheckpointError, on every rank: the checkpoint is of another model or type, or cannot
-    be read.
+    :func:`take_snapshot`. Raises CheckpointError, on every rank: another model or type, or unreadable.
     """
     problem, asked, state = None, set(), {}
     try:

@@ -57,8 +57,7 @@ class MegatronCritic(MegatronModel):
 
     @torch.no_grad()
     def values(self, batch: SequenceBatch) -> Tensor:
-        """fp32 (N,) values at the response tokens of this data-parallel rank, on every rank of the replica: each of the
-        state before its token."""
+        """fp32 (N,) values at this data-parallel rank's response tokens, of the states before them, on every rank."""
         (values_N,) = self.schedule.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
         return values_N
 
@@ -71,9 +70,7 @@ class MegatronCritic(MegatronModel):
     def train_step(self, batch: SequenceBatch, targets: ValueTargets, more: bool = False) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``targets``.
         Returns ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of all of it, the same on
-        every rank. ``more``: see ``optimizer_step``. Raises NonFiniteUpdateError: the loss or the gradient norm is not
-        finite.
-        """
+        every rank. ``more``: see ``optimizer_step``. Raises NonFiniteUpdateError."""
         metrics = self.accumulate_gradients(batch, targets)
         if not math.isfinite(metrics["loss/value"]):
             raise NonFiniteUpdateError(f"the critic's train step gave the loss {metrics['loss/value']}")

@@ -2,9 +2,9 @@
 
 What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
 view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object. Raw pointers change;
-nothing here keeps any. Three kinds of state move by themselves. Of ``gradients``, DDP's buffers, only the room is given
-back: a train step starts by clearing them, so they come back as zeros, and must stay between the backward pass and the
-optimizer step.
+nothing here keeps any. The ``KINDS`` of states move by themselves. Of ``gradients``, DDP's buffers, only the room is
+given back: a train step starts by clearing them, so they come back as zeros, and must stay between the backward pass
+and the optimizer step.
 
 On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the round trip, and it is
 zero meanwhile. One storage at a time is copied and emptied, so that device memory never exceeds what it was before.
@@ -44,8 +44,7 @@ class Swap:
 
 
 class ModelStates:
-    """The states of one rank's model and optimizer, each kind either on the device or in host memory. Not a
-    collective."""
+    """The states of one rank's model and optimizer, each kind on the device or in host memory. Not a collective."""
 
     def __init__(
         self,

@@ -40,8 +40,7 @@ class ParallelLayout:
         )  # fmt: skip
 
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The rules that these degrees break: the fields concerned, and what is wrong. ``name``: what the user calls a
-        field."""
+        """The rules that are broken: the fields concerned, and what is wrong. ``name``: what the user calls a field."""
         world, tp, pp, cp, sp, vp = (name(field.name) for field in fields(self))
         size, world_size = self.model_parallel_size, self.world_size
         if world_size % size:

@@ -207,8 +207,7 @@ class MegatronPolicy(MegatronModel):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy:
-        """This rank's share of a checkpoint of this shape in host memory, with converters' state of its own. Called
-        before the first train step."""
+        """A checkpoint of this shape in host memory, with converters' state. Called before the first train step."""
         state = self.converter_state().values()
         if path == self.settings.model_path:
             return FrozenCopy(self.chunks, state=state)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LayerConverter:
-    """All that a model asks of its layers; these answers change nothing. Plain values, which the driver sends to
+    """All that a model asks of its layers; these answers change nothing. Plain values, which go from driver to
     ranks."""
 
     name: str  # prefix of its state in checkpoints

@@ -94,9 +94,9 @@ def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers: int) -> None:
-    """That the layers of a decoder which has computed once did so in FP8, and no others. ``first_layer``: the number of
-    its first layer among the whole model's ``num_layers``. Raises FP8Unavailable: a layer is of another type, or its
-    weight has other codes than the recipe's."""
+    """That the layers of a decoder which has computed once did so in FP8, and no others. ``first_layer``: its first
+    one's number among ``num_layers``. Raises FP8Unavailable: a layer is of another type, or its weight has other
+    codes."""
     proven: set[str] = set()
     problems = []
     for path, module in linear_layers(decoder).items():

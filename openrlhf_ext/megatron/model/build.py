@@ -50,8 +50,7 @@ class HiddenStateGPTModel(GPTModel):
 
 class ValueModel(HiddenStateGPTModel):
     """The same decoder with a value head, (1, H) and the same on every tensor-parallel rank, in the place of the
-    vocabulary projection. It keeps the name ``output_layer``, which Megatron's checkpoint code expects on the last
-    stage."""
+    vocabulary projection, and under its name, which Megatron's checkpoint code expects on the last stage."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)

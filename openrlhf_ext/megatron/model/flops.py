@@ -47,8 +47,7 @@ class ForwardFlops:
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> ForwardFlops:
-    """FLOPs of a forward pass over whole sequences of these lengths in tokens, of which ``predicted`` are response
-    tokens."""
+    """FLOPs of a forward pass over whole sequences, of whose tokens ``predicted`` are response tokens."""
     lengths = list(lengths)
     q = shape.num_heads * shape.head_dim
     weights = (size for rule in shape.family.layer_rules for size in hf_shapes(rule, shape) if len(size) == 2)

@@ -1,6 +1,5 @@
 """Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders; and whether a
-checkpoint's tensors and a model's parameters account for each other: every tensor used exactly once, every parameter
-filled exactly once."""
+checkpoint's tensors and a model's parameters account for each other, each exactly once."""
 
 from __future__ import annotations
 
@@ -114,8 +113,8 @@ _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 @dataclass(frozen=True)
 class HFRows:
-    """Consecutive rows of a Hugging Face tensor; entries of a vector count as rows. Who yields the ``values`` may use
-    their memory again for the next ones."""
+    """Consecutive rows of a Hugging Face tensor; entries of a vector count as rows. The memory may be used again for
+    the next."""
 
     name: str
     start: int
@@ -304,8 +303,7 @@ def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
 def unaccounted_parameters(
     rules: list[Rule], shape: ModelShape, parameters: Mapping[str, Tensor], size: int
 ) -> Problems:
-    """What keeps ``rules`` from filling every parameter of a chunk, of one of ``size`` tensor-parallel ranks, exactly
-    once: kind of problem -> names."""
+    """What keeps ``rules`` from filling every parameter of a chunk exactly once: kind of problem -> names."""
     filled = Counter(rule.parameter for rule in rules)
     wanted = {rule.parameter: shard_shape(rule, shape, size) for rule in rules}
     problems = {

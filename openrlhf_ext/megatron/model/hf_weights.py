@@ -92,12 +92,10 @@ def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
 
 
 def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
-    """Fills this rank's parameters from an HF checkpoint, reading only the rank's own part of every tensor. Not a
-    collective.
+    """Fills this rank's parameters from an HF checkpoint, reading only its own part of every tensor. Not a collective.
 
     The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The value head of a
-    critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit, and
-    InputError: a file is missing or damaged.
+    critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit.
     """
     checkpoint = HFCheckpoint(path)
     new_head = new_value_head(shape, checkpoint)

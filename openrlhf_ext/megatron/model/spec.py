@@ -172,7 +172,7 @@ class PackedSequences(PackedSeqParams):
 
 class CausalAttention(torch.nn.Module):
     """Causal scaled-dot-product attention inside every sequence of a pack, one sequence at a time, so that no memory of
-    the order of the pack's length squared is needed; on a GPU in half precision by torch's variable-length flash
+    the order of the pack's length squared is needed; on a GPU in half precision torch's variable-length flash
     attention."""
 
     def __init__(

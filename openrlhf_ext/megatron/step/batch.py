@@ -113,15 +113,14 @@ def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[t
 
 
 def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Relative computing time of each sequence: ``length * (1 + length / attention_length)``. For ``attention_length``
-    see ``ModelShape``; infinite: tokens alone count."""
+    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``); infinite: tokens alone
+    count."""
     return [length * (1.0 + length / attention_length) for length in lengths]
 
 
 def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.inf) -> list[list[int]]:
     """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty. The
-    longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham 1969).
-    Rows of a part are in ascending order."""
+    longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham 1969)."""
     costs = sequence_costs(lengths_B.tolist(), attention_length)
     bins = _deal(costs, [0] * len(costs), 1, parts)
     assert bins is not None, "rows of size 0 fit everywhere"
@@ -153,8 +152,7 @@ def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, a
 
 def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
     """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none.
-    Bins without room for a row wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the
-    costs."""
+    Bins without room wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the costs."""
     bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
     open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
     tight: list[tuple[int, int]] = []  # heap of (filled, bin)
@@ -213,9 +211,9 @@ class ValueTargets:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch as this rank computes it. The N response tokens that it predicts are in the order of the batch;
-    under context parallelism it may have none. What is known before the device computes is a plain value or an index,
-    so that nothing has to be read back."""
+    """A micro-batch as this rank computes it, its N response tokens (under context parallelism perhaps none) in the
+    order of the batch. What is known before the device computes is a plain value or an index, so that nothing has to be
+    read back."""
 
     packed_L: Tensor  # int64 token ids
     positions_L: Tensor  # int64, position of each token in its sequence
@@ -242,9 +240,8 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackShape:
-    """What the lengths of a pack must be multiples of. ``pieces``: how many pieces a rank's share of the pack is cut
-    into, the tensor-parallel size under sequence parallelism, else 1; the tokens of one are a multiple of
-    ``piece_unit``."""
+    """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the pack, each a multiple
+    of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1."""
 
     context_parallel_size: int = 1
     pieces: int = 1
@@ -279,8 +276,7 @@ class TokenCount:
 def pack(
     batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0
 ) -> PackedBatch:
-    """Packs the sequences of a micro-batch, before which there are ``first_row`` rows and ``first_token`` response
-    tokens."""
+    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it."""
     slots = shape.slots(batch.lengths_B.tolist())
     ends = list(itertools.accumulate(slots, initial=0))
     starts_B = torch.tensor(ends[:-1])

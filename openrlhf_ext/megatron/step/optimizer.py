@@ -79,8 +79,7 @@ def warmup_steps(options: Actor | Critic, updates: int) -> int:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: Actor | Critic, updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay over the ``updates`` of the whole run. The k-th update (k >= 1) uses the rate of step
-    k: no update is lost to rate 0."""
+    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
     warmup, decay = warmup_steps(options, updates), options.adam.weight_decay
     return OptimizerParamScheduler(
         optimizer,

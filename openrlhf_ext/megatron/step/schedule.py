@@ -2,8 +2,7 @@
 
 Every stage knows every micro-batch, hence the shape of everything it will receive: shapes are never sent. Every public
 method of ``Schedule`` is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B =
-sequences, N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H =
-hidden size.
+sequences, N = response tokens of a micro-batch that this rank predicts, L = its tokens on this rank, H = hidden size.
 """
 
 from __future__ import annotations
@@ -161,8 +160,7 @@ LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, T
 
 
 class Schedule:
-    """One pipeline schedule after the other over the micro-batches of a batch. ``counted``: tokens of this replica's
-    packs since ``take_count``."""
+    """Pipeline schedules over the micro-batches of batches; ``counted``: tokens of packs since ``take_count``."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._model, self.device, self.config = model, model.device, model.config
