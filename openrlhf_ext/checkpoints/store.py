@@ -114,7 +114,12 @@ class CheckpointStore:
         """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
         wrote to other storage), or the system refused; the checkpoints made before are untouched."""
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
-        self._wait_for_files(folder, manifest.files)
+        sizes = {entry.path: entry.size for entry in manifest.files}
+        if absent := absent_files(folder, sizes, self.visible_s):
+            raise CheckpointError(
+                f"{folder / absent[0]} was written by a rank and is not here with its {sizes[absent[0]]} bytes "
+                f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+            )
         content = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
         write_file(folder, MANIFEST, [json.dumps(content, indent=1).encode()])
         try:
@@ -127,14 +132,6 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"cannot rename {folder} to {target}: {error}") from error
         return target
-
-    def _wait_for_files(self, folder: Path, files: Iterable[FileEntry]) -> None:
-        sizes = {entry.path: entry.size for entry in files}
-        if absent := absent_files(folder, sizes, self.visible_s):
-            raise CheckpointError(
-                f"{folder / absent[0]} was written by a rank and is not here with its {sizes[absent[0]]} bytes "
-                f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
-            )
 
     def expect(self, manifest: Manifest, parts: Sequence[str]) -> None:
         """Notes what ``complete`` waits for: the receipts of ranks that write in the background, beside the files of

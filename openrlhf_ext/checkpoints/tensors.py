@@ -169,7 +169,7 @@ class TensorReader:
 
     def __init__(self, folder: Path, index: TensorIndex) -> None:
         self.folder, self.index = folder, index
-        self._open = lru_cache(maxsize=16)(self._open_file)
+        self._open = lru_cache(maxsize=16)(lambda file: safe_open(folder / file, framework="pt", device="cpu"))
         self._block = lru_cache(maxsize=2)(self._assemble)
         self._by_block: dict[str, dict[Block, list[tuple[BlockRange, str]]]] = {}
 
@@ -243,9 +243,6 @@ class TensorReader:
             return opened.get_tensor(piece.name).reshape(-1)[low:high]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-
-    def _open_file(self, file: str) -> Any:
-        return safe_open(self.folder / file, framework="pt", device="cpu")
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -1,5 +1,5 @@
-"""FP8 linear layers, with torch only: recipes, formulas and products; and where CUDA's compiler and headers are, with
-which FP8 libraries build kernels while they run."""
+"""8-bit floating point with torch only: recipes, formulas and products; and where CUDA's compiler and headers are, with
+which its libraries build kernels while they run."""
 
 from __future__ import annotations
 

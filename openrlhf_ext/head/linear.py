@@ -18,17 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf_ext.head import passes
 from openrlhf_ext.head.kernels import Implementation, Kernels, Precision, choose_kernels
-from openrlhf_ext.head.passes import (
-    LinearHead,
-    TokenLoss,
-    WeightGradient,
-    gradients,
-    loss_and_slope,
-    statistics,
-    statistics_and_gradients,
-    tile_costs,
-)
+from openrlhf_ext.head.passes import LinearHead, TokenLoss, WeightGradient
 from openrlhf_ext.head.rows import (
     Block,
     ReplicatedRows,
@@ -221,7 +213,7 @@ def linear_token_loss(
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
         return TokenLossOutput(*_LinearTokenLoss.apply(hidden_TH, weight_VH, call, token_loss, recompute, grad_scale))
     stats = call.statistics(hidden_TH, weight_VH)
-    value, _ = loss_and_slope(token_loss, stats.logprob_N, slice(0, target_T.numel()))
+    value, _ = passes.loss_and_slope(token_loss, stats.logprob_N, slice(0, target_T.numel()))
     return TokenLossOutput(value, stats.logprob_N, stats.entropy_N)
 
 
@@ -314,7 +306,7 @@ class _Call:
     def _plan(
         self, hidden_TH: Tensor, weight_rows: int, statistics: bool, gradients: bool, one_pass: bool | None
     ) -> TilePlan:
-        costs = tile_costs(
+        costs = passes.tile_costs(
             hidden_TH.shape[1], hidden_TH.dtype, self.precision, self.kernels, statistics=statistics,
             gradients=gradients,
             gathered=0.0 if self.sequence is None else gathered_rows(self.sequence.counts, self.sequence.group),
@@ -331,7 +323,7 @@ class _Call:
 
     def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
         head = self.head(hidden_TH, weight_VH, gradients=False)
-        return self._checked(_restored(statistics(head), head.rows))
+        return self._checked(_restored(passes.statistics(head), head.rows))
 
     def statistics_and_gradients(
         self, hidden_TH: Tensor, weight_VH: Tensor, token_loss: TokenLoss, recompute: bool | None, grad_scale: float
@@ -344,11 +336,13 @@ class _Call:
         values: list[Tensor] = []
 
         def coefficients(rows: slice, stats: TokenStatistics) -> tuple[Tensor, None]:
-            value, slope_B = loss_and_slope(token_loss, stats.logprob_N, _caller_rows(head.rows, rows))
+            order_N = head.rows.order_N
+            caller_rows = rows if order_N is None else order_N[rows]
+            value, slope_B = passes.loss_and_slope(token_loss, stats.logprob_N, caller_rows)
             values.append(value)
             return slope_B.to(self.precision.compute) * scale, None
 
-        stats, grad_hidden_TH = statistics_and_gradients(head, coefficients, weight_gradient)
+        stats, grad_hidden_TH = passes.statistics_and_gradients(head, coefficients, weight_gradient)
         value = torch.stack(values).sum() if values else stats.logprob_N.sum()
         return value, self._checked(_restored(stats, head.rows)), grad_hidden_TH, weight_gradient
 
@@ -369,7 +363,7 @@ class _Call:
         def coefficients(rows: slice, _: TokenStatistics) -> tuple[Tensor, Tensor | None]:
             return slope_N[rows], None if entropy_slope_N is None else entropy_slope_N[rows]
 
-        return gradients(head, ordered, coefficients, weight_gradient), weight_gradient
+        return passes.gradients(head, ordered, coefficients, weight_gradient), weight_gradient
 
     def _checked(self, stats: TokenStatistics) -> TokenStatistics:
         if self.checks:
@@ -471,7 +465,3 @@ def _restored(stats: TokenStatistics, rows: Rows) -> TokenStatistics:
     if rows.order_N is None:
         return stats
     return TokenStatistics(*(torch.empty_like(value).index_copy_(0, rows.order_N, value) for value in stats))
-
-
-def _caller_rows(rows: Rows, block: slice) -> slice | Tensor:
-    return block if rows.order_N is None else rows.order_N[block]

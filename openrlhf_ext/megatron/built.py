@@ -26,6 +26,8 @@ from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import PackedBatch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 class TrainedChunk(DistributedDataParallel):
     """Megatron's DDP around a model chunk whose head is not a module's forward pass.
@@ -69,9 +71,6 @@ def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
         chunk.no_sync for chunk in chunks if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
     ]
     return functions[0] if len(functions) == 1 else functions or None
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class BuiltModel:

@@ -66,9 +66,11 @@ class ParallelLayout:
         return self.world_size // self.model_parallel_size
 
     def place(self, rank: int) -> RankPlace:
+        tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
+        sizes = {"tp": tp, "cp": cp, "ep": 1, "pp": pp, "dp": self.data_parallel_size}
         rest, at = rank, {}
         for axis in RANK_ORDER.split("-"):
-            rest, at[axis] = divmod(rest, self._sizes[axis])
+            rest, at[axis] = divmod(rest, sizes[axis])
         return RankPlace(at["tp"], at["cp"], at["pp"], at["dp"])
 
     def ranks(
@@ -90,13 +92,3 @@ class ParallelLayout:
     @property
     def near_ranks(self) -> int:
         return self.tensor_parallel_size * self.context_parallel_size
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {
-            "tp": self.tensor_parallel_size,
-            "cp": self.context_parallel_size,
-            "ep": 1,
-            "pp": self.pipeline_parallel_size,
-            "dp": self.data_parallel_size,
-        }

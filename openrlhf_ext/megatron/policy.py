@@ -131,20 +131,16 @@ class MegatronPolicy(MegatronModel):
         return super().response_states(hidden_LH, part)
 
     def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
-        return linear_logprob_entropy(states, **self._head_operands(part, temperature), **self._head_resources(part))
+        return linear_logprob_entropy(states, **self._head_arguments(part, temperature))
 
-    def _head_operands(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
+    def _head_arguments(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
+        gathers = self.config.sequence_parallel
         return {
             "weight_VH": self.output_embedding(),
             "target_T": part.targets_N,
             "temperature": temperature,
             "vocab_size": self.shape.vocab_size,
             "process_group": parallel_state.get_tensor_model_parallel_group(),
-        }
-
-    def _head_resources(self, part: PackedBatch) -> dict[str, Any]:
-        gathers = self.config.sequence_parallel
-        return {
             "workspace_bytes": self.settings.megatron.head_workspace_mib << 20,
             "sequence_rows": part.hidden_N if gathers else None,
             "rows_per_rank": part.piece_counts if gathers else None,
@@ -199,8 +195,7 @@ class MegatronPolicy(MegatronModel):
         head = linear_token_loss(
             states,
             token_loss=lambda logprob_B, rows: terms(logprob_B, part.places_N[rows]),
-            **self._head_operands(part, temperature),
-            **self._head_resources(part),
+            **self._head_arguments(part, temperature),
         )
         return head.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
 
