@@ -103,19 +103,19 @@ class ModelStates:
     def _empty(self, kind: str) -> list[_Absent]:
         storages = self._storages(kind)
         if kind == "gradients":
-            return [_Absent.without_content(storage, self._device) for storage in storages]
+            return [_Absent.emptied(storage, self._device) for storage in storages]
         places = self._arenas[kind].places([storage.nbytes() for storage in storages])
-        return [_Absent.with_content(s, self._device, place) for s, place in zip(storages, places, strict=True)]
+        return [_Absent.emptied(s, self._device, place) for s, place in zip(storages, places, strict=True)]
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Storages on the device that belong to the kind and to none before it: fp32 master weights are parameters."""
         seen: set[int] = set()
         for earlier in KINDS[: KINDS.index(kind)]:
             if earlier not in self._away:
-                seen |= {storage._cdata for storage in self._unique(_TENSORS[earlier](self), set())}
+                seen |= {storage._cdata for storage in self._unique(self._tensors(earlier), set())}
             else:
                 seen |= {absent.storage._cdata for absent in self._away[earlier]}
-        return self._unique(_TENSORS[kind](self), seen)
+        return self._unique(self._tensors(kind), seen)
 
     def _unique(self, tensors: Iterable[Tensor], seen: set[int]) -> list[torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
@@ -126,39 +126,20 @@ class ModelStates:
                     found.setdefault(storage._cdata, storage)
         return list(found.values())
 
-    def _parameter_tensors(self) -> Iterator[Tensor]:
-        for buffer in self._buffers():
-            if buffer.param_data is not None:
-                yield buffer.param_data
-        for model in self._models:
-            for parameter in model.parameters():
-                yield parameter.data
-
-    def _gradient_tensors(self) -> Iterator[Tensor]:
-        for buffer in self._buffers():
-            yield buffer.grad_data
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self._optimizer is None:
-            return
-        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            for group in part.param_groups:
-                yield from (parameter.data for parameter in group["params"])
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def _buffers(self) -> Iterator:
-        for model in self._models:
-            if isinstance(model, DistributedDataParallel):
-                yield from model.buffers
-                yield from model.expert_parallel_buffers
-
-
-_TENSORS = {
-    "parameters": ModelStates._parameter_tensors,
-    "gradients": ModelStates._gradient_tensors,
-    "optimizer": ModelStates._optimizer_tensors,
-}
+    def _tensors(self, kind: str) -> Iterator[Tensor]:
+        wrapped = [model for model in self._models if isinstance(model, DistributedDataParallel)]
+        buffers = [buffer for model in wrapped for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+        if kind == "parameters":
+            yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
+            yield from (parameter.data for model in self._models for parameter in model.parameters())
+        elif kind == "gradients":
+            yield from (buffer.grad_data for buffer in buffers)
+        elif self._optimizer is not None:
+            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+                for group in part.param_groups:
+                    yield from (parameter.data for parameter in group["params"])
+                for state in part.optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class HostArena:
@@ -206,27 +187,22 @@ class _Absent:
     device: torch.device
     nbytes: int
     pieces: list[Tensor] | None = field(repr=False)
-    is_freed: bool = True
+    is_freed: bool
 
     @classmethod
-    def with_content(cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor]) -> _Absent:
-        absent = cls(storage, device, storage.nbytes(), pieces)
-        for here, there in absent._pairs(pieces):
-            there.copy_(here, non_blocking=True)
-        _synchronize(device)  # the copy must be complete before its source goes
-        return absent._emptied()
-
-    @classmethod
-    def without_content(cls, storage: torch.UntypedStorage, device: torch.device) -> _Absent:
-        return cls(storage, device, storage.nbytes(), None)._emptied()
-
-    def _emptied(self) -> _Absent:
-        self.is_freed = self.storage.resizable() or self.device.type != "cpu"
-        if self.is_freed:
-            self.storage.resize_(0)
+    def emptied(
+        cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor] | None = None
+    ) -> _Absent:
+        absent = cls(storage, device, storage.nbytes(), pieces, storage.resizable() or device.type != "cpu")
+        if pieces is not None:
+            for here, there in absent._pairs(pieces):
+                there.copy_(here, non_blocking=True)
+            _synchronize(device)  # the copy must be complete before its source goes
+        if absent.is_freed:
+            storage.resize_(0)
         else:
-            _bytes_of(self.storage, self.device).zero_()
-        return self
+            _bytes_of(storage, device).zero_()
+        return absent
 
     def fill(self) -> None:
         if self.is_freed:
