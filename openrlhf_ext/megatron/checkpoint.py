@@ -324,7 +324,9 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
     ranges = optimizer_ranges(model.optimizer)
     asked: set[str] = set()
     for block in parameter_blocks(model):
-        for piece, target in _wanted(block, ranges.get(id(block.parameter))):
+        held = ranges.get(id(block.parameter))
+        states = [] if held is None else _state_pieces(block, held)
+        for piece, target in ((BlockRange.whole(_named(block.block, "model")), block.elements()), *states):
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked
@@ -371,12 +373,6 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
     if model.scheduler is not None:
         model.scheduler.num_steps = state["scheduler_steps"]
         model.scheduler.step(0)  # the present schedule's rate at that step
-
-
-def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[BlockRange, Tensor]]:
-    yield BlockRange.whole(_named(block.block, "model")), block.elements()
-    if held is not None:
-        yield from _state_pieces(block, held)
 
 
 def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:

@@ -48,6 +48,9 @@ from openrlhf_ext.megatron.model.weight_map import (
 )
 from openrlhf_ext.megatron.watchdog import Gate, phase
 
+BUCKET_BYTES = 256 << 20
+"""What a rank may hold above its shard while weights are loaded or exported."""
+
 
 class OwnedTensor(NamedTuple):
     """A Hugging Face tensor, ``number`` of those of its ``rule``, and what each global rank gives of it."""
@@ -79,10 +82,6 @@ class Ownership:
                 slices = {rank: pieces for rank, pieces in found.items() if pieces}
                 self.tensors[name] = OwnedTensor(rule, number, whole, slices)
         self.ranks = tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.slices}))
-
-
-BUCKET_BYTES = 256 << 20
-"""What a rank may hold above its shard while weights are loaded or exported."""
 
 
 def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
