@@ -22,6 +22,10 @@ from torch import Tensor
 
 from openrlhf_ext.head.statistics import TokenGradient
 
+logger = logging.getLogger(__name__)
+
+Implementation = Literal["auto", "torch", "triton"]
+
 
 class Kernels(Protocol):
     """The passes over a tile. A one-pass head keeps every tile of a block between the two passes: the logits with
@@ -84,11 +88,6 @@ def _index(column_B: Tensor, tile_BS: Tensor) -> tuple[Tensor, Tensor]:
     """(B, 1) a valid column for each token, and (B,) whether its target is really there."""
     here_B = (column_B >= 0) & (column_B < tile_BS.shape[1])
     return column_B.masked_fill(~here_B, 0)[:, None], here_B
-
-
-logger = logging.getLogger(__name__)
-
-Implementation = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True)
