@@ -86,8 +86,8 @@ def free_name(path: Path) -> Path:
 
 
 def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
-    """Files (bytes by path relative to ``folder``) that after ``wait_s`` seconds, see ``VISIBLE_S``, are still not here
-    with their size: another machine wrote them elsewhere."""
+    """Files (bytes by path) that another machine wrote and that are not here with their size after ``wait_s``
+    seconds."""
     deadline, absent = time.monotonic() + wait_s, list(sizes)
     while absent := [path for path in absent if not _is_there(folder / path, sizes[path])]:
         if time.monotonic() >= deadline:
@@ -140,8 +140,7 @@ _KIND = "!"
 
 
 def write_plain(folder: Path, path: str, state: Any) -> FileEntry:
-    """Writes ``state`` to ``folder/path``. Raises TypeError, with the place: it holds something else than None,
-    numbers, text, bytes, lists, tuples, dictionaries, tensors and numpy arrays."""
+    """Writes ``state`` to ``folder/path``. Raises TypeError, with the place, for what no checkpoint holds."""
     return write_file(folder, path, [json.dumps(_encode(state, "state"), indent=1).encode()])
 
 

@@ -79,8 +79,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:
-    """Says in a checkpoint's folder which files a rank, one of the ``parts`` of ``CheckpointStore.expect``, has written
-    in the background, when all of them are on disk."""
+    """Says which files a rank has written in the background; ``part``: its name, as ``CheckpointStore.expect`` was
+    told."""
     write_file(folder, f"{_PARTS}/{part}.json", [json.dumps([asdict(entry) for entry in entries]).encode()])
 
 

@@ -53,8 +53,7 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, limit: float = _FP32_MAX) -> Tensor:
-    """FP8's largest value / amax (fp32); 1 where amax is 0, infinite or NaN. ``limit``: what a quotient beyond fp32
-    becomes."""
+    """FP8's largest value / amax (fp32), ``limit`` where that is beyond fp32; 1 where amax is 0, infinite or NaN."""
     scale = FP8_MAX[dtype] / amax
     scale = torch.where(torch.isinf(scale), limit, scale)
     if pow2:
@@ -155,8 +154,7 @@ class Products:
         return {operand: DelayedScale(dtype, self._recipe, device) for operand, dtype in self._dtypes.items()}
 
     def codes(self, operand: str, x_RC: Tensor, *, transposed: bool = False, scale: Tensor | None = None) -> Quantized:
-        """An operand ('x', 'w' or 'dy') in FP8, ``transposed`` for a product that sums over its rows. ``scale``:
-        'delayed': what it is multiplied by."""
+        """An operand ('x', 'w' or 'dy') in FP8; ``transposed``: for a product that sums over its rows."""
         grid = Grid.TENSOR
         if self._recipe.blockwise:
             grid = Grid.TILES if operand == "w" else Grid.COLUMNS if transposed else Grid.ROWS

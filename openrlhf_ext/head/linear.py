@@ -427,8 +427,8 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _expect_scale(grad_value: Tensor, scale: float) -> None:
-    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more. Raises
-    ValueError: another gradient arrives than was announced (CPU; a device-side assertion on CUDA, without a wait)."""
+    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more: a
+    ValueError on CPU, a device-side assertion on CUDA, without a wait."""
     if grad_value.device.type != "cpu":
         torch._assert_async(grad_value == scale)
     elif float(grad_value) != scale:

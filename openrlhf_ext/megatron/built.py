@@ -142,8 +142,7 @@ class BuiltModel:
         return weight
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """(N, H) what ``loss`` gets of the model's output: the final hidden states of this rank's tokens, or of its
-        piece of them under sequence parallelism."""
+        """(N, H) what ``loss`` gets of the model's output (of this rank's piece of it under sequence parallelism)."""
         if self.config.sequence_parallel:
             # every tensor-parallel rank then computes the same with them: the backward pass only splits
             hidden_LH = gather_from_sequence_parallel_region(hidden_LH, tensor_parallel_output_grad=False)

@@ -85,8 +85,7 @@ class OptimizerRange:
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
-    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks. Raises
-    CheckpointError: Megatron does not know the place of one."""
+    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks."""
     blocks = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
     known = {id(b.parameter) for b in blocks}
     names = [n for chunk in model.chunks for n, p in chunk.named_parameters() if id(p) not in known]
@@ -344,8 +343,7 @@ def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:
 def _load_converter(
     converter: LayerConverter | type[LayerConverter], every: dict[str, tuple[BlockRange, Tensor]], reader: TensorReader
 ) -> set[str]:
-    """Fills a converter's state; returns the names of the tensors that were read, or are not needed. Raises
-    CheckpointError: it was written with other options of the converter, or by other layers."""
+    """Fills a converter's state; returns the names of the tensors that were read, or are not needed."""
     stored, prefix = reader.index.tensors, f"{converter.name}."
     pieces = {key: held for key, held in every.items() if key.startswith(prefix)}
     unread = {key for key in stored if key.startswith(prefix)}

@@ -120,8 +120,7 @@ class BrokenLibraryError(RuntimeError):
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed and there is a GPU. Raises BrokenLibraryError: it cannot be imported, or
-    megatron-core cannot use it."""
+    """Whether TransformerEngine is installed and there is a GPU. Raises BrokenLibraryError: it cannot be used."""
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     remedy = "mend or uninstall it: openrlhf-ext doctor says what is installed"

@@ -113,8 +113,7 @@ _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 @dataclass(frozen=True)
 class HFRows:
-    """Consecutive rows of a Hugging Face tensor; entries of a vector count as rows. The memory may be used again for
-    the next."""
+    """Consecutive rows of a Hugging Face tensor, or entries of a vector; the memory may be used again for the next."""
 
     name: str
     start: int

@@ -98,8 +98,7 @@ def causal_attention(query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scal
 def context_parallel_attention(
     query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, slots: Sequence[int], scale: float, group: dist.ProcessGroup
 ) -> Tensor:
-    """(L, N, D) causal attention of this rank's tokens over whole sequences. ``slots``: length of each sequence's slot
-    in the whole pack, a multiple of twice the group's size."""
+    """(L, N, D) causal attention over whole sequences, of which each has a slot of ``slots`` in the whole pack."""
     size, rank = group.size(), group.rank()
     gathered = _GatherRanks.apply(torch.cat([key_LKD, value_LKD], -1), group)  # (ranks, L, K, 2 D)
     outputs, start = [], 0

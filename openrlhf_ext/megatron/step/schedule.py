@@ -304,8 +304,8 @@ class Schedule:
     def collect(
         self, batch: SequenceBatch, values: Callable[[PackedBatch, Tensor], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """(N,) fp32 values of the response tokens of this data-parallel rank, on every rank of its replica. ``values``
-        gives the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives."""
+        """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its replica; ``values`` gives
+        the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives."""
         plan = self.plan(batch, forward_only=True)
         planned = [torch.zeros(batch.responses.tokens, device=self.device) for _ in range(count)]
 
