@@ -167,7 +167,7 @@ class PolicyRank:
 
     def publish_each(self) -> dict[str, float] | None:
         """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our gathering and group."""
-        from openrlhf_ext.megatron.model.export import Part
+        from openrlhf_ext.megatron.model.hf_weights import Part
 
         publisher = self.publisher
         start = time.perf_counter()

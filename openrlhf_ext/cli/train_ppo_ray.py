@@ -105,7 +105,7 @@ def dry_run_json(config: RunConfig) -> int:
 def layout_proofs(config: RunConfig) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
-    from openrlhf_ext.megatron.layers.known import layer_converters
+    from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable

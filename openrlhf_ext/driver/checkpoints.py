@@ -23,8 +23,7 @@ import numpy as np
 import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
-from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
-from openrlhf_ext.checkpoints.plain import write_plain
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, write_plain
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.waits import call_ranks

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.driver.access import check_token, loopback_env, private_ray
 from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
-from openrlhf_ext.megatron.deadlines.watchdog import Address, RankState, ask_rank, describe_ranks
+from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
 from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 from openrlhf_ext.user_code import told, users_part
@@ -153,7 +153,7 @@ class RaySession:
         self.remember_children()
 
     def watch(self, group: str, addresses: list[Address]) -> None:
-        """Where the ranks of a group say what they are doing (``megatron.deadlines``), for reports."""
+        """Where the ranks of a group say what they are doing (``megatron.watchdog``), for reports."""
         self._groups[group] = addresses
 
     def rank_progress(self) -> str:

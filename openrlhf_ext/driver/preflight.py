@@ -236,8 +236,7 @@ def check_files(folder: str, shape: ModelShape) -> None:
     Raises:
         InputError: says what does not fit.
     """
-    from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
-    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
+    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, unaccounted_tensors
 
     if has_weights(folder) and (problems := unaccounted_tensors(HFCheckpoint(folder), shape)):
         raise InputError(f"{folder}: {describe(problems)}")

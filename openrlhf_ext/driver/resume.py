@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_manifest
-from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.checkpoints.files import read_plain
 from openrlhf_ext.checkpoints.store import MANIFEST, step_of
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import (

@@ -16,8 +16,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.megatron.layers.known import layer_converters
-from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.settings import ModelSettings, layer_converters
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.ranks.publishing import SyncSettings

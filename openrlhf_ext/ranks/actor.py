@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.megatron.deadlines.watchdog import start_watchdog
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.watchdog import start_watchdog
 from openrlhf_ext.rollout.process import own_identity
 from openrlhf_ext.stores import open_store
 

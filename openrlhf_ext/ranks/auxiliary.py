@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from openrlhf_ext.algorithms.segments import plain
-from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.actor import RankActor
 from openrlhf_ext.ranks.messages import CriticMiniBatch
 from openrlhf_ext.ranks.trained import TrainedActor

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
-from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, device_bytes, state_bytes
@@ -247,7 +247,7 @@ def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, 
         seed: of random choices in the first update; later ones have their own, the same on all ranks.
         update: number of the optimizer update since the rollout; 0 is made by the policy of the old log-probs.
     """
-    from openrlhf_ext.megatron.step.agreement import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
+    from openrlhf_ext.megatron.step.schedule import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
 
     if update == 0 or not shaped.algorithm.needs_prepare:
         return shaped

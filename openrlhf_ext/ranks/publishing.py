@@ -21,8 +21,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.megatron.deadlines.gate import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
+from openrlhf_ext.megatron.watchdog import Gate, wait_for_all
 from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
@@ -72,7 +72,7 @@ class WeightPublisher:
             settings: how to send.
             engines: Ray handles of the rollout engines, the same list on every rank.
         """
-        from openrlhf_ext.megatron.model.export import Part  # Megatron: see ranks/actor.py
+        from openrlhf_ext.megatron.model.hf_weights import Part  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
         self._exporter = policy.exporter()

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.store import write_receipt
-from openrlhf_ext.megatron.deadlines.watchdog import phase
+from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.actor import RankActor
 
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.checkpoint import Snapshot
     from openrlhf_ext.megatron.critic import MegatronCritic
-    from openrlhf_ext.megatron.memory.offload import Swap
+    from openrlhf_ext.megatron.host_memory import Swap
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
 
@@ -37,7 +37,7 @@ class TrainedActor(RankActor):
         Args:
             sleeps: whether others need the memory (``ds.enable_sleep``).
         """
-        from openrlhf_ext.megatron.memory.offload import ModelStates
+        from openrlhf_ext.megatron.host_memory import ModelStates
 
         self._model, self.sleeps = model, sleeps
         self.states = ModelStates(model.models, model.optimizer, model.device, model.settings.converters)
@@ -45,7 +45,7 @@ class TrainedActor(RankActor):
         self.reloads: list[Swap] = []
 
     def offload_states(self, *kinds: str) -> None:
-        """Moves states (``megatron.memory.offload.KINDS``; none named: all) to host memory. Not a collective."""
+        """Moves states (``megatron.host_memory.KINDS``; none named: all) to host memory. Not a collective."""
         self.offloads.append(self.states.offload(*kinds))
 
     def reload_states(self, *kinds: str) -> None:

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf_ext.fp8.toolkit import cuda_home
+from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.engine import RolloutEngine

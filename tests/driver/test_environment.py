@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext import fp8 as formats
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver.settings import worker_env
-from openrlhf_ext.fp8 import toolkit
 from openrlhf_ext.rollout.launch import engine_env
 from tests.e2e.jobs import Task
 
@@ -25,7 +25,7 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "nvidia" / "cu13"
     (folder / "include").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(toolkit, "_USUAL", tmp_path / "absent")
+    monkeypatch.setattr(formats, "_USUAL", tmp_path / "absent")
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv(INCLUDE, raising=False)

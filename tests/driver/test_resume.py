@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save as save_arrays
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
-from openrlhf_ext.checkpoints.plain import write_plain
+from openrlhf_ext.checkpoints.files import write_plain
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import guard, job, resume
 from openrlhf_ext.driver.checkpoints import plain_options
