@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors.numpy
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
+from openrlhf_ext.checkpoints import CheckpointError, FileEntry, Manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.plain import write_plain
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
+from openrlhf_ext.driver.about import checkpoint_store
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.redaction import redact
@@ -45,11 +46,6 @@ CONFIG = "config.yaml"
 Arrays = dict[str, np.ndarray]
 DriverState = tuple[dict[str, Any], Arrays]
 """Plain values, and arrays by name."""
-
-
-def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """The folder that a run's checkpoints are kept in."""
-    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
 
 
 def saves_checkpoints(config: RunConfig) -> bool:

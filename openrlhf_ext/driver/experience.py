@@ -39,7 +39,7 @@ from openrlhf_ext.driver.scoring import (
     scores_in_order,
 )
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
-from openrlhf_ext.ranks.messages import TrainingShard
+from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting import chosen_groups
 from openrlhf_ext.rollout.response import Response
 

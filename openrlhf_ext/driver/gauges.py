@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,13 @@ from openrlhf_ext.algorithms.segments import Segments, float64_sum
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import (
     EventLog,
 )
 from openrlhf_ext.rewards.grading import FAILED_KEY
+from openrlhf_ext.rollout.probe import relative_difference
 from openrlhf_ext.rollout.response import Response
 
 if TYPE_CHECKING:
@@ -285,3 +288,123 @@ class StepGauges:
             "policy rank %d on %s is the slowest: %.1f s of its own in this step, %.1f times the mean of all ranks",
             slowest.rank, slowest.host, slowest.busy_seconds, ratio,
         )  # fmt: skip
+
+
+class DriftError(RuntimeError):
+    """A step with learning rate 0 changed something."""
+
+
+@dataclass
+class DriftCheck:
+    """Compares before and after each training step.
+
+    Attributes:
+        tolerance: difference between log-probs of the same weights that counts as none, nats (`relative_difference`).
+        mismatch_tolerance: the same between policy and engines, on average.
+        timeout_s: longest wait for the ranks.
+    """
+
+    policy: RankGroup
+    tolerance: float
+    mismatch_tolerance: float
+    timeout_s: float
+    steps: int = 0
+    _before: list[str] = field(default_factory=list)
+
+    def before_training(self) -> None:
+        """Remembers the weights."""
+        self._before = self._digests()
+
+    def after_training(self, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None) -> dict[str, float]:
+        """What moved, as metrics.
+
+        Args:
+            old, new: the policy's log-probs of the batch before and after the step.
+            mean_mismatch: mean absolute difference between policy and engines, None if the engines report none.
+
+        Raises:
+            DriftError: lists what moved and on which ranks.
+        """
+        self.steps += 1
+        moved = relative_difference(old.logprobs_N, new.logprobs_N).mean
+        problems = [
+            *changed_ranks(self._before, self._digests()),
+            *logprob_problems(moved, self.tolerance, mean_mismatch, self.mismatch_tolerance),
+        ]
+        if problems:
+            raise DriftError(
+                f"train.drift_check: step {self.steps} had learning rate 0 and changed something:\n"
+                + "\n".join(f"- {problem}" for problem in problems)
+            )
+        logger.info("drift check, step %d: weights unchanged, log-probs moved by %.1e nats", self.steps, moved)
+        return {"drift/logprob_diff": moved}
+
+    def _digests(self) -> list[str]:
+        return call_ranks(self.policy, "policy", "weight_digest", self.timeout_s)
+
+
+def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """A line that names the ranks whose weights are no longer the same bits."""
+    ranks = [rank for rank, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    return [f"the weights changed on the policy ranks {ranks}"] if ranks else []
+
+
+def logprob_problems(
+    moved: float, tolerance: float, mean_mismatch: float | None, mismatch_tolerance: float
+) -> list[str]:
+    """Lines on log-probs that moved, or on engines that do not sample from the policy; NaN counts as moved."""
+    problems = []
+    if not moved <= tolerance:
+        problems.append(f"the policy's log-probs of the batch moved by {moved:.2e} nats, allowed are {tolerance:g}")
+    if mean_mismatch is not None and not mean_mismatch <= mismatch_tolerance:
+        problems.append(
+            f"policy and engines differ by {mean_mismatch:.2e} nats on average, allowed are {mismatch_tolerance:g} "
+            "(weight_sync.probe_tolerance)"
+        )
+    return problems
+
+
+class StepProfiler:
+    """Has ranks profile themselves from the scores of a step to the sync of its weights.
+
+    Args:
+        steps: the first and the last one.
+        ranks: of the policy.
+        folder: of the traces, as the ranks see it.
+        timeout_s: longest wait for a trace.
+        events: told of every profile.
+    """
+
+    def __init__(
+        self, policy: RankGroup, steps: tuple[int, int], ranks: tuple[int, ...], folder: Path, timeout_s: float,
+        events: EventLog,
+    ) -> None:  # fmt: skip
+        self._policy, self._steps, self._ranks, self._folder = policy, steps, ranks, folder
+        self._timeout_s, self._events = timeout_s, events
+        self._rows: list[dict[str, Any]] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The part of a step that the ranks make; nothing happens if the step is not to be profiled."""
+        if not self._steps[0] <= step <= self._steps[1]:
+            yield
+            return
+        call_ranks(self._policy, "policy", "start_profile", self._timeout_s, ranks=self._ranks)
+        yield
+        folder = str(self._folder)
+        for profile in call_ranks(self._policy, "policy", "finish_profile", self._timeout_s, folder=folder, step=step):
+            if profile is not None:
+                self._rows.append({"step": step, **profile})
+                self._events.note("profile", **profile)
+
+    def table(self) -> str:
+        """Seconds by kind of work, a line for each step and rank; empty if no step was profiled."""
+        if not self._rows:
+            return ""
+        kinds = list(self._rows[0]["seconds"])
+        lines = ["".join(title.rjust(max(9, len(title) + 2)) for title in ("step", "rank", "wall_s", *kinds))]
+        for row in self._rows:
+            cells = [str(row["step"]), str(row["rank"]), *(f"{s:.3f}" for s in (row["wall"], *row["seconds"].values()))]
+            titles = ("step", "rank", "wall_s", *kinds)
+            lines.append("".join(cell.rjust(max(9, len(t) + 2)) for t, cell in zip(titles, cells, strict=True)))
+        return "\n".join(lines)

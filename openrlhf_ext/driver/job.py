@@ -21,19 +21,15 @@ from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
-from openrlhf_ext.driver.about import about_run
-from openrlhf_ext.driver.card import write_card
-from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, write_hf
+from openrlhf_ext.driver.about import about_run, checkpoint_store, results, resume_line, write_card
+from openrlhf_ext.driver.checkpoints import Checkpointer, write_hf
 from openrlhf_ext.driver.cluster import RaySession
-from openrlhf_ext.driver.drift import DriftCheck
-from openrlhf_ext.driver.ending import results, resume_line
-from openrlhf_ext.driver.engines import EngineSupervisor
+from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import ExperienceMaker
-from openrlhf_ext.driver.gauges import StepGauges
-from openrlhf_ext.driver.gpu_sharing import GpuSharing
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import INTERRUPTED, Guard
-from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.preflight import try_user_code
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
     AuxiliaryModels,
@@ -47,7 +43,6 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
-from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.resume import (
     Resumed,
@@ -57,7 +52,7 @@ from openrlhf_ext.driver.resume import (
     prepare_folder,
     restore,
 )
-from openrlhf_ext.driver.rollouts import GroupRequests, PromptStream, Requests, Rollouts, all_prompts
+from openrlhf_ext.driver.rollouts import GroupRequests, GuidedRequests, PromptStream, Requests, Rollouts, all_prompts
 from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
@@ -66,7 +61,6 @@ from openrlhf_ext.driver.settings import (
     training_steps,
     worker_env,
 )
-from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape

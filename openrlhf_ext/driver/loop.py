@@ -22,18 +22,15 @@ import torch
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, DriverState, groups_from_plain, plain_groups
-from openrlhf_ext.driver.drift import DriftCheck
-from openrlhf_ext.driver.engines import EngineSupervisor
+from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import StepGauges
-from openrlhf_ext.driver.gpu_sharing import GpuSharing
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
-from openrlhf_ext.ranks.messages import TrainingShard
+from openrlhf_ext.ranks.policy import TrainingShard
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup

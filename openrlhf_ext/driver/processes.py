@@ -32,8 +32,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options import required
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor
-from openrlhf_ext.ranks.messages import SleepModes
-from openrlhf_ext.ranks.policy import PolicyActor
+from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rollout.probe import end_of_probe
 

@@ -15,11 +15,11 @@ from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, read_mani
 from openrlhf_ext.checkpoints.plain import read_plain
 from openrlhf_ext.checkpoints.store import MANIFEST, step_of
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.about import checkpoint_store
 from openrlhf_ext.driver.checkpoints import (
     CONTROLLER,
     GROUPS,
     Arrays,
-    checkpoint_store,
     plain_options,
     saves_checkpoints,
 )

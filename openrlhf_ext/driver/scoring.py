@@ -24,7 +24,7 @@ from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
 from openrlhf_ext.algorithms.values import explained_variance
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
-from openrlhf_ext.ranks.messages import CriticMiniBatch
+from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup

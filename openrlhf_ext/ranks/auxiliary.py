@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,16 @@ import numpy as np
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import SequenceBatch
-from openrlhf_ext.ranks.actor import RankActor
-from openrlhf_ext.ranks.messages import CriticMiniBatch
-from openrlhf_ext.ranks.trained import TrainedActor
+from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
+from openrlhf_ext.ranks.actor import RankActor, TrainedActor
+
+
+@dataclass(frozen=True)
+class CriticMiniBatch:
+    """One data-parallel rank's part of one optimizer step of the critic."""
+
+    batch: SequenceBatch
+    targets: ValueTargets
 
 
 class CriticActor(TrainedActor):

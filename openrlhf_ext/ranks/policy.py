@@ -6,7 +6,7 @@ Shape suffixes: N = response tokens of this replica's sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,10 @@ from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
-from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
+from openrlhf_ext.ranks.actor import TrainedActor
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, device_bytes, state_bytes
-from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, timed
-from openrlhf_ext.ranks.trained import TrainedActor
+from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, StepProfile, timed
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -37,6 +36,32 @@ _SEEDS_PER_ROLLOUT = 1 << 20
 _VISIBLE = 0.01
 """Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in bf16, a step of Adam
 is about as long as the rate, so a hundred parameters get to the next value."""
+
+
+@dataclass(frozen=True)
+class SleepModes:
+    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``.
+
+    Attributes:
+        engine_share: of the GPU's memory, that an engine takes on a policy rank's GPU; None: engines have their own.
+    """
+
+    policy: bool = False
+    engines: bool = False
+    engine_share: float | None = None
+
+
+@dataclass
+class TrainingShard:
+    """One data-parallel rank's part of every optimizer step: of the rows that it computed the old log-probs of.
+
+    Attributes:
+        mini_batches: each carries its whole step's denominators.
+        seed: of random choices.
+    """
+
+    mini_batches: list[LossBatch]
+    seed: int
 
 
 class PolicyActor(TrainedActor):
@@ -90,8 +115,6 @@ class PolicyActor(TrainedActor):
     def start_profile(self, ranks: tuple[int, ...]) -> None:
         """Profiles this rank, if it is one of these, until ``finish_profile``. Not a collective."""
         if dist.get_rank() in ranks:
-            from openrlhf_ext.ranks.profile import StepProfile
-
             self.profile = StepProfile()
 
     def finish_profile(self, folder: str, step: int) -> dict[str, Any] | None:

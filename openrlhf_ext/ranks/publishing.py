@@ -28,9 +28,8 @@ from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
 from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
-from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
-from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
+from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport, WeightSender
 from openrlhf_ext.rollout.sync.stream import follow_stream
 
 if TYPE_CHECKING:

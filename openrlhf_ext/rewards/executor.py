@@ -13,8 +13,7 @@ import numpy as np
 
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.redaction import redacted
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardError, RewardInvalid
-from openrlhf_ext.rewards.grading import FAILED_KEY, Grader, RewardResult
+from openrlhf_ext.rewards.grading import FAILED_KEY, FailurePolicy, Grader, RewardError, RewardInvalid, RewardResult
 from openrlhf_ext.rewards.http_reward import HttpReward
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Response

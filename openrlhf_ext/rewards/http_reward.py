@@ -12,8 +12,16 @@ from typing import Any
 import aiohttp
 
 from openrlhf_ext.redaction import redact, redacted
-from openrlhf_ext.rewards.errors import RewardError, RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
-from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
+from openrlhf_ext.rewards.grading import (
+    InvalidAnswer,
+    RewardError,
+    RewardInvalid,
+    RewardPoolClosed,
+    RewardResult,
+    RewardServerError,
+    RewardTimeout,
+    parse_answer,
+)
 
 logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})

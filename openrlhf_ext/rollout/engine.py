@@ -8,25 +8,67 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging import version as packaging_version
 
 from openrlhf_ext import compat
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
-from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
-from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
+from openrlhf_ext.rollout.process import describe_process, log_tail
+from openrlhf_ext.rollout.response import (
+    EngineDied,
+    EngineStartError,
+    GenerationTimeout,
+    GroupRequest,
+    InvalidWeights,
+    Response,
+    Sampling,
+    TokenVersions,
+    count_tokens,
+)
 from openrlhf_ext.rollout.sync.base import Link
 from openrlhf_ext.rollout.sync.checksum import Receipt, together
 from openrlhf_ext.rollout.sync.plan import BucketPlan
-from openrlhf_ext.rollout.timers import OverlapTimer
-from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
 
 if TYPE_CHECKING:
     import vllm
     from vllm import SamplingParams
+
+class OverlapTimer:
+    """Length of the union of intervals, in seconds. Not thread-safe: one event loop, one clock."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._running = 0
+        self._since = 0.0
+        self._total = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """An activity; any number of them may overlap."""
+        if self._running == 0:
+            self._since = self._now()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._total += self._now() - self._since
+
+    @property
+    def count(self) -> int:
+        return self._running
+
+    def take(self) -> float:
+        """Seconds since the last `take`, an activity still going on included."""
+        now = self._now()
+        total = self._total + (now - self._since if self._running else 0.0)
+        self._total, self._since = 0.0, now
+        return total
+
 
 _ANSWER_S = 5.0
 """Time that an engine that is not stuck needs to answer a question."""
@@ -364,25 +406,12 @@ def _final_only(asked: SamplingParams) -> SamplingParams:
 
 async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layers: Sequence[int] | None) -> Any:
     try:
-        llm = await (_start_here(engine_args) if in_process else _start_process(engine_args))
+        from openrlhf_ext.rollout.in_process import start_engine
+
+        llm = await start_engine(engine_args, in_process)
         if bf16_layers is not None:
             await llm.collective_rpc("prove_fp8", args=(list(bf16_layers),))
         return llm
     except Exception as error:
         log = "" if in_process else f"\nThe end of this process's log:\n{log_tail()}"
         raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}{log}") from error
-
-
-async def _start_here(engine_args: vllm.AsyncEngineArgs) -> Any:
-    from openrlhf_ext.rollout.in_process import InProcessEngine
-
-    return await InProcessEngine.start(engine_args)
-
-
-async def _start_process(engine_args: vllm.AsyncEngineArgs) -> Any:
-    import vllm
-
-    llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
-    await llm.is_sleeping()
-    take_down_with_me()
-    return llm

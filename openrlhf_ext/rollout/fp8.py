@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from openrlhf_ext.fp8.quantize import BLOCK, E4M3, Grid, Quantized, quantize
-from openrlhf_ext.rollout.errors import NotFP8
+from openrlhf_ext.rollout.response import NotFP8
 
 PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
 _LISTED = 5

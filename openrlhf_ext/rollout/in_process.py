@@ -17,12 +17,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from vllm import LLMEngine, RequestOutput, SamplingParams
+from vllm import AsyncEngineArgs, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from openrlhf_ext.rollout.errors import EngineDied
-from openrlhf_ext.rollout.token_versions import count_tokens
+from openrlhf_ext.rollout.process import take_down_with_me
+from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GenerationTimeout, count_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -202,3 +203,96 @@ class _Command:
             self.result.set_result(self._function())
         except Exception as error:
             self.result.set_exception(error)
+
+
+async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
+    """An engine on a thread of this process, or in processes that end with this one; raises what vLLM raises."""
+    if in_process:
+        return await InProcessEngine.start(engine_args)
+    llm = AsyncLLMEngine.from_engine_args(engine_args)
+    await llm.is_sleeping()
+    take_down_with_me()
+    return llm
+
+
+class OfflineEngine:
+    """Completes prompts given as tokens. Use it from one event loop; :meth:`close` it."""
+
+    def __init__(self, llm: Any, stall_timeout_s: float) -> None:
+        self._llm, self._stall_timeout_s, self._asked = llm, stall_timeout_s, 0
+
+    @classmethod
+    async def start(cls, engine_args: dict[str, Any], timeout_s: float) -> OfflineEngine:
+        """Load the model.
+
+        Args:
+            engine_args: vLLM's, and ``in_process`` (`launch.offline_engine_args`). `launch.engine_env` has to be in the
+                environment before this module is imported.
+            timeout_s: deadline for loading; afterwards the longest time in which no completion finishes.
+
+        Raises:
+            EngineStartError: vLLM failed, with its error text; or the deadline passed.
+        """
+        in_process, model = engine_args.pop("in_process", False), engine_args["model"]
+        try:
+            llm = await asyncio.wait_for(start_engine(AsyncEngineArgs(**engine_args), in_process), timeout_s)
+        except TimeoutError as error:
+            raise EngineStartError(f"vLLM did not load {model} within {timeout_s:g} s (--engine_timeout_s)") from error
+        except Exception as error:
+            raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        return cls(llm, timeout_s)
+
+    async def complete(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,
+        stop_token_ids: list[int],
+    ) -> list[list[int]]:  # fmt: skip
+        """Sample one completion for each of these prompts.
+
+        Args:
+            seeds: of each completion, below 2**63.
+            temperature, top_p, max_tokens, stop_token_ids: as vLLM's.
+
+        Returns:
+            Sampled token ids, in the given order, the one that ended a completion included.
+
+        Raises:
+            GenerationTimeout: nothing finished for ``stall_timeout_s``.
+            EngineDied: the engine stopped working.
+        """
+        params = [
+            SamplingParams(
+                temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids,
+                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for seed in seeds
+        ]  # fmt: skip
+        try:
+            requests = await asyncio.wait_for(self._queue(prompts, params), self._stall_timeout_s)
+        except TimeoutError as error:
+            raise GenerationTimeout(
+                f"vLLM did not take {len(prompts)} requests within {self._stall_timeout_s:g} s: the engine hangs"
+            ) from error
+        outputs = [asyncio.ensure_future(request.get()) for request in requests]
+        for number, finished in enumerate(asyncio.as_completed(outputs)):
+            try:
+                await asyncio.wait_for(finished, self._stall_timeout_s)
+            except TimeoutError as error:
+                raise GenerationTimeout(
+                    f"no completion finished for {self._stall_timeout_s:g} s, {len(outputs) - number} of "
+                    f"{len(outputs)} are missing: the engine hangs, or --engine_timeout_s is too short for "
+                    f"{max_tokens} tokens"
+                ) from error
+        return [list(output.result().outputs[0].token_ids) for output in outputs]
+
+    async def _queue(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        requests = []
+        for prompt, each in zip(prompts, params, strict=True):
+            self._asked += 1
+            prompt_tokens = TokensPrompt(prompt_token_ids=prompt)
+            requests.append(await self._llm.add_request(str(self._asked), prompt_tokens, each))
+        await self._llm.resume_generation()
+        return requests
+
+    def close(self) -> None:
+        self._llm.shutdown()

@@ -18,7 +18,7 @@ from openrlhf_ext.fp8.toolkit import cuda_home
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.engine import RolloutEngine
-from openrlhf_ext.rollout.errors import EngineStartError
+from openrlhf_ext.rollout.response import EngineStartError
 
 logger = logging.getLogger(__name__)
 _SAY_SO_S = 15.0  # of waiting
@@ -259,6 +259,26 @@ def cpu_engine_args(options: Vllm) -> dict[str, Any]:
         # (vllm 0.29.0 v1/worker/gpu_model_runner.py:3785): the engine would die at the first long seeded batch.
         "enable_chunked_prefill": False,
     }
+
+
+def offline_engine_args(
+    model_path: str, dtype: str, max_model_len: int, options: Vllm, gpu_share: float | None
+) -> dict[str, Any]:
+    """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on CPU."""
+    use_gpu = gpu_share is not None
+    engine_args = {
+        "model": model_path,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_prefix_caching": True,  # a problem's samples share its prompt
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **batch_limits(use_gpu, options, max_model_len),
+    }
+    if use_gpu:
+        return engine_args | {"gpu_memory_utilization": gpu_share}
+    return engine_args | {"enforce_eager": True, **cpu_engine_args(options)}
 
 
 _Placement = tuple[dict[str, Any], dict[str, Any]]

@@ -29,8 +29,8 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnline
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import fp8, launch
-from openrlhf_ext.rollout.errors import EngineStartError, NotFP8
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
+from openrlhf_ext.rollout.response import EngineStartError, NotFP8
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.patience import PATIENCE_S

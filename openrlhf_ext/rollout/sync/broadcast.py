@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from openrlhf_ext.rollout.sync.base import (
     Link,
@@ -20,7 +22,6 @@ from openrlhf_ext.rollout.sync.base import (
     sender_watch,
     wait_until,
 )
-from openrlhf_ext.rollout.sync.memory import FramePool
 
 _LEAVE_S = 2.0
 
@@ -129,3 +130,30 @@ class BroadcastEnd:
             leaving = threading.Thread(target=leave, name="weight-sync-leave", daemon=True)
             leaving.start()
             leaving.join(_LEAVE_S)
+
+
+class FramePool:
+    """Lends memory to received frames, the same again when the tensors of an earlier frame are gone.
+
+    Memory that is new to a process is slow: the kernel hands it out page by page and fills it with zeros. Receiving
+    into new memory takes twice as long as into memory that has been used before (docs/weight_sync.md). The pool keeps
+    as many blocks as frames were ever alive at the same time, usually two.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[mmap.mmap, StorageWeakRef]] = []
+        """Anonymous memory, and the tensor storage that uses or last used it."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 vector, contents undefined. Its memory is lent again when no tensor on it is left."""
+        for number, (memory, user) in enumerate(self._blocks):
+            if len(memory) >= nbytes and user.expired():
+                del self._blocks[number]
+                return self._lend(memory, nbytes)
+        self._blocks = [block for block in self._blocks if not block[1].expired()]  # those left over are too small
+        return self._lend(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes)
+
+    def _lend(self, memory: mmap.mmap, nbytes: int) -> Tensor:
+        frame = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        self._blocks.append((memory, StorageWeakRef(frame.untyped_storage())))
+        return frame

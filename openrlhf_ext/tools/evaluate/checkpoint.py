@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import RewardResult
+from openrlhf_ext.rewards.grading import FailurePolicy, RewardError, RewardResult
 from openrlhf_ext.tools.evaluate.grading import MATHS, SOLVED, Grading
 from openrlhf_ext.tools.evaluate.measures import Measures
 from openrlhf_ext.tools.evaluate.problems import Problem, Task

@@ -10,8 +10,7 @@ from typing import Any
 
 from openrlhf_ext import rewards
 from openrlhf_ext.rewards.answers import extract_answer, normalized, surely_different
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
-from openrlhf_ext.rewards.grading import Grader, RewardResult
+from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, RewardResult
 
 logger = logging.getLogger(__name__)
 MATHS = str(Path(rewards.__file__).with_name("maths.py"))
