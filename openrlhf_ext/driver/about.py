@@ -49,12 +49,9 @@ def resume_line(folder: str) -> str:
 
 
 def results(config: RunConfig) -> dict[str, Any]:
-    """Where the run began and where it is: ``steps``, and pairs of the first value and the last one.
-
-    ``held_out`` has pairs of accuracy and standard error, ``held_out_steps`` the steps after which they were measured.
-    ``reward`` and ``accuracy`` are of training: means over the first and the last few steps, and standard errors of
-    these means.
-    """
+    """Where the run began and where it is: ``steps``, and pairs of the first value and the last one. ``held_out`` has
+    pairs of accuracy and standard error, ``held_out_steps`` the steps after which they were measured; ``reward`` and
+    ``accuracy`` are means over the first and the last few training steps, with standard errors."""
     path = Path(str(config.logger.metrics_path))
     records = read_metrics(path) if path.exists() else []
     evaluations = [record for record in records if "eval/accuracy" in record]
@@ -77,12 +74,8 @@ def _mean(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def last_words(config: RunConfig, code: int, seconds: float) -> str:
-    """The block of lines that ends a run's output.
-
-    Args:
-        code: the exit code of the run.
-        seconds: since the command began.
-    """
+    """The block of lines that ends a run's output. ``code``: the exit code of the run. ``seconds``: since the command
+    began."""
     found = results(config)
     how = "has ended" if code == 0 else "has failed" if code not in (130, 143) else "was interrupted"
     folder = Path(str(config.logger.metrics_path)).parent
@@ -215,11 +208,8 @@ _GIT_S = 10.0
 
 
 def write_card(config: RunConfig) -> None:
-    """Writes the card of the run into ``ckpt.output_dir``; one that somebody else wrote there stays.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Writes the card of the run into ``ckpt.output_dir``; one that somebody else wrote there stays. Raises
+    CheckpointError: the file cannot be written."""
     folder = Path(config.ckpt.output_dir)
     card = folder / CARD
     if card.exists() and _MARK not in card.read_text(errors="replace"):

@@ -1,8 +1,6 @@
-"""The lifetime of a job's Ray processes: start, report of a death in the process's own words, and a clean end.
-
-Ctrl-C, SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive; where
-Ray itself hangs or dies, the driver's parent ends what is left (``guard``).
-"""
+"""The lifetime of a job's Ray processes: start, report of a death in the process's own words, and a clean end. Ctrl-C,
+SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive; where Ray
+itself hangs or dies, the driver's parent ends what is left (``guard``)."""
 
 from __future__ import annotations
 
@@ -47,13 +45,9 @@ _CLUSTER = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 
 @contextmanager
 def private_ray(counted_gpus: int | None) -> Iterator[None]:
-    """In the body this process and those that it starts use a Ray of their own: on loopback, with a new token.
-
-    The token is in a file of mode 600, whose name processes inherit.
-
-    Args:
-        counted_gpus: no process gets a GPU, also where there are some, and Ray counts so many; None: they get them.
-    """
+    """In the body this process and those that it starts use a Ray of their own: on loopback, with a new token, in a
+    file of mode 600 whose name they inherit. ``counted_gpus``: no process gets a GPU, and Ray counts so many; None:
+    they get them."""
     # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.55 worker.py:1126), so an empty list
     # would be an IndexError, and no list this machine's GPUs.
     devices = {} if counted_gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(["-1"] * counted_gpus)}
@@ -103,21 +97,14 @@ class TokenRefused(ConnectionError):
 
 
 def asks_for_token(address: str, timeout_s: float) -> bool:
-    """Whether the GCS at an address (host:port) refuses who has no token.
-
-    Raises:
-        ConnectionError: it did not answer within ``timeout_s`` seconds; with what it said.
-    """
+    """Whether the GCS at an address (host:port) refuses who has no token. Raises ConnectionError: it did not answer
+    within ``timeout_s`` seconds; with what it said."""
     return _is_refused(address, timeout_s, ())
 
 
 def check_token(address: str, timeout_s: float) -> None:
     """Looks whether the GCS at an address (host:port) takes this process's token. Ray by itself says it after 20 s.
-
-    Raises:
-        TokenRefused: it does not.
-        ConnectionError: as ``asks_for_token``.
-    """
+    Raises TokenRefused: it does not; ConnectionError: as ``asks_for_token``."""
     if not asks_for_token(address, timeout_s):
         return
     where = "RAY_AUTH_MODE=token, and its token in the file RAY_AUTH_TOKEN_PATH (by default ~/.ray/auth_token)"
@@ -175,14 +162,7 @@ class RaySession:
     def __init__(
         self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool, guard: Guard | None = None
     ) -> None:
-        """
-        Args:
-            policy_ranks: ranks of all models: policy, critic, frozen models.
-            engines: workers of all rollout engines.
-            env: environment of every Ray worker.
-            verbose: whether what workers print is shown.
-            guard: told which processes of Ray's the run needs.
-        """
+        """``policy_ranks`` are of all models, ``engines`` workers of all engines; ``env`` is of every Ray worker."""
         self.guard = guard or Guard()
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
         self.processes: dict[str, dict[str, Any]] = {}
@@ -195,10 +175,7 @@ class RaySession:
         self.use_gpu = False
 
     def __enter__(self) -> RaySession:
-        """
-        Raises:
-            RayNotStarted: it did not; what it had started has ended.
-        """
+        """Raises RayNotStarted: it did not; what it had started has ended."""
         handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
         try:
             self._start()
@@ -223,14 +200,8 @@ class RaySession:
         start_with_retries(lambda: ray.init(**arguments))
 
     def find_gpus(self, timeout_s: float) -> None:
-        """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs.
-
-        Ask when Ray has placed the run's bundles: before, nodes may be missing.
-
-        Raises:
-            MixedCluster: some nodes have GPUs, others only count them.
-            TimeoutError: a node did not answer within ``timeout_s`` seconds.
-        """
+        """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs. Ask when Ray has
+        placed the run's bundles: before, nodes may be missing. Raises MixedCluster, TimeoutError."""
         if not _joins_cluster():
             return
         nodes = [node for node in living_nodes() if node["Resources"].get("GPU", 0) > 0]
@@ -265,11 +236,8 @@ class RaySession:
         return common | local
 
     def remember(self, name: str, process: Mapping[str, Any]) -> None:
-        """Names a process, so that its log can be shown if it dies.
-
-        Args:
-            process: its ``rollout.process.own_identity()``.
-        """
+        """Names a process, so that its log can be shown if it dies. ``process``: its
+        ``rollout.process.own_identity()``."""
         self.processes[name] = dict(process)
         self.remember_children()
 
@@ -278,10 +246,8 @@ class RaySession:
         self._groups[group] = addresses
 
     def rank_progress(self) -> str:
-        """How far the first rank of every group that works is, asked every few seconds; '' in between.
-
-        One that does not answer at once is left alone for a while: those who wait for it must not wait longer for this.
-        """
+        """How far the first rank of every group that works is, asked every few seconds; '' in between. One that does
+        not answer at once is left alone for a while: those who wait for it must not wait longer for this."""
         now = time.monotonic()
         if now < self._ask_ranks_at or not self._groups:
             return ""
@@ -313,10 +279,8 @@ class RaySession:
             signal.signal(number, handler)
 
     def describe_failure(self, error: BaseException) -> str:
-        """The failing process's own error text and, of every process that died, its name and the end of its log.
-
-        Which process reports a death first is a matter of chance: often it is one that waited for the dead process.
-        """
+        """The failing process's own error text and, of every process that died, its name and the end of its log. Which
+        process reports a death first is a matter of chance: often it is one that waited for the dead process."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         died = cause.actor_id if isinstance(cause, RayActorError) else None
         if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
@@ -361,21 +325,17 @@ def living_nodes() -> list[dict[str, Any]]:
 
 
 def node_label(node: Mapping[str, Any]) -> str:
-    """What messages call a node of Ray's table: names need not differ, the beginnings of ids do.
-
-    The name is that of ``ray start --node-name``, which is Ray's own (the address) where nobody gave one.
-    """
+    """What messages call a node of Ray's table: names need not differ, the beginnings of ids do. The name is that of
+    ``ray start --node-name``, which is Ray's own (the address) where nobody gave one."""
     return f"{node['NodeName'] or node['NodeManagerHostname']} ({node['NodeID'][:8]})"
 
 
 def ask_nodes(
     question: Callable[..., _T], nodes: Sequence[Mapping[str, Any]], timeout_s: float, *arguments: Any
 ) -> dict[str, _T | Exception]:
-    """What ``question(*arguments)`` returns on each node, by ``node_label``; or why there is no answer.
-
-    A node that Ray finds dead meanwhile is left out: a raylet that was killed stays in Ray's table for 15 s
-    (health_check_period_ms times health_check_failure_threshold, ray 2.55).
-    """
+    """What ``question(*arguments)`` returns on each node, by ``node_label``; or why there is no answer. A node that Ray
+    finds dead meanwhile is left out: a raylet that was killed stays in Ray's table for 15 s (health_check_period_ms
+    times health_check_failure_threshold, ray 2.55)."""
     deadline = time.monotonic() + timeout_s
     task = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(question)
     asked = {
@@ -402,14 +362,9 @@ def count_gpus() -> int:
 
 
 def start_with_retries(start: Callable[[], _T]) -> _T:
-    """What ``start`` returns, which starts a Ray node; tried again when Ray has not waited long enough for itself.
-
-    Ray's raylet gives up when its agents, each a Python process, take longer than 15 s to start, and no option changes
-    that (ray 2.55, https://github.com/ray-project/ray/issues/65983). The next try finds their files in memory.
-
-    Raises:
-        Exception: as ``start``, after the last try.
-    """
+    """What ``start`` returns, which starts a Ray node. Ray's raylet gives up when its agents, each a Python process,
+    take longer than 15 s to start, and no option changes that (ray 2.55,
+    https://github.com/ray-project/ray/issues/65983). The next try finds their files in memory."""
     for left in reversed(range(_TRIES)):
         try:
             return start()

@@ -1,4 +1,4 @@
-"""What is measured of every step.
+"""What is measured of every step; the self-test ``train.drift_check``; profiles of single steps.
 
 Shape suffixes: N = response tokens of all completions, n = those of a block.
 """
@@ -60,8 +60,7 @@ def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAN
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     """Mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
-    graded.
-    """
+    graded."""
     names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
     logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
     logs["accuracy/mean"] = sum(sample.score for sample in samples) / len(samples)
@@ -69,10 +68,8 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
-    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token.
-
-    Empty if any response does not tell.
-    """
+    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token. Empty if
+    any response does not tell."""
     samples = [sample for sample in samples if not sample.from_guide]
     if not all(sample.versions for sample in samples):
         return {}
@@ -95,11 +92,8 @@ def mismatch_gauges(
 
     With d = policy - rollout and w = exp(d), both KL estimators have the right mean over tokens sampled from the
     engines and are never negative: k3 of KL(rollout || policy) is w - 1 - d, and of KL(policy || rollout), where the
-    sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w d.
-
-    Args:
-        segments: which of the N tokens are of which completion.
-        band: ratios outside are counted: what an importance correction with these thresholds drops or clamps.
+    sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w d. Ratios outside of ``band`` are counted: what an
+    importance correction with these thresholds drops or clamps.
     """
     if not segments.tokens:
         return {}
@@ -124,8 +118,7 @@ def mismatch_gauges(
 
 def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
     """(7,) of a block's d: sums of both KL terms, of |d| and of ratios outside the band; the largest |d|; the
-    logarithms of the sums of w and of its squares.
-    """
+    logarithms of the sums of w and of its squares."""
     if not len(d_n):
         return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
     largest, (low, high) = d_n.max(), band
@@ -139,10 +132,8 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
 
 
 def policy_mismatch(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
-    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ.
-
-    Empty if an engine reported no log-probs.
-    """
+    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ. Empty if an engine
+    reported no log-probs."""
     guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
     if engines_N is None:
         return {}
@@ -197,15 +188,9 @@ def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
 def throughput_gauges(
     flops: ForwardFlops, tokens: int, epochs: int, ranks: int, seconds: Mapping[str, float], peak: float | None
 ) -> dict[str, float]:
-    """Speed of the policy's ranks in the passes over the batch.
-
-    Args:
-        flops: of one forward pass over the batch.
-        tokens: prompt and response tokens of the batch.
-        epochs: training passes over it.
-        seconds: ``time/logprob`` and ``time/train`` of the step; a phase that is missing or took no time is left out.
-        peak: TFLOP/s of one device; None leaves the MFU out.
-    """
+    """Speed of the policy's ranks in the passes over the batch; a phase that is missing in ``seconds`` or took no time
+    is left out. ``flops`` is of one forward pass, ``peak`` TFLOP/s of one device (None: no MFU), ``tokens`` prompts
+    included."""
     gauges: dict[str, float] = {}
     for phase, work, passes in (("logprob", flops.total, 1), ("train", flops.training * epochs, epochs)):
         if (spent := seconds.get(f"time/{phase}", 0.0)) <= 0:
@@ -244,13 +229,9 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
 
 @dataclass
 class StepGauges:
-    """Measures one step after the other.
+    """Measures one step after the other, with ``epochs`` training passes each; tells ``events`` of the slowest rank.
 
-    Attributes:
-        epochs: training passes over each batch.
-        peak: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
-        timeout_s: longest wait for the ranks' reports.
-        events: told of the slowest rank.
+    ``peak``: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
     """
 
     policy: RankGroup
@@ -296,12 +277,13 @@ class DriftError(RuntimeError):
 
 @dataclass
 class DriftCheck:
-    """Compares before and after each training step.
+    """The self-test of ``train.drift_check``: with a learning rate of 0, a step of the whole system must change
+    nothing.
 
-    Attributes:
-        tolerance: difference between log-probs of the same weights that counts as none, nats (`relative_difference`).
-        mismatch_tolerance: the same between policy and engines, on average.
-        timeout_s: longest wait for the ranks.
+    It runs the real loop. Then weights and master weights have to be the same bits, the policy's log-probs of the
+    batch the same numbers to ``tolerance`` nats (`relative_difference`), and the engines' close to them
+    (``mismatch_tolerance``, on average). What moves points at a fault (a wrong reduction, an update of something
+    frozen, stale weights, a lossy sync, a cache that outlived its weights) that ordinary training would hide.
     """
 
     policy: RankGroup
@@ -316,15 +298,8 @@ class DriftCheck:
         self._before = self._digests()
 
     def after_training(self, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None) -> dict[str, float]:
-        """What moved, as metrics.
-
-        Args:
-            old, new: the policy's log-probs of the batch before and after the step.
-            mean_mismatch: mean absolute difference between policy and engines, None if the engines report none.
-
-        Raises:
-            DriftError: lists what moved and on which ranks.
-        """
+        """What moved between the policy's log-probs ``old`` and ``new`` of the batch, as metrics; ``mean_mismatch`` is
+        None if the engines report none. Raises DriftError, which lists what moved and on which ranks."""
         self.steps += 1
         moved = relative_difference(old.logprobs_N, new.logprobs_N).mean
         problems = [
@@ -365,15 +340,8 @@ def logprob_problems(
 
 
 class StepProfiler:
-    """Has ranks profile themselves from the scores of a step to the sync of its weights.
-
-    Args:
-        steps: the first and the last one.
-        ranks: of the policy.
-        folder: of the traces, as the ranks see it.
-        timeout_s: longest wait for a trace.
-        events: told of every profile.
-    """
+    """Has ranks profile themselves, in the steps from the first to the last, from the scores to the sync of the
+    weights."""
 
     def __init__(
         self, policy: RankGroup, steps: tuple[int, int], ranks: tuple[int, ...], folder: Path, timeout_s: float,

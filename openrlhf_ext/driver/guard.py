@@ -60,16 +60,9 @@ Train = Callable[[RunConfig, "Guard", int], int]
 
 
 class Guard:
-    """What the driver tells its parent, and the signals that the driver gets.
-
-    Ctrl-C and SIGTERM raise KeyboardInterrupt where the driver is; only the first signal counts. In a process without
-    such a parent (``pipe`` None) nobody is told.
-
-    Attributes:
-        received: the signal that ends the run, once there was one.
-        received_at: when, on the monotonic clock.
-        events: knows the step that the run is at.
-    """
+    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C and SIGTERM raise
+    KeyboardInterrupt where the driver is; only the first counts, ``received`` on the monotonic clock at
+    ``received_at``. With ``pipe`` None nobody is told."""
 
     def __init__(self, pipe: Connection | None = None) -> None:
         self._pipe = pipe
@@ -161,15 +154,10 @@ class Guard:
 
 
 def run(config: RunConfig, train: Train) -> int:
-    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most.
-
-    Returns:
-        The driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was
-        killed by signal n (137 also if Ray or this process had to end it).
-
-    Raises:
-        ConfigError: another run has a folder of this one.
-    """
+    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most. Returns the
+    driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was killed
+    by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder of this
+    one."""
     began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)
@@ -187,13 +175,8 @@ def run(config: RunConfig, train: Train) -> int:
 
 
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
-    """One attempt, and after a failure another one from the last checkpoint, ``train.max_restarts`` times at most.
-
-    Where the run has written none, it starts from the beginning: those of others were moved aside (``own_folders``).
-
-    Args:
-        attempt: takes a configuration and the number of the restart, returns the exit code.
-    """
+    """One ``attempt``, and after a failure another one from the last checkpoint; where the run has written none, from
+    the beginning: those of others were moved aside (``own_folders``)."""
     for restart in range(config.train.max_restarts + 1):
         if restart:
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
@@ -462,14 +445,9 @@ def end_processes(processes: list[psutil.Process]) -> None:
 
 @contextmanager
 def own_folders(config: RunConfig) -> Iterator[None]:
-    """Holds the locks of everything that the run writes into and moves aside.
-
-    Nothing half-written is in ``ckpt.path``, and without ``ckpt.load_enable`` no checkpoint of an earlier run: whatever
-    is there later was written by this one, and a restart may go on from it.
-
-    Raises:
-        ConfigError: another run has one of the folders, or one cannot be written to.
-    """
+    """Holds the locks of everything that the run writes into and moves aside, restarts included. Nothing half-written
+    is in ``ckpt.path``, and without ``ckpt.load_enable`` no checkpoint of an earlier run. Raises ConfigError:
+    another run has one of the folders, or one cannot be written to."""
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
         for folder, options in _folders(config).items():

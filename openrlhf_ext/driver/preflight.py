@@ -1,4 +1,4 @@
-"""What only other rooms than the configuration know, checked before Ray starts: algorithms and models."""
+"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models, the user's files."""
 
 from __future__ import annotations
 
@@ -42,20 +42,14 @@ def findings(config: RunConfig) -> Findings:
 
 
 def check_downloaded(config: RunConfig) -> None:
-    """The rules about models that :func:`load_config` could not apply to a hub name.
-
-    Raises:
-        ConfigError: lists every violation.
-    """
+    """The rules about models that :func:`load_config` could not apply to a hub name. Raises ConfigError: lists every
+    violation."""
     _require([*model_violations(config), *checkpoint_violations(config), *guide_violations(config)])
 
 
 def check_hub_data(config: RunConfig) -> None:
-    """Data sets that are hub names are there, or in the cache of an earlier download.
-
-    Raises:
-        ConfigError: lists those that cannot be reached.
-    """
+    """Data sets that are hub names are there, or in the cache of an earlier download. Raises ConfigError: lists those
+    that cannot be reached."""
     from datasets import load_dataset_builder
 
     violations = []
@@ -236,14 +230,8 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
 
 
 def check_files(folder: str, shape: ModelShape) -> None:
-    """The files of a model hold its tensors; a folder without weights is warned about only.
-
-    Args:
-        shape: of the model; the files need not hold a critic's value head.
-
-    Raises:
-        InputError: says what does not fit.
-    """
+    """The files of a model hold its tensors; a folder without weights is warned about only. ``shape``: of the model;
+    the files need not hold a critic's value head. Raises InputError: says what does not fit."""
     from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
 
@@ -280,15 +268,9 @@ class Tried:
 
 
 def try_user_code(config: RunConfig) -> list[Tried]:
-    """What came out of each of the user's files.
-
-    An exception on a made completion is an outcome: a server may not be up yet. What would be wrong for every
-    completion is a fault.
-
-    Raises:
-        ConfigError: lists every file that cannot be imported or called, returns what a run cannot take, or (an
-            algorithm) raises.
-    """
+    """What came out of each of the user's files. An exception on a made completion is an outcome: a server may not be
+    up yet. Raises ConfigError: lists every file that cannot be imported or called, returns what a run cannot take,
+    or (an algorithm) raises."""
     tried, faults = [], []
     trials: dict[str, _Trial] = {
         "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,

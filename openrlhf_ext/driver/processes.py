@@ -1,7 +1,5 @@
-"""The processes of a run: where engines and ranks go, their start, and the proof that policy and engines agree.
-
-What OpenRLHF or vLLM has to be imported for is imported inside of functions: ``job.build_parts`` says when.
-"""
+"""The processes of a run: where engines and ranks go, their start, and the proof that policy and engines agree. What
+OpenRLHF or vLLM has to be imported for is imported inside of functions: ``job.build_parts`` says when."""
 
 from __future__ import annotations
 
@@ -64,13 +62,8 @@ def tensor_block_size(config: RunConfig) -> int:
 def engine_places(
     config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str
 ) -> EnginePlaces | None:
-    """Where engines go: on the policy's bundles, or GPUs of their own; None: where Ray puts them.
-
-    Args:
-        policy_places: of a colocated run; None = the engines share nothing.
-        engines: how many.
-        what: they are, for messages.
-    """
+    """Where engines go: on the policy's bundles, or GPUs of their own; None: where Ray puts them. ``policy_places``: of
+    a colocated run; None = the engines share nothing. ``engines``: how many. ``what``: they are, for messages."""
     from openrlhf_ext.driver.placement import place_ranks, reserve
     from openrlhf_ext.rollout.launch import EnginePlaces
 
@@ -183,14 +176,9 @@ def _start_ranks(
 def await_engines(
     config: RunConfig, session: RaySession, engines: EngineFleet, prompt: Sequence[int], deadline: Deadline
 ) -> list[int]:
-    """Waits for the rollout engines. Those that give up memory sleep afterwards: the policy is about to be loaded.
-
-    Args:
-        prompt: tokens of the run's first prompt.
-
-    Returns:
-        The text of the probe (``rollout.probe``): the end of the prompt and what the model itself says after it.
-    """
+    """Waits for the rollout engines; those that give up memory sleep afterwards: the policy is about to be loaded.
+    Returns the text of the probe (``rollout.probe``): the end of the run's first prompt and what the model itself
+    says after it."""
     _await_engines(config, session, engines, deadline, "rollout engine")
     begin = prompt[-(config.probe_length // 2) :]
     asked = engines[0].continuation.remote(begin, config.probe_length - len(begin), config.train.seed)
@@ -204,12 +192,8 @@ def initialize_policy(
     config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, probe: Sequence[int], steps: int,
     deadline: Deadline,
 ) -> None:  # fmt: skip
-    """Loads the policy on every rank and connects it to the engines.
-
-    Args:
-        probe: the text that proves every weight sync.
-        steps: training steps of the run.
-    """
+    """Loads the policy on every rank and connects it to the engines. ``probe``: the text that proves every weight sync.
+    ``steps``: training steps of the run."""
     refs = policy.async_run_method(
         "init_model",
         policy_settings(config, steps),
@@ -226,10 +210,8 @@ def initialize_policy(
 
 
 def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline) -> None:
-    """Proves that policy and engines have the same weights.
-
-    Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
-    """
+    """Proves that policy and engines have the same weights. Afterwards whoever gives up memory has done so: a critic
+    and a checkpoint are about to be loaded."""
     gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_diff"]
     logger.info("policy and engines agree on the starting weights: log-probs differ by %.1e nats on average", gauge)
     if config.vllm.enable_sleep:
@@ -265,32 +247,21 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy that have ranks of their own: the critic, a reference, a guide.
-
-    Attributes:
-        critic: None if there is none.
-        frozen: those of frozen models that have ranks of their own, by name.
-    """
+    """The models beside the policy that have ranks of their own: the critic, a reference, a guide. ``critic``: None if
+    there is none. ``frozen``: those of frozen models that have ranks of their own, by name."""
 
     critic: RankGroup | None = None
     frozen: Mapping[str, RankGroup] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: RunConfig, policy_places: Reservation | None = None) -> AuxiliaryModels:
-        """Starts the actors, which import in the background.
-
-        Args:
-            policy_places: the policy's ``Reservation``, which a critic shares in a colocated run.
-        """
+        """Starts the actors, which import in the background. ``policy_places``: the policy's ``Reservation``, which a
+        critic shares in a colocated run."""
         frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
         return cls(_start_critic(config, policy_places), frozen)
 
     def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
-        """Loads the models on all ranks and remembers their processes.
-
-        Args:
-            steps: training steps of the run.
-        """
+        """Loads the models on all ranks and remembers their processes. ``steps``: training steps of the run."""
         policy = policy_settings(config, steps)
         refs: dict[str, list] = {}
         if self.critic is not None:

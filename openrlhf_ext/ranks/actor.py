@@ -1,9 +1,8 @@
-"""What the Ray actors of all models have in common: one rank each, every RPC a collective.
+"""What the Ray actors of all models have in common: one rank each, every RPC a collective; and those that train.
 
-They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs nothing.
-
-The driver imports these modules for their classes, and rank 0 says where to meet before the others start: what needs
-Megatron imports it inside of its methods, after ``load_libraries`` has done so while the engines start.
+They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs nothing. The driver
+imports these modules for their classes, and rank 0 says where to meet before the others start: what needs Megatron
+imports it inside of its methods, after ``load_libraries`` has done so while the engines start.
 """
 
 from __future__ import annotations
@@ -63,12 +62,10 @@ class RankActor:
         return self._address
 
     def load_libraries(self) -> None:
-        """Imports what ``init_model`` needs, which says it if that fails. Not a collective."""
         with without_collection():
             import_module("openrlhf_ext.megatron.policy")
 
     def join(self, settings: ModelSettings) -> dict[str, Any]:
-        """Joins the process group of the model; returns what the process is."""
         from openrlhf_ext.megatron.distributed import initialize_distributed
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -78,16 +75,12 @@ class RankActor:
         return {"rank": dist.get_rank(), "phases": address, **own_identity()}
 
     def empty_cache(self) -> None:
-        """Hands cached device memory back."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list:
-        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it.
-
-        All ranks of a replica come to the same answers: those of the first one go back, the others give None, because
-        the caller fetches what all of them return.
-        """
+        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it. The caller
+        fetches what all ranks return, so only the first of a replica answers."""
         ((name, values),) = all_data.items()
         answers = [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
         return answers if self.is_first_of_replica else [None] * len(answers)
@@ -126,11 +119,7 @@ class TrainedActor(RankActor):
     _writer: ThreadPoolExecutor | None = None
 
     def hold(self, model: MegatronPolicy | MegatronCritic, sleeps: bool) -> None:
-        """Call once, when the model is built.
-
-        Args:
-            sleeps: whether others need the memory (``ds.enable_sleep``).
-        """
+        """Call once, when the model is built. ``sleeps``: whether others need the memory (``ds.enable_sleep``)."""
         from openrlhf_ext.megatron.memory.offload import ModelStates
 
         self._model, self.sleeps = model, sleeps
@@ -143,11 +132,9 @@ class TrainedActor(RankActor):
         self.offloads.append(self.states.offload(*kinds))
 
     def reload_states(self, *kinds: str) -> None:
-        """Moves states back, if they are away. Not a collective."""
         self.reloads.append(self.states.reload(*kinds))
 
     def release_model(self) -> None:
-        """Others may need the memory, and nothing needs the model right now."""
         if self.sleeps:
             self.offload_states()
 
@@ -164,7 +151,6 @@ class TrainedActor(RankActor):
         }
 
     def whole_model(self) -> MegatronPolicy | MegatronCritic:
-        """The model with all of its states on its device."""
         self.reload_states()
         return self._model
 
@@ -176,22 +162,16 @@ class TrainedActor(RankActor):
     # ---- resumable checkpoints --------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, Any]:
-        """Plain values that belong to the actor; rank 0's are kept."""
+        """Plain values; rank 0's are kept."""
         return {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Takes back what ``extra_state`` gave."""
 
     def save_state(self, folder: str, name: str, background: bool) -> list[FileEntry] | None:
-        """Writes this rank's part of the model ``name`` below ``folder``.
-
-        Args:
-            background: return as soon as the state is copied to host memory; ``has_saved`` then tells when it is
-                written, and a receipt in the folder (``write_receipt``).
-
-        Returns:
-            The files written; None if they are still being written.
-        """
+        """Writes this rank's part of the model ``name``; the files written. In the ``background`` it returns None as
+        soon as the state is copied to host memory; ``has_saved`` and a receipt in the folder (``write_receipt``)
+        tell when it is written."""
         from openrlhf_ext.megatron.checkpoint import take_snapshot
 
         with phase("collecting a checkpoint"):
@@ -207,11 +187,7 @@ class TrainedActor(RankActor):
         return None
 
     def has_saved(self, wait: bool) -> bool:
-        """Whether the last background save is written; ``wait`` makes sure that it is.
-
-        Raises:
-            CheckpointError: writing failed.
-        """
+        """Whether the last background save is written; ``wait`` makes sure that it is. Raises CheckpointError."""
         if self._writing is None:
             raise RuntimeError("has_saved() tells of a background save, and none was begun")
         if done := wait or self._writing.done():
@@ -223,21 +199,14 @@ class TrainedActor(RankActor):
         return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
 
     def check_checkpoint(self, folder: str) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's files: each rank reads some, together they read all.
-
-        Raises:
-            CheckpointError: the manifest cannot be read.
-        """
+        """What is wrong with this rank's share of a checkpoint's files: together the ranks read all. Raises
+        CheckpointError."""
         shares = deal_files(read_manifest(Path(folder)).files, dist.get_world_size())
         return check_files(Path(folder), shares[dist.get_rank()])
 
     @phase("loading a checkpoint")
     def load_state(self, folder: str, name: str) -> None:
-        """Loads the model ``name`` of a checkpoint.
-
-        Raises:
-            CheckpointError: it does not fit the model.
-        """
+        """Loads the model ``name`` of a checkpoint. Raises CheckpointError: it does not fit the model."""
         from openrlhf_ext.megatron.checkpoint import load_checkpoint
 
         self.load_extra_state(load_checkpoint(self.whole_model(), Path(folder) / name))

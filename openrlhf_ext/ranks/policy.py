@@ -41,10 +41,7 @@ is about as long as the rate, so a hundred parameters get to the next value."""
 @dataclass(frozen=True)
 class SleepModes:
     """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``.
-
-    Attributes:
-        engine_share: of the GPU's memory, that an engine takes on a policy rank's GPU; None: engines have their own.
-    """
+    ``engine_share``: of the GPU's memory, that an engine takes on a policy rank's GPU; None: engines have their own."""
 
     policy: bool = False
     engines: bool = False
@@ -53,12 +50,8 @@ class SleepModes:
 
 @dataclass
 class TrainingShard:
-    """One data-parallel rank's part of every optimizer step: of the rows that it computed the old log-probs of.
-
-    Attributes:
-        mini_batches: each carries its whole step's denominators.
-        seed: of random choices.
-    """
+    """One data-parallel rank's part of every optimizer step, each with the whole step's denominators; ``seed``: of
+    random choices."""
 
     mini_batches: list[LossBatch]
     seed: int
@@ -70,7 +63,6 @@ class PolicyActor(TrainedActor):
     def init_model(
         self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
-        """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
         about = self.join(settings)
         self._build(settings, sync, max_epochs, engines, sleeping)
         return about
@@ -100,7 +92,6 @@ class PolicyActor(TrainedActor):
         return [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]
 
     def _check_memory(self, sleeping: SleepModes) -> None:
-        """Raises SharedGpuTooSmall if an engine on this rank's GPU leaves too little."""
         device, settings = device_bytes(), self.policy.settings
         if device is None or sleeping.engine_share is None:
             return
@@ -139,32 +130,26 @@ class PolicyActor(TrainedActor):
     @phase("forward")
     @timed("logprob")
     def forward(self, batch: SequenceBatch) -> list[np.ndarray]:
-        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none.
-
-        The replica keeps the sequences: they are what the next ``fit`` is about.
-        """
+        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none. The
+        replica keeps the sequences: they are what the next ``fit`` is about."""
         self.reload_states("parameters")
         self.batch = batch
         return [plain(values_N) for values_N in self.policy.logprobs(batch)]
 
     @phase("reference log-probs")
     def reference_logprobs(self, batch: SequenceBatch) -> np.ndarray:
-        """(N,) log-probs of the response tokens under the starting weights."""
         return self._frozen_logprobs("reference", batch)
 
     @phase("guide log-probs")
     def guide_logprobs(self, batch: SequenceBatch) -> np.ndarray:
-        """(N,) log-probs of the response tokens under the guide."""
         return self._frozen_logprobs("guide", batch)
 
     def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
-        """(N,) log-probs of the response tokens under one of ``settings.host_copies``."""
         self.reload_states("parameters")
         with self.host_copies[name].swapped_in():
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:
-        """Takes this replica's part of the next ``fit``, about the sequences of the last ``forward``."""
         self.shard = shard
 
     @phase("training")
@@ -198,12 +183,8 @@ class PolicyActor(TrainedActor):
     @phase("weight sync")
     @timed("sync")
     def send_weights(self) -> dict[str, float]:
-        """Sends the weights to all engines and proves that they sample from them.
-
-        Raises:
-            EnginesAtFault: on every rank, with the positions of the engines that died, failed or hung; the call can be
-                repeated when they have been replaced.
-        """
+        """Sends the weights to all engines and proves that they sample from them. Raises EnginesAtFault on every rank;
+        the call can be repeated when these have been replaced."""
         self.reload_states("parameters")
         report = self.publisher.publish(self.version + 1, self.has_moved)
         self.version, self.is_ahead, self.has_moved = self.version + 1, False, False
@@ -218,7 +199,6 @@ class PolicyActor(TrainedActor):
 
     @phase("probe of the weight sync")
     def prove_sync(self) -> dict[str, float]:
-        """Compares the engines' log-probs of a fixed text with the policy's; raises WeightSyncMismatch."""
         self.reload_states("parameters")
         gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleeping.engines)
         return {"weight_sync/probe_diff": gauge, "weight_sync/version": float(self.version)}
@@ -241,7 +221,6 @@ class PolicyActor(TrainedActor):
     # ---- resumable checkpoints (TrainedActor)
 
     def extra_state(self) -> dict[str, Any]:
-        """How many times the weights were sent."""
         return {"version": self.version}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -260,15 +239,10 @@ def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[
 def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int) -> LossBatch:
     """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the current policy.
 
-    The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after a
-    rollout only. Before each later one the ranks compute the log-probs of their parts again and choose together: they
-    add up a few sums and counts, no rank sees another's tokens. A collective.
-
-    Args:
-        batch: the replica's sequences.
-        shaped: what the driver prepared for them.
-        seed: of random choices in the first update; later ones have their own, the same on all ranks.
-        update: number of the optimizer update since the rollout; 0 is made by the policy of the old log-probs.
+    The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after
+    a rollout (``update`` 0) only. Before each later one the ranks compute the log-probs of their parts again and
+    choose together: they add up a few sums and counts, no rank sees another's tokens. A collective; random choices
+    are the same on all ranks.
     """
     from openrlhf_ext.megatron.step.agreement import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
 

@@ -1,4 +1,4 @@
-"""What one rank measures of itself: its own time in each phase, and its memory."""
+"""What one rank measures of itself: its own time in each phase, its memory, and a profile of single steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ class RankReport:
     """What a rank did since its last report.
 
     Attributes:
-        device: name of the GPU, 'cpu' without one.
         seconds: by phase ('logprob', 'train', 'sync'), without the time in which the rank waited for other replicas.
         memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
         device_bytes: most that was in use on its GPU at the end of a phase since the last report, by all processes and
             libraries (an engine that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
         packed_tokens: in the packs of its replica, padding included.
-        padding_tokens: the padding.
     """
 
     rank: int
@@ -48,12 +46,9 @@ class RankReport:
 
 
 class PhaseTimers:
-    """Adds up this rank's time by phase.
-
-    All ranks leave a training step together, so its length says nothing about who was slow. What differs is how long
-    a data-parallel replica takes until its gradients are ready; the reduction, in which it then waits for the slowest,
-    is therefore not counted (``without``).
-    """
+    """Adds up this rank's time by phase. All ranks leave a training step together; what differs is how long a
+    data-parallel replica takes until its gradients are ready. The reduction, in which it then waits for the slowest,
+    is therefore not counted (``without``)."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -62,7 +57,6 @@ class PhaseTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the body, apart from what ``without`` takes out."""
         started, waited = _now(), self._waited
         try:
             yield
@@ -84,7 +78,6 @@ class PhaseTimers:
         return wrapped
 
     def report(self, rank: int) -> RankReport:
-        """What was counted since the last report."""
         seconds, self._seconds = self._seconds, {}
         used, self._device_bytes = self._device_bytes, 0
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -158,8 +151,6 @@ OTHER, IDLE = "other", "idle"
 
 
 class StepProfile:
-    """Profiles from its creation until ``finish``."""
-
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -169,11 +160,7 @@ class StepProfile:
         self._started = time.perf_counter()
 
     def finish(self, trace: Path) -> dict[str, Any]:
-        """Writes the trace; returns ``wall`` and ``seconds`` by kind, ``host`` and ``trace``.
-
-        Raises:
-            OSError: the trace cannot be written.
-        """
+        """Writes the trace; returns ``wall`` and ``seconds`` by kind, ``host`` and ``trace``."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         wall = time.perf_counter() - self._started
@@ -187,11 +174,9 @@ class StepProfile:
 
 
 def seconds_by_kind(events: Iterable[FunctionEvent], wall: float) -> dict[str, float]:
-    """Seconds of each kind of work, and of none (``idle``): waiting for others, Python.
-
-    On a GPU the time of its kernels by the operation that started them, and what is idle is the device; kernels that
-    run side by side count both. On CPU the time of the operations themselves.
-    """
+    """Seconds of each kind of work, and of none (``idle``): waiting for others, Python. On a GPU the time of its
+    kernels by the operation that started them; kernels that run side by side count both. On CPU the time of the
+    operations themselves."""
     seconds = dict.fromkeys((*KINDS, OTHER, IDLE), 0.0)
     events = list(events)
     kernels = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA)
@@ -205,7 +190,6 @@ def seconds_by_kind(events: Iterable[FunctionEvent], wall: float) -> dict[str, f
 
 
 def kind_of(event: FunctionEvent) -> str:
-    """The kind of work of an operation."""
     names: list[str] = []
     around: FunctionEvent | None = event
     while around is not None:

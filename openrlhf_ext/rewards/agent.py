@@ -1,8 +1,6 @@
-"""A user's agent under the failure policy of reward functions.
-
-The agent's file is imported into the rollout engine, as OpenRLHF does it: its code waits with ``await`` and is not
-killable. Code that blocks (``time.sleep``, a long computation) stops the engine's event loop, and the deadline with it.
-"""
+"""A user's agent under the failure policy of reward functions. The agent's file is imported into the rollout engine, as
+OpenRLHF does it: its code waits with ``await`` and is not killable. Code that blocks (``time.sleep``, a long
+computation) stops the engine's event loop, and the deadline with it."""
 
 from __future__ import annotations
 
@@ -42,12 +40,10 @@ _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_pr
 class GradedAgentExecutor(GradedExecutor):
     """Runs an agent, with a deadline for its own code, and lets no response leave without a finite reward.
 
-    A response whose reward is not a finite number, and an agent that raises or passes the deadline, are failures. A
-    failed response gets ``failures.failure_value``; where the agent gave none, the last turn that it generated takes
-    the place of the response. An agent that fails before it has generated anything ends the run.
-
-    Args:
-        timeout_s: longest time that the agent may spend outside of ``llm_engine.generate`` at a stretch.
+    A response whose reward is not a finite number, and an agent that raises or spends more than ``timeout_s``
+    outside of ``generate`` at a stretch, are failures. These get ``failures.failure_value``; where the agent gave no
+    response, the last turn that it generated takes its place. An agent that fails before it has generated anything
+    ends the run.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
@@ -196,14 +192,9 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """OpenRLHF's convention: a Python file with a class ``AgentExecutor``.
-
-    What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the
-    tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131).
-
-    Raises:
-        ValueError: there is no such file, no such class in it, or ``execute`` does not take what it is given.
-    """
+    """OpenRLHF's convention: a Python file with a class ``AgentExecutor``; or ValueError. What a
+    ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the
+    tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
     spec = importlib.util.spec_from_file_location("agent_module", path)
     if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
         raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
@@ -314,15 +305,8 @@ _ROOM = 256  # tokens of the episode after the prompt
 
 
 def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:
-    """One episode; says what came out of it.
-
-    Args:
-        completion: what the model says at every turn.
-
-    Raises:
-        RewardError: the episode ended without a reward that can be taken.
-        RewardFailureLimit: the agent failed before it had generated anything.
-    """
+    """One episode with a made engine, which says ``completion`` at every turn; what came out of it. Raises RewardError:
+    it ended without a reward that can be taken; RewardFailureLimit: before anything was generated."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,6 +1,8 @@
-"""Grades of completions: what grades them, and how a reward function's answer becomes one.
+"""Grades of completions: what grades them, how a reward function's answer becomes one, and what can go wrong.
 
-Grading workers import this: no torch, no numpy here.
+``RewardError`` and its subclasses concern one sample: a :class:`FailurePolicy` counts and tolerates them. The other
+errors concern the grader itself and always propagate. All of them pickle, because they cross Ray actors. Grading
+workers import this: no torch, no numpy here.
 """
 
 from __future__ import annotations
@@ -26,14 +28,8 @@ RESERVED_LOG_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The grade of one completion.
-
-    Attributes:
-        reward: what the policy is trained on; finite.
-        score: correctness, used for accuracy and dynamic filtering; the reward where the function gives none.
-        extra_logs: the function's own per-sample numbers; finite.
-        seconds: time spent in the reward function, without queueing.
-    """
+    """The grade of one completion, all of it finite: what the policy is trained on; correctness, for accuracy and
+    dynamic filtering; the function's own numbers; the time spent in it, without queueing."""
 
     reward: float
     score: float
@@ -48,16 +44,8 @@ class Grader(Protocol):
         """Begin whatever takes time before the first sample; returns at once."""
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
-        """Grade one sample.
-
-        Args:
-            query: prompt and completion as one text, special tokens kept.
-            completion: what the model wrote, without the token that ended it; None: what follows the prompt in the
-                query.
-
-        Raises:
-            RewardError: that sample cannot be graded.
-        """
+        """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one text, special tokens
+        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query."""
 
     async def aclose(self) -> None:
         """Release processes and connections."""
@@ -68,15 +56,9 @@ class InvalidAnswer(ValueError):
 
 
 def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
-    """Turn a reward function's return value for one sample into a :class:`RewardResult`.
-
-    Args:
-        answer: ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``; ``scores`` and ``extra_logs`` are optional.
-            Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one.
-
-    Raises:
-        InvalidAnswer: missing ``rewards``, wrong type or size, NaN, above 1e15, reserved or non-string log key.
-    """
+    """A reward function's ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``, of which the last two are optional.
+    Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one. Raises
+    InvalidAnswer."""
     if not isinstance(answer, Mapping):
         raise InvalidAnswer(
             f"returned {_described(answer)}; it must return a dict with the key 'rewards' and optionally 'scores' and "
@@ -154,12 +136,8 @@ _SHOWN_CHARACTERS = 2000
 
 
 class RewardError(Exception):
-    """A completion could not be graded. Carries the sample, so that the failure can be reproduced.
-
-    Attributes:
-        message: what happened, with the option and the remedy where there is one.
-        prompt, completion: the texts that were graded, special tokens kept.
-    """
+    """A completion could not be graded. Carries the sample, special tokens kept, so that the failure can be
+    reproduced."""
 
     def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:
         super().__init__(message, prompt, completion, label)
@@ -206,12 +184,8 @@ class RewardFailureLimit(RuntimeError):
 
 
 class FailurePolicy:
-    """Reports each failure with its prompt and completion, counts it, and ends the run when there are too many.
-
-    Args:
-        max_failures: failures tolerated over the whole run; one more raises. 0 tolerates none, None any number.
-        failure_value: reward of a sample that could not be graded. Its score is 0.
-    """
+    """Reports each failure with its prompt and completion, counts it, and ends the run at one more than
+    ``max_failures`` (None tolerates any number). The reward of a failed sample is ``failure_value``, its score 0."""
 
     def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
         if max_failures is not None and max_failures < 0:

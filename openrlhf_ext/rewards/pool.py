@@ -1,4 +1,4 @@
-"""A pool of worker processes around the user's reward function, with a deadline for every call."""
+"""Worker processes around the user's reward function, with a deadline for every call."""
 
 from __future__ import annotations
 
@@ -62,12 +62,8 @@ class WorkerDied(Exception):
 
 @dataclass
 class _Running:
-    """A process that was started.
-
-    Attributes:
-        stack_file: receives its Python stack on a crash or on request.
-        killed: its number may by now belong to another process.
-    """
+    """A process that was started. ``stack_file``: receives its Python stack on a crash or on request. ``killed``: its
+    number may by now belong to another process."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -76,10 +72,8 @@ class _Running:
 
 
 class WorkerProcess:
-    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any.
-
-    The owning thread must live as long as the process: Linux ends the process with the thread that started it.
-    """
+    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any. The
+    owning thread must live as long as the process: Linux ends the process with the thread that started it."""
 
     def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
         self._reward_path = reward_path
@@ -97,12 +91,8 @@ class WorkerProcess:
         return running.process.pid if running is not None and running.process.poll() is None else None
 
     def start(self) -> None:
-        """Start (or replace) the process and wait until it has imported the user's file.
-
-        Raises:
-            RewardImportError: the import raised, died or passed ``start_timeout_s``.
-            RewardPoolClosed: :meth:`stop` was called.
-        """
+        """Start (or replace) the process and wait until it has imported the user's file. Raises RewardImportError: the
+        import raised, died or passed ``start_timeout_s``; RewardPoolClosed: :meth:`stop` was called."""
         running = self._spawn()
         try:
             reply = self._receive(running, self._start_timeout_s)
@@ -119,12 +109,8 @@ class WorkerProcess:
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
 
     def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
-        """Grade one sample and return the worker's reply (see the module ``worker``).
-
-        Raises:
-            WorkerHung: no answer within ``timeout_s``. The process still runs: kill it.
-            WorkerDied: the process ended.
-        """
+        """Grade one sample and return the worker's reply (see the module ``worker``). Raises WorkerHung: no answer
+        within ``timeout_s``. The process still runs: kill it; WorkerDied: the process ended."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
@@ -242,13 +228,8 @@ class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
     The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them.
-    Each worker imports the file once. A worker that passes the deadline or dies is replaced. Usable from any thread and
-    any event loop; a context manager.
-
-    Args:
-        options: ``reward.remote_url`` is the user's Python file; processes, deadline of a call, memory, environment.
-        start_timeout_s: deadline for importing the file.
-        queue_timeout_s: a sample that waited longer than this for a worker fails instead of being graded.
+    A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
+    ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """
 
     def __init__(self, options: Reward, *, start_timeout_s: float = 120.0, queue_timeout_s: float = 600.0) -> None:
@@ -266,21 +247,14 @@ class RewardPool:
         self._closed = False
 
     def start(self) -> None:
-        """Begin to start the workers and return at once; the first sample waits for them. Idempotent.
-
-        Raises:
-            RewardImportError: there is no such file.
-            RewardPoolClosed: the pool was closed.
-        """
+        """Begin to start the workers and return at once; the first sample waits for them. Idempotent. Raises
+        RewardImportError: there is no such file; RewardPoolClosed: the pool was closed."""
         with self._lock:
             self._start_locked()
 
     def check(self) -> None:
-        """Start the workers and wait until each has imported the user's file.
-
-        Raises:
-            RewardImportError: with the traceback of the import.
-        """
+        """Start the workers and wait until each has imported the user's file. Raises RewardImportError: with the
+        traceback of the import."""
         self.start()
         for started in self._started:
             started.result()
@@ -294,13 +268,8 @@ class RewardPool:
         return job.future
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
-        """Grade one sample; arguments as of ``Grader.grade``.
-
-        Raises:
-            RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied: this sample could not be graded.
-            RewardImportError: the file cannot be used.
-            RewardPoolClosed: the pool was closed meanwhile.
-        """
+        """As ``Grader.grade``. Raises RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied: this sample could
+        not be graded; RewardImportError; RewardPoolClosed: meanwhile."""
         return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
 
     def close(self) -> None:

@@ -3,8 +3,7 @@
 On GPUs vLLM's own ``fp8_per_block`` quantizes at the start and at every reload (vllm 0.29.0
 model_executor/layers/quantization/online/fp8.py:259): fp32 scales of 128x128 of a weight and of 1x128 of activations.
 Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of our own takes
-its place, with the formulas of ``openrlhf_ext.fp8`` and products in fp32. Importing this module registers it; vLLM's
-worker processes import it with the worker extension.
+its place. Importing this module registers it; vLLM's workers import it with the worker extension.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def with_fp8(engine_args: dict[str, Any], bf16_layers: Sequence[int]) -> dict[str, Any]:
-    """vLLM's engine arguments with FP8 linear layers added.
-
-    Args:
-        bf16_layers: decoder layers, counted from 0, that stay as they are.
-    """
+    """vLLM's engine arguments with FP8 linear layers in all decoder layers but these, counted from 0."""
     # vLLM asks for every part of a fused projection by its own name (compressed_tensors/utils.py:66)
     ignore = {"ignore": [rf"re:.*\blayers\.{number}\." for number in bf16_layers]}
     if not current_platform.is_cpu():
@@ -60,7 +55,6 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """float32 besides what vLLM's kernels know."""
         return [torch.float32, *super().get_supported_act_dtypes()]
 
     @classmethod
@@ -76,10 +70,8 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
 
 class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
-    """A linear layer whose operands are rounded to FP8 and multiplied in fp32.
-
-    Weights lie on the meta device until a layer's last tensor has come, as with vLLM's class.
-    """
+    """Operands are rounded to FP8 and multiplied in fp32. Weights lie on the meta device until a layer's last one has
+    come."""
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Leaves out vLLM's choice of a kernel, which fails without AMX."""
@@ -87,7 +79,6 @@ class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
         layer.weight_block_size = self.weight_block_size
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Quantizes what was loaded, in its own data type."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         weight = quantize(layer.weight, E4M3, Grid.TILES)
@@ -107,14 +98,7 @@ class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
 
 
 def require_fp8(model: nn.Module, bf16_layers: Sequence[int]) -> None:
-    """Looks at every linear layer of a worker's model.
-
-    Args:
-        bf16_layers: decoder layers, counted from 0, that have to be as they are; all others have to be FP8.
-
-    Raises:
-        NotFP8: with names of modules, kernels, and a remedy.
-    """
+    """Looks at every linear layer of a worker's model; raises NotFP8 with names of modules, kernels, and a remedy."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     wanted = {name for name in linear if (found := _LAYER.search(name)) and int(found[1]) not in bf16_layers}
     problems = [f"{name}: {why}" for name in linear if (why := _problem(linear[name], name in wanted)) is not None]
@@ -132,7 +116,6 @@ def require_fp8(model: nn.Module, bf16_layers: Sequence[int]) -> None:
 
 
 def _problem(module: Any, wanted: bool) -> str | None:
-    """What is wrong with a linear layer that is ``wanted`` in FP8, or not."""
     method, weight = module.quant_method, module.weight
     if not wanted:
         plain = isinstance(method, UnquantizedLinearMethod) and weight.dtype != E4M3

@@ -1,9 +1,8 @@
-"""vLLM's engine on a thread of the rollout actor, instead of in a process of its own.
+"""vLLM's engine on a thread of the rollout actor, and engines for completions outside of a run.
 
-vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds of CPU at start.
-On a machine without CUDA and with one worker per engine, that process buys nothing. This class steps vLLM's public
-synchronous `LLMEngine` and offers the part of AsyncLLM's interface that OpenRLHF's actor and ours use. An error of the
-engine then also is an error with a traceback here, not "see stack trace above" in another process's log.
+vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds of CPU at start,
+which buys nothing without CUDA and with one worker per engine. `InProcessEngine` steps vLLM's synchronous `LLMEngine`
+and offers the part of AsyncLLM's interface that is used here; its errors have a traceback in this process.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class InProcessEngine:
 
     @classmethod
     async def start(cls, engine_args: EngineArgs) -> InProcessEngine:
-        """Load the model and begin to serve. Raises what vLLM raises."""
         self = cls()
         self._thread.start()
 
@@ -57,7 +55,6 @@ class InProcessEngine:
 
     @property
     def output_processor(self) -> Any:
-        """vLLM's output processor, which counts unfinished requests."""
         return self._engine.output_processor
 
     async def generate(
@@ -83,7 +80,6 @@ class InProcessEngine:
         return PendingOutput(finished)
 
     async def count_tokens(self) -> dict[str, int]:
-        """Tokens so far of every unfinished request, by the id it was made with."""
         return await self._call(lambda: count_tokens(self._engine.output_processor))
 
     async def collective_rpc(
@@ -92,7 +88,6 @@ class InProcessEngine:
         return await self._call(lambda: self._engine.collective_rpc(method, timeout, args, kwargs))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached keys and values; with `reset_running_requests` those of unfinished requests too."""
         return await self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests))
 
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
@@ -135,7 +130,6 @@ class InProcessEngine:
         self._commands.put(None)
 
     async def _call(self, function: Callable[[], _T]) -> _T:
-        """Run `function` on the engine's thread, between two steps."""
         command = _Command(function)
         self._commands.put(command)
         return await asyncio.wrap_future(command.result)
@@ -171,7 +165,7 @@ class InProcessEngine:
                 finished.set_result(output)
 
     def _refuse_all(self, reason: EngineDied) -> None:
-        """The engine is lost: fail what is waiting, and everything that is still asked."""
+        """Fail what is waiting, and everything that is still asked."""
         logger.error("%s", reason)
         for finished in list(self._outputs.values()):
             if not finished.done():
@@ -181,8 +175,6 @@ class InProcessEngine:
 
 
 class PendingOutput:
-    """The output of a request that is in the engine's queue."""
-
     def __init__(self, finished: Future[RequestOutput]) -> None:
         self._finished = finished
 
@@ -191,8 +183,6 @@ class PendingOutput:
 
 
 class _Command:
-    """A function for the engine's thread, and where its result goes."""
-
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.result: Future[Any] = Future()
@@ -216,23 +206,18 @@ async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
 
 
 class OfflineEngine:
-    """Completes prompts given as tokens. Use it from one event loop; :meth:`close` it."""
+    """Completes prompts with the weights of the disk. Use it from one event loop; :meth:`close` it. Everything that is
+    asked for together is put into the queue before the engine steps, and nothing cached is left from before: what is
+    batched with what, and so every rounding, depends on the request alone."""
 
     def __init__(self, llm: Any, stall_timeout_s: float) -> None:
         self._llm, self._stall_timeout_s, self._asked = llm, stall_timeout_s, 0
 
     @classmethod
     async def start(cls, engine_args: dict[str, Any], timeout_s: float) -> OfflineEngine:
-        """Load the model.
-
-        Args:
-            engine_args: vLLM's, and ``in_process`` (`launch.offline_engine_args`). `launch.engine_env` has to be in the
-                environment before this module is imported.
-            timeout_s: deadline for loading; afterwards the longest time in which no completion finishes.
-
-        Raises:
-            EngineStartError: vLLM failed, with its error text; or the deadline passed.
-        """
+        """Load the model with `launch.offline_engine_args`; `launch.engine_env` has to be in the environment before
+        this module is imported. ``timeout_s`` also is the longest time in which no completion finishes. Raises
+        EngineStartError."""
         in_process, model = engine_args.pop("in_process", False), engine_args["model"]
         try:
             llm = await asyncio.wait_for(start_engine(AsyncEngineArgs(**engine_args), in_process), timeout_s)
@@ -246,19 +231,8 @@ class OfflineEngine:
         self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,
         stop_token_ids: list[int],
     ) -> list[list[int]]:  # fmt: skip
-        """Sample one completion for each of these prompts.
-
-        Args:
-            seeds: of each completion, below 2**63.
-            temperature, top_p, max_tokens, stop_token_ids: as vLLM's.
-
-        Returns:
-            Sampled token ids, in the given order, the one that ended a completion included.
-
-        Raises:
-            GenerationTimeout: nothing finished for ``stall_timeout_s``.
-            EngineDied: the engine stopped working.
-        """
+        """Sampled token ids of one completion for each prompt, in order, the one that ended it included; seeds are
+        below 2**63. Raises GenerationTimeout: nothing finished for ``stall_timeout_s``; EngineDied."""
         params = [
             SamplingParams(
                 temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids,

@@ -33,21 +33,15 @@ _OTHER_CALLS = 100
 
 
 class EngineFleet(list):
-    """Handles of the engines, in order. A new engine takes the place of an old one in the list itself.
-
-    Whoever keeps the list sees it; a copy that went to another process is an ordinary list.
-    """
+    """Handles of the engines, in order; a new engine takes the place of an old one in the list itself. Whoever keeps
+    the list sees it; a copy that went to another process is an ordinary list. ``start`` begins to start engine
+    number i, as it was the first time, and returns its handle."""
 
     def __init__(self, start: Callable[[int], Any], num_engines: int) -> None:
-        """
-        Args:
-            start: begins to start engine number i, as it was the first time, and returns its handle.
-        """
         super().__init__(start(index) for index in range(num_engines))
         self._start = start
 
     def start_anew(self, index: int) -> Any:
-        """Start another engine in the place of one whose actor has been killed; returns its handle."""
         self[index] = self._start(index)
         return self[index]
 
@@ -58,10 +52,7 @@ class EngineFleet(list):
 @dataclass(frozen=True)
 class EnginePlaces:
     """Bundles of which engines take a fifth of each: the policy's (colocated), or bundles of GPUs of their own.
-
-    Attributes:
-        bundles: in the order in which workers take them, those of an engine next to each other.
-    """
+    ``bundles`` are in the order in which workers take them, those of an engine next to each other."""
 
     group: PlacementGroup
     bundles: Sequence[int]
@@ -84,15 +75,11 @@ def create_rollout_engines(
     """Start engines and return their handles at once; `wait_until_ready` waits for them.
 
     Args:
-        model_path: Hugging Face checkpoint (directory or hub name).
         options: of these engines, with `dtype`, `max_requests` and `gpu_memory_utilization` set.
         max_model_len: prompt plus response, in tokens.
-        executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
-        use_gpu: whether they run on GPUs.
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None: engines on CPU that go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
-        bf16_layers: FP8 in the linear layers of all decoder layers but these, counted from 0; None: no FP8.
 
     Raises:
         ValueError: an option does not fit the machine.
@@ -149,12 +136,7 @@ def create_rollout_engines(
 
 
 def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False, fp8: bool = False) -> dict[str, str]:
-    """Environment of an engine's process; it has to be there before vLLM is imported.
-
-    Args:
-        model_path: where the model comes from; a directory needs no hub.
-        batch_invariant: see `create_rollout_engines`.
-    """
+    """Environment of an engine's process, to be there before vLLM is imported. A model in a directory needs no hub."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -194,11 +176,8 @@ def _compiling() -> dict[str, str]:
 
 
 def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "rollout engine") -> None:
-    """Wait until every engine serves; messages call one ``name``.
-
-    Raises:
-        EngineStartError: one failed, with that process's own error text; or `timeout_s` passed.
-    """
+    """Wait until every engine serves; messages call one ``name``. Raises EngineStartError: one failed, with that
+    process's own error text; or `timeout_s` passed."""
     pending = {engine.ping.remote(): index for index, engine in enumerate(engines)}
     started = time.monotonic()
     while pending:
@@ -250,7 +229,7 @@ def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, 
 
 
 def cpu_engine_args(options: Vllm) -> dict[str, Any]:
-    """Arguments of every engine on CPU; ``in_process`` says whether it can run on a thread."""
+    """``in_process`` says whether the engine can run on a thread."""
     return {
         "kv_cache_memory_bytes": options.kv_cache_mib << 20,  # vLLM's default is 92 % of the machine's memory
         "in_process": options.tensor_parallel_size == 1,

@@ -1,8 +1,6 @@
-"""What vLLM's workers learn: to join a weight-sync group and to replace their weights from it.
-
+"""What vLLM's workers learn: to join a weight-sync group, to replace their weights from it, and to sum what they hold.
 vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
-names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM.
-"""
+names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.fp8 import require_fp8
 from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
-from openrlhf_ext.rollout.sync.checksum import bit_sum, words
-from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, words
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
 
@@ -40,7 +37,14 @@ class _Rows(NamedTuple):
 
 
 class HeldWeights:
-    """The tensors of a plan in one worker's model."""
+    """Where a worker's model holds the tensors of a plan, to sum their bits after an update.
+
+    vLLM fuses tensors into one parameter (q, k and v; gate and up), cuts parameters into shards, holds keys and
+    values several times where there are more workers than heads, and pads vocabularies. What is held in the tensor's
+    own data type and in rows is found and summed in place. Weights that vLLM quantizes to FP8 are summed where they
+    will be held, once a layer has all of its tensors and before it quantizes them. For the rest it is the sum of
+    what arrived.
+    """
 
     def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:
         self._tensors, self._workers = plan.tensors, workers
@@ -103,10 +107,8 @@ class HeldWeights:
         return self._can_sum(torch.empty(rows.values.shape, dtype=spec[2]), spec)
 
     def _sum_before_quantizing(self, module: Any) -> None:
-        """Of a layer that a reload leaves out, there will be no sum.
-
-        (vllm 0.29.0 model_loader/reload/layerwise.py:362 loads all tensors of a layer, then has it processed.)
-        """
+        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.29.0 model_loader/reload/layerwise.py:362
+        loads all tensors of a layer, then has it processed.)"""
         method = module.quant_method
         # of the class: there may be an earlier plan's in its place
         process = type(method).process_weights_after_loading
@@ -157,14 +159,7 @@ class WeightSyncExtension:
     _bf16_layers: list[int] | None = None
 
     def prove_fp8(self, bf16_layers: list[int]) -> None:
-        """Look at every linear layer, now and after every update.
-
-        Args:
-            bf16_layers: decoder layers that are not FP8.
-
-        Raises:
-            NotFP8: see `require_fp8`.
-        """
+        """Look at every linear layer, now and after every update; raises NotFP8 (`require_fp8`)."""
         self._bf16_layers = bf16_layers
         require_fp8(self.model_runner.get_model(), bf16_layers)
 
@@ -178,21 +173,15 @@ class WeightSyncExtension:
         self._held = HeldWeights(self.model_runner.get_model(), agreed, workers)
 
     def disconnect_weight_receiver(self) -> None:
-        """Leave the group; a no-op outside of one."""
         if self._weight_receiver is not None:
             self._weight_receiver.close()
             self._weight_receiver = None
 
     def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """Receive and load a whole update.
-
-        After an error the weights are a mixture of two versions: the caller must not sample until an update succeeds
-        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error the
-        group has to be connected anew.
-
-        Returns:
-            Seconds spent loading and summing, the rest having been spent waiting for weights; `HeldWeights.sums`.
-        """
+        """Receive and load a whole update: seconds spent loading and summing, and `HeldWeights.sums`. After an error
+        the weights are a mixture of two versions: the caller must not sample until an update succeeds
+        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error
+        the group has to be connected anew."""
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf_ext.rollout.sync.broadcast import FramePool
+from openrlhf_ext.rollout.sync.base import FramePool
 from openrlhf_ext.rollout.sync.gloo import HostMemory
 
 

@@ -1,8 +1,5 @@
-"""Weight sync over gloo: on every device, through host memory.
-
-Where the policy's ranks that hold the weights run on one host, rank 0's staging buffers are shared memory, and every
-rank puts its own part of a bucket into them.
-"""
+"""Weight sync over gloo: on every device, through host memory. Where the policy's ranks that hold the weights run on
+one host, rank 0's staging buffers are shared memory, and every rank puts its own part of a bucket into them."""
 
 from __future__ import annotations
 
@@ -20,16 +17,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from openrlhf_ext.rollout.process import machine_id
-from openrlhf_ext.rollout.sync.base import Staging
-from openrlhf_ext.rollout.sync.broadcast import BroadcastTransport
+from openrlhf_ext.rollout.sync.base import BroadcastTransport, Staging
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 
 logger = logging.getLogger(__name__)
 
 
 class Gloo(BroadcastTransport):
-    """torch's gloo process group, on the network interface that leads to the sender."""
-
     def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
         """Memory that all exporting ranks see if they are on one host, rank 0's own otherwise."""
         if len(exporting) > 1:
@@ -47,10 +41,8 @@ class Gloo(BroadcastTransport):
 
 
 class SharedStaging(Staging):
-    """Buffers that every exporting rank sees.
-
-    A rank writes to a buffer after the barrier of the bucket before; rank 0 enters that one when the buffer is free.
-    """
+    """Buffers that every exporting rank sees. A rank writes to a buffer after the barrier of the bucket before; rank 0
+    enters that one when the buffer is free."""
 
     shared = True
 
@@ -59,7 +51,6 @@ class SharedStaging(Staging):
         self._group = group
 
     def complete(self, bucket: Bucket) -> None:
-        """All exporting ranks have written."""
         dist.barrier(group=self._group)
 
 
@@ -95,12 +86,10 @@ def _gloo_device(peer_address: str) -> Any:
 
 
 class HostMemory:
-    """A block of anonymous shared memory as a uint8 tensor, without a name that could be left behind.
-
-    Another process of the same user opens it by `handle`, through /proc, as long as the process that made it lives and
-    has not closed it. The kernel frees it when the last process that has it open ends, however that happens. Unlike
-    /dev/shm, which containers often limit to 64 MiB, it is limited only by the memory itself.
-    """
+    """A block of anonymous shared memory as a uint8 tensor, without a name that could be left behind. Another process
+    of the same user opens it by `handle`, through /proc, as long as the process that made it lives and has not
+    closed it; the kernel frees it when the last process that has it open ends. Unlike /dev/shm, which containers
+    often limit to 64 MiB, it is limited only by the memory itself."""
 
     def __init__(self, tensor: Tensor, handle: str, descriptor: int | None) -> None:
         self.tensor = tensor
@@ -109,7 +98,6 @@ class HostMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> HostMemory:
-        """New memory, zero-filled; a page takes memory when it is first written to."""
         descriptor = os.memfd_create("weight-sync")
         os.ftruncate(descriptor, nbytes)
         handle = f"{machine_id()}:{os.getpid()}:{descriptor}"
@@ -117,11 +105,7 @@ class HostMemory:
 
     @classmethod
     def open(cls, handle: str) -> HostMemory:
-        """What another process created.
-
-        Raises:
-            OSError: it runs on another host or in another container, or under another user.
-        """
+        """What another process created; raises OSError on another host, in another container, or under another user."""
         machine, pid, number = handle.rsplit(":", 2)
         if machine != machine_id():
             raise OSError(f"the shared memory {handle} is on another machine, or in another container")

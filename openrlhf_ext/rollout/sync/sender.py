@@ -29,8 +29,7 @@ from openrlhf_ext.rollout.sync.base import (
     announce_leaving,
     while_watching,
 )
-from openrlhf_ext.rollout.sync.checksum import Receipt, check_receipts
-from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, check_receipts
 from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
 from openrlhf_ext.stores import open_store
 
@@ -39,20 +38,12 @@ _GRACE_S = 5.0
 
 
 class EngineCalls:
-    """Remote calls under way, one per engine, with one deadline.
-
-    A collective with a dead peer fails with "connection closed" on every rank, or not at all before its timeout. What
-    happened is in the remote call of the engine that it happened to: so that is looked at while the collective runs,
-    and an engine that only lost its connection is not blamed.
-    """
+    """Remote calls under way, one per engine, with one deadline; ``what`` is the phase, for messages. A collective with
+    a dead peer fails with "connection closed" on every rank, or not at all before its timeout. What happened is in
+    the remote call of the engine that it happened to: so that is looked at while the collective runs, and an engine
+    that only lost its connection is not blamed."""
 
     def __init__(self, what: str, references: Sequence[Any], timeout_s: float) -> None:
-        """
-        Args:
-            what: the phase, for messages: "receiving weights of version 3".
-            references: Ray object references, one per engine, in engine order.
-            timeout_s: seconds from now until the calls must have returned.
-        """
         self._what = what
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -64,7 +55,6 @@ class EngineCalls:
     def start(
         cls, engines: Sequence[Any], method: str, arguments: Sequence[tuple], what: str, timeout_s: float
     ) -> EngineCalls:
-        """Call `method` with `arguments[i]` on engine i."""
         calls = zip(engines, arguments, strict=True)
         return cls(what, [getattr(engine, method).remote(*args) for engine, args in calls], timeout_s)
 
@@ -75,20 +65,14 @@ class EngineCalls:
             raise self._late()
 
     def watch(self) -> None:
-        """As `check`, while a transfer is under way.
-
-        Then engines that are well wait too. `WeightTransferFailed` lets the caller break the connection, after which
-        `explain` can tell who does not answer even so.
-        """
+        """As `check`, while a transfer is under way, in which engines that are well wait too. `WeightTransferFailed`
+        lets the caller break the connection, after which `explain` can tell who does not answer."""
         self._collect(0.0)
         if self._pending and time.monotonic() > self._deadline:
             raise WeightTransferFailed(f"{self._what} took longer than {self._timeout_s:g} s")
 
     def finish(self) -> list[Any]:
-        """Wait until every engine has done its part; their results, in engine order.
-
-        Raises as `check`, or what broke the connection.
-        """
+        """The results of all engines, in order. Raises as `check`, or what broke the connection."""
         while self._pending and not self._consequences:
             self._collect(min(1.0, max(0.0, self._deadline - time.monotonic())))
             self.check()
@@ -136,10 +120,8 @@ class EngineCalls:
 
 
 def _is_consequence(error: Exception) -> bool:
-    """Whether an engine only saw the connection break, or the sender give up.
-
-    The text counts as well as the type: from an engine in a process of its own, vLLM passes on nothing else.
-    """
+    """Whether an engine only saw the connection break, or the sender give up. The text counts as well as the type: from
+    an engine in a process of its own, vLLM passes on nothing else."""
     return isinstance(error, _CONSEQUENCES) or any(kind.MARK in str(error) for kind in _CONSEQUENCES)
 
 
@@ -150,14 +132,9 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class SendReport:
-    """One finished update.
-
-    Attributes:
-        seconds: until the last engine had loaded everything and dropped its prefix cache.
-        nbytes: bytes of all tensors (each engine worker receives so many).
-        load_s: seconds that the slowest engine worker spent loading and summing, not waiting for weights.
-        sums: checksums of the tensors, in the plan's order; the engines hold the same.
-    """
+    """One finished update: seconds until the last engine had loaded everything and dropped its prefix cache; bytes and
+    checksums of all tensors, in the plan's order; seconds that the slowest worker spent loading and summing, not
+    waiting."""
 
     seconds: float
     nbytes: int
@@ -166,7 +143,7 @@ class SendReport:
 
 
 class WeightSender:
-    """Sends one policy's weights to all engines, from policy rank 0 however many ranks the policy has."""
+    """Sends one policy's weights to all engines, from policy rank 0; connecting, and one whole update, are limited."""
 
     def __init__(
         self,
@@ -177,12 +154,6 @@ class WeightSender:
         tensor_parallel_size: int,
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            staging: buffers to send from, made by the transport.
-            engines: Ray handles of `RolloutEngine`.
-            timeout_s: limit of connecting, and of one whole update.
-        """
         if not engines:
             raise ValueError("a weight sender needs at least one engine, got none")
         self._name, self._transport = transport, find_transport(transport)
@@ -199,11 +170,7 @@ class WeightSender:
 
     def connect(self) -> None:
         """Build the group with all engine workers. Needed once, and again after any failure but one of the export.
-
-        Raises:
-            EngineFailed: an engine failed; with its text.
-            WeightSyncTimeout: an engine did not join in time.
-        """
+        Raises EnginesAtFault."""
         self.close()
         address = _own_address()
         store = open_store(address, timedelta(seconds=self._timeout_s))
@@ -232,20 +199,11 @@ class WeightSender:
         return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles)
 
     def send(self, fill: Fill, version: int) -> SendReport:
-        """Replace the weights of every engine by what `fill` puts into the buckets of the plan.
+        """Replace the weights of every engine by what `fill` puts into the buckets of the plan, as the given version.
 
-        The other policy ranks run `follow_stream` at the same time.
-
-        Args:
-            version: number of this set of weights; engines report it afterwards.
-
-        Raises:
-            EngineFailed: an engine failed, with its text.
-            WeightSyncTimeout: `timeout_s` passed.
-            WeightTransferFailed: the transfer failed for another reason.
-            WeightSyncMismatch: an engine does not hold what was sent.
-            Exception: what `fill` raised. The engines refuse to generate until a later update succeeds, which needs no
-                new `connect`.
+        The other policy ranks run `follow_stream` at the same time. Raises EngineFailed; WeightSyncTimeout;
+        WeightTransferFailed; WeightSyncMismatch: an engine does not hold what was sent; Exception: what `fill`
+        raised. The engines then refuse to generate until a later update succeeds, which needs no new `connect`.
         """
         if self.end is None:
             let_others_end(self._plan, self._staging, fill)
@@ -292,17 +250,14 @@ class WeightSender:
             self.close()
 
     def close(self) -> None:
-        """Leave the group; a no-op when not connected."""
         if self.end is not None:
             self.end.close()
             self.end = None
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:
-    """Wait until every receiver waits to join, while watching for engines that fail on the way.
-
-    Only then is the group built, which every rank has to do at the same time and which cannot be interrupted.
-    """
+    """Wait until every receiver waits to join, while watching for engines that fail on the way. Only then is the group
+    built, which every rank has to do at the same time and which cannot be interrupted."""
     keys = [PRESENT.format(rank) for rank in range(1, world_size)]
     try:
         while not store.check(keys):
