@@ -1,4 +1,4 @@
-"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models, the user's files."""
+"""What only other rooms than the configuration know, checked before Ray starts: algorithms, models, users' files."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ from openrlhf_ext.driver.settings import (
     sync_settings,
 )
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.fp8.toolkit import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options import required
@@ -101,6 +104,12 @@ def _create_engines(
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
+    layers = bf16_layers(config, model_path)
+    if layers is not None and use_gpu and config.rollout_dtype == "fp32":
+        raise ValueError(
+            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
+            "vllm.dtype bf16, or switch fp8.rollout_enable off"
+        )
     resolved = {
         "num_engines": count,
         "dtype": config.rollout_dtype,
@@ -119,7 +128,8 @@ def _create_engines(
         places=places,
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         batch_invariant=config.train.full_determinism_enable,
-        bf16_layers=bf16_layers(config, model_path),
+        bf16_layers=layers,
+        more_env={} if layers is None else fp8_env(use_gpu),
     )
 
 
@@ -128,6 +138,21 @@ def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:
     if not config.fp8.rollout_enable:
         return None
     return config.fp8.bf16_layers.numbers(read_model_shape(model_path).num_layers)
+
+
+def fp8_env(use_gpu: bool) -> dict[str, str]:
+    """Environment of engines with FP8 layers; on GPUs what DeepGEMM compiles its kernels with, at the first batches."""
+    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
+    # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
+    environment = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    if use_gpu:
+        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.29.0 kernels/linear/__init__.py:439)
+        environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
+        # the environment's ninja; Ray puts the node's own PATH in
+        environment["PATH"] = f"{os.path.dirname(sys.executable)}:${{PATH}}"
+        if (toolkit := cuda_home()) is not None:
+            environment["CUDA_HOME"] = str(toolkit)
+    return environment
 
 
 def max_requests(config: RunConfig, use_gpu: bool) -> int:

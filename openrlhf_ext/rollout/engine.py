@@ -98,8 +98,8 @@ class RolloutEngine(compat.RolloutRayActor):
             bundle_indices, num_gpus, *args, **engine_args: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
-            bf16_layers: make linear layers FP8 but in these decoder layers, and prove it now and after every update
-                (`rollout.fp8`); None: no FP8.
+            bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
+                (`worker_extension`); None: quantize nothing.
 
         Raises:
             EngineStartError: with the error text of the process that failed.
@@ -107,7 +107,7 @@ class RolloutEngine(compat.RolloutRayActor):
         with without_collection():
             import vllm
 
-            from openrlhf_ext.rollout import fp8, worker_extension
+            from openrlhf_ext.rollout import worker_extension
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
@@ -119,7 +119,7 @@ class RolloutEngine(compat.RolloutRayActor):
             **engine_args,
         }
         if bf16_layers is not None:
-            self.kwargs = fp8.with_fp8(self.kwargs, bf16_layers)
+            self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
         self._in_process = in_process
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
@@ -361,7 +361,7 @@ async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layer
 
         llm = await start_engine(engine_args, in_process)
         if bf16_layers is not None:
-            await llm.collective_rpc("prove_fp8", args=(list(bf16_layers),))
+            await llm.collective_rpc("prove_quantized", args=(list(bf16_layers),))
         return llm
     except Exception as error:
         log = "" if in_process else f"\nThe end of this process's log:\n{log_tail()}"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf_ext.fp8.toolkit import cuda_home
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.engine import RolloutEngine
@@ -71,6 +70,7 @@ def create_rollout_engines(
     fast_tokenizer: bool = True,
     batch_invariant: bool = False,
     bf16_layers: Sequence[int] | None = None,
+    more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineFleet:
     """Start engines and return their handles at once; `wait_until_ready` waits for them.
 
@@ -108,11 +108,6 @@ def create_rollout_engines(
     if not use_gpu:
         engine_args |= cpu_engine_args(options)
         placements = _cpu_placements(options, places)
-    elif bf16_layers is not None and options.dtype == "fp32":
-        raise ValueError(
-            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
-            "vllm.dtype bf16, or switch fp8.rollout_enable off"
-        )
     elif places is None:
         raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
@@ -121,9 +116,7 @@ def create_rollout_engines(
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
-    environment = engine_env(
-        use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant, fp8=bf16_layers is not None
-    )
+    environment = {**engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant), **more_env}
 
     def start(index: int) -> Any:
         placing, extra = placements[index]
@@ -135,7 +128,7 @@ def create_rollout_engines(
     return EngineFleet(start, options.num_engines)
 
 
-def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False, fp8: bool = False) -> dict[str, str]:
+def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:
     """Environment of an engine's process, to be there before vLLM is imported. A model in a directory needs no hub."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -146,12 +139,6 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
         environment["HF_HUB_OFFLINE"] = "1"
     if use_gpu and batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
-    if fp8:
-        # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
-        # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
-        environment["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
-    if fp8 and use_gpu:
-        environment |= _compiling()
     if not use_gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -159,19 +146,6 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob compiles C++, which takes longer than most tests
         }
-    return environment
-
-
-def _compiling() -> dict[str, str]:
-    """What DeepGEMM needs to compile its kernels, at the first batches."""
-    environment = {
-        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.29.0 kernels/linear/__init__.py:439)
-        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-        # the environment's ninja; Ray puts the node's own PATH in
-        "PATH": f"{os.path.dirname(sys.executable)}:${{PATH}}",
-    }
-    if (toolkit := cuda_home()) is not None:
-        environment["CUDA_HOME"] = str(toolkit)
     return environment
 
 
