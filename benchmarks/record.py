@@ -42,9 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         *_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/fp8", "openrlhf_ext/rollout/worker_extension.py",
     ),
     "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/fp8"),
-    "graders_cpu.json": tuple(
-        f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "process", "worker")
-    ),
+    "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
     "head_cpu.json": ("openrlhf_ext/head",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan",),
     "probe_cpu.json": (

@@ -23,9 +23,7 @@ from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import (
-    EventLog,
-)
+from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.probe import relative_difference
 from openrlhf_ext.rollout.response import Response

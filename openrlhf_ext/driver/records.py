@@ -9,14 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.reporting import (
-    EventLog,
-    MetricsWriter,
-    ProgressLine,
-    SampleWriter,
-    is_documented,
-    write_figure,
-)
+from openrlhf_ext.reporting import EventLog, MetricsWriter, ProgressLine, SampleWriter, is_documented, write_figure
 
 if TYPE_CHECKING:
     pass

@@ -162,11 +162,7 @@ class GradedExecutor:
         return self._failures.take_messages()
 
     async def _settle(
-        self,
-        grading: Awaitable[RewardResult],
-        prompt: str,
-        completion: Callable[[], str],
-        label: Any,
+        self, grading: Awaitable[RewardResult], prompt: str, completion: Callable[[], str], label: Any
     ) -> RewardResult:
         """The sample's grade, or what takes its place."""
         try:

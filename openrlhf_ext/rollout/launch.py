@@ -266,9 +266,7 @@ def _gpu_placements(options: Vllm, places: EnginePlaces) -> list[_Placement]:
         mine = list(places.bundles[index * workers : (index + 1) * workers])
         bundles = mine if workers > 1 else None
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=places.group,
-            placement_group_capture_child_tasks=True,
-            placement_group_bundle_index=mine[0],
+            placement_group=places.group, placement_group_capture_child_tasks=True, placement_group_bundle_index=mine[0]
         )
         placing = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
         backend = "uni" if workers == 1 else "ray"
