@@ -58,7 +58,6 @@ class RankActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where the ranks meet. Not a collective."""
         return self._address
 
     def load_libraries(self) -> None:
@@ -113,7 +112,8 @@ def _local_rank() -> str:
 
 
 class TrainedActor(RankActor):
-    """One rank of a model that is trained. The group calls every method on all ranks."""
+    """In a colocated run a model is on the device while it is needed: a method begins with ``reload_states`` of what it
+    needs, and ends with ``release_model``."""
 
     _writing: Future | None = None
     _writer: ThreadPoolExecutor | None = None
@@ -195,7 +195,6 @@ class TrainedActor(RankActor):
         return done
 
     def sees(self, path: str) -> bool:
-        """Whether an empty file that the driver has just made is here. Not a collective."""
         return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
 
     def check_checkpoint(self, folder: str) -> list[str]:
@@ -206,7 +205,6 @@ class TrainedActor(RankActor):
 
     @phase("loading a checkpoint")
     def load_state(self, folder: str, name: str) -> None:
-        """Loads the model ``name`` of a checkpoint. Raises CheckpointError: it does not fit the model."""
         from openrlhf_ext.megatron.checkpoint import load_checkpoint
 
         self.load_extra_state(load_checkpoint(self.whole_model(), Path(folder) / name))

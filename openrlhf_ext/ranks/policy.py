@@ -104,12 +104,10 @@ class PolicyActor(TrainedActor):
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
 
     def start_profile(self, ranks: tuple[int, ...]) -> None:
-        """Profiles this rank, if it is one of these, until ``finish_profile``. Not a collective."""
         if dist.get_rank() in ranks:
             self.profile = StepProfile()
 
     def finish_profile(self, folder: str, step: int) -> dict[str, Any] | None:
-        """What ``StepProfile.finish`` says, and the rank; None if this rank is not profiled. Not a collective."""
         if (profile := self.__dict__.pop("profile", None)) is None:
             return None
         rank = dist.get_rank()
@@ -211,7 +209,7 @@ class PolicyActor(TrainedActor):
 
     @phase("connecting new engines")
     def replace_engines(self, engines: list, fresh: list[int]) -> None:
-        """Goes on with these engines; those at the positions ``fresh`` get the present weights."""
+        """Those at the positions ``fresh`` get the present weights."""
         self.publisher.replace_engines(engines)
         if fresh:
             self.reload_states("parameters")

@@ -79,8 +79,7 @@ class WeightPublisher:
             trained: since the last update there were steps long enough to move some parameter.
 
         Raises:
-            WeightSyncMismatch: an engine does not hold what was sent; or not a bit has changed since the last update
-                although the policy was trained.
+            WeightSyncMismatch: an engine does not hold what was sent; or not a bit has changed although it should.
             EnginesAtFault: with the positions of the engines that died, failed or hung.
             WeightSyncError: the update did not arrive for another reason; engines refuse to generate until one does.
         """
@@ -115,16 +114,9 @@ class WeightPublisher:
         """Compare the engines' log-probs of the probe with the policy's: `check_sync`, nats; 0 on ranks other than 0.
 
         What the first call finds, when engines have the weights that they read from the disk, is the baseline of the
-        later ones: above `limit_of_probe` they are said, above the tolerance they end the run.
-
-        Args:
-            which: positions of the engines to ask; None: all.
-            before_asking: called on every rank when the policy's own log-probs are there.
-            wake: the engines sleep: wake them up before they are asked.
-
-        Raises:
-            WeightSyncMismatch: it exceeds the tolerance.
-            EnginesAtFault: an engine died or did not answer; its position counts among those asked.
+        later ones (`limit_of_probe`). ``before_asking`` is called on every rank when the policy's own log-probs are
+        there; engines that sleep are woken up by ``wake``. Raises WeightSyncMismatch; EnginesAtFault with positions
+        among those asked (``which``).
         """
         policy, settings = self._policy, self._settings
         tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s

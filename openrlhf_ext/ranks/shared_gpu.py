@@ -41,8 +41,8 @@ class SharedGpuTooSmall(RuntimeError):
 
 @dataclass(frozen=True)
 class SharedGpu:
-    """What stays on a GPU of ``device`` bytes that a policy rank and an engine share; ``engine`` is the share that it
-    takes while it is awake, the others are as of ``shared_parts``."""
+    """What stays on a GPU of ``device`` bytes that a policy rank and an engine, which takes a share while it is awake,
+    share."""
 
     device: int
     engine: float
@@ -52,7 +52,6 @@ class SharedGpu:
     engine_sleeps: bool
 
     def check(self) -> None:
-        """Raises SharedGpuTooSmall when sampling or training cannot fit, activations apart."""
         sampling, training = shared_parts(
             {f"the engine ({self.engine:g} of the device)": int(self.engine * self.device)},
             {"parameters, gradients and optimizer states": self.states},

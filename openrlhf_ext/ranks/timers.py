@@ -25,9 +25,8 @@ class RankReport:
     Attributes:
         seconds: by phase ('logprob', 'train', 'sync'), without the time in which the rank waited for other replicas.
         memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
-        device_bytes: most that was in use on its GPU at the end of a phase since the last report, by all processes and
-            libraries (an engine that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
-        packed_tokens: in the packs of its replica, padding included.
+        device_bytes: most that was in use on its GPU at the end of a phase, by all processes and libraries (an engine
+            that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
     """
 
     rank: int
@@ -46,9 +45,9 @@ class RankReport:
 
 
 class PhaseTimers:
-    """Adds up this rank's time by phase. All ranks leave a training step together; what differs is how long a
-    data-parallel replica takes until its gradients are ready. The reduction, in which it then waits for the slowest,
-    is therefore not counted (``without``)."""
+    """Adds up this rank's time by phase. All ranks leave a training step together; what differs is how long a replica
+    takes until its gradients are ready. The reduction, in which it waits for the slowest, is not counted
+    (``without``)."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -175,7 +174,7 @@ class StepProfile:
 
 def seconds_by_kind(events: Iterable[FunctionEvent], wall: float) -> dict[str, float]:
     """Seconds of each kind of work, and of none (``idle``): waiting for others, Python. On a GPU the time of its
-    kernels by the operation that started them; kernels that run side by side count both. On CPU the time of the
+    kernels by the operation that started them; those that run side by side count both. On CPU the time of the
     operations themselves."""
     seconds = dict.fromkeys((*KINDS, OTHER, IDLE), 0.0)
     events = list(events)

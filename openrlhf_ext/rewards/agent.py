@@ -40,10 +40,9 @@ _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_pr
 class GradedAgentExecutor(GradedExecutor):
     """Runs an agent, with a deadline for its own code, and lets no response leave without a finite reward.
 
-    A response whose reward is not a finite number, and an agent that raises or spends more than ``timeout_s``
-    outside of ``generate`` at a stretch, are failures. These get ``failures.failure_value``; where the agent gave no
-    response, the last turn that it generated takes its place. An agent that fails before it has generated anything
-    ends the run.
+    A reward that is not a finite number, and an agent that raises or spends more than ``timeout_s`` outside of
+    ``generate`` at a stretch, are failures, which get ``failures.failure_value``; where there is no response, the
+    last turn that was generated takes its place, and without one the run ends.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
@@ -305,8 +304,8 @@ _ROOM = 256  # tokens of the episode after the prompt
 
 
 def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:
-    """One episode with a made engine, which says ``completion`` at every turn; what came out of it. Raises RewardError:
-    it ended without a reward that can be taken; RewardFailureLimit: before anything was generated."""
+    """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError,
+    RewardFailureLimit."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

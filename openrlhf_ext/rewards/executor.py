@@ -50,8 +50,7 @@ class HttpReward:
 
     A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}`` and is answered by the dict a
     reward function returns. Requests that time out, cannot connect or are answered 5xx, 408, 425 or 429 go to the
-    next server after a pause that begins at ``pause_s`` and doubles. Bound to the event loop that first grades with
-    it.
+    next server after a pause that doubles. Bound to the event loop that first grades with it.
     """
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 30.0, retries: int = 4, pause_s: float = 0.5) -> None:
@@ -69,8 +68,7 @@ class HttpReward:
         """Nothing takes time before the first sample."""
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
-        """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises RewardServerError,
-        RewardTimeout (of the last request), RewardInvalid."""
+        """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises RewardError."""
         sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
         payload = {"query": [query], "prompts": [prompt], "labels": [label]}
         for attempt in range(self._retries + 1):
@@ -145,8 +143,7 @@ class GradedExecutor:
         self._log_keys: frozenset[str] | None = None
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
-        """The completions of one prompt, graded. Raises RewardFailureLimit: more samples failed than the run tolerates;
-        RewardImportError: the user's reward file cannot be used."""
+        """The completions of one prompt, graded. Raises RewardFailureLimit, RewardImportError."""
         raise NotImplementedError
 
     @contextmanager
@@ -251,15 +248,13 @@ def _without_end(completion: Any) -> list[int]:
 
 
 def make_executor(options: Reward) -> Callable[[], GradedSingleTurnExecutor]:
-    """A picklable factory that builds the executor inside the rollout engine's process. Raises ValueError: see
-    :func:`open_grader`."""
+    """A picklable factory that builds the executor inside the rollout engine's process. Raises ValueError."""
     open_grader(options)  # a wrong address fails here, not inside a Ray actor
     return partial(_build_executor, options)
 
 
 def open_grader(options: Reward) -> Grader:
-    """The grader ``reward.remote_url`` asks for, not started. Raises ValueError: the addresses are neither one Python
-    file nor http(s) only."""
+    """The grader ``reward.remote_url`` asks for, not started. Raises ValueError."""
     addresses = options.addresses
     if addresses and all(address.startswith(("http://", "https://")) for address in addresses):
         return HttpReward(addresses, timeout_s=options.timeout_s)

@@ -136,8 +136,7 @@ _SHOWN_CHARACTERS = 2000
 
 
 class RewardError(Exception):
-    """A completion could not be graded. Carries the sample, special tokens kept, so that the failure can be
-    reproduced."""
+    """A completion could not be graded. Carries the sample, special tokens kept, to reproduce the failure."""
 
     def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:
         super().__init__(message, prompt, completion, label)

@@ -62,8 +62,8 @@ class WorkerDied(Exception):
 
 @dataclass
 class _Running:
-    """A process that was started. ``stack_file``: receives its Python stack on a crash or on request. ``killed``: its
-    number may by now belong to another process."""
+    """``stack_file`` receives the Python stack of a crash or on request; the number of a ``killed`` one may be
+    reused."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -91,8 +91,8 @@ class WorkerProcess:
         return running.process.pid if running is not None and running.process.poll() is None else None
 
     def start(self) -> None:
-        """Start (or replace) the process and wait until it has imported the user's file. Raises RewardImportError: the
-        import raised, died or passed ``start_timeout_s``; RewardPoolClosed: :meth:`stop` was called."""
+        """Start (or replace) the process and wait until it has imported the user's file. Raises RewardImportError,
+        RewardPoolClosed."""
         running = self._spawn()
         try:
             reply = self._receive(running, self._start_timeout_s)
@@ -109,8 +109,7 @@ class WorkerProcess:
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
 
     def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
-        """Grade one sample and return the worker's reply (see the module ``worker``). Raises WorkerHung: no answer
-        within ``timeout_s``. The process still runs: kill it; WorkerDied: the process ended."""
+        """The worker's reply to one sample. Raises WorkerHung: the process still runs, kill it; WorkerDied."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
@@ -247,14 +246,13 @@ class RewardPool:
         self._closed = False
 
     def start(self) -> None:
-        """Begin to start the workers and return at once; the first sample waits for them. Idempotent. Raises
-        RewardImportError: there is no such file; RewardPoolClosed: the pool was closed."""
+        """Begin to start the workers, which the first sample waits for. Idempotent. Raises RewardImportError,
+        RewardPoolClosed."""
         with self._lock:
             self._start_locked()
 
     def check(self) -> None:
-        """Start the workers and wait until each has imported the user's file. Raises RewardImportError: with the
-        traceback of the import."""
+        """Start the workers and wait until each has imported the user's file. Raises RewardImportError."""
         self.start()
         for started in self._started:
             started.result()
@@ -268,8 +266,7 @@ class RewardPool:
         return job.future
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
-        """As ``Grader.grade``. Raises RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied: this sample could
-        not be graded; RewardImportError; RewardPoolClosed: meanwhile."""
+        """As ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
         return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
 
     def close(self) -> None:

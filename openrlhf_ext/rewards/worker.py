@@ -62,8 +62,7 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
 
 def load_reward_function(reward_path: str) -> RewardFunction:
     """The file's ``reward_func(queries, prompts, labels, **kwargs)``; one that takes it gets ``completions`` too: what
-    the model wrote, without the token that ended it. Raises AttributeError: there is none; Exception: whatever the
-    file raises."""
+    the model wrote, without the token that ended it. Raises AttributeError: there is none; whatever the file raises."""
     module = _import_file(reward_path)
     function = getattr(module, "reward_func", None)
     if not callable(function):
@@ -155,8 +154,7 @@ def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def _signalled_with_parent(how: signal.Signals) -> bool:
-    """Ask the Linux kernel for a signal when the parent ends; SIGKILL reaches native code that holds the interpreter
-    lock."""
+    """By the Linux kernel; SIGKILL reaches native code that holds the interpreter lock."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how) == 0
 
 

@@ -218,13 +218,11 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
     async def receive_weights(self, version: int) -> Receipt:
-        """Load every tensor, then drop what the old weights left in the cache.
-
-        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values; if
-        the update does not complete (WeightSyncError), they stand still, and generation is refused, until one does.
-        If `probe_logprobs` has been asked before, the same probe is put in front of them: asked after they go on, it
-        would wait until one of them ends.
-        """
+        """Load every tensor, then drop what the old weights left in the cache. Requests in flight stand still meanwhile
+        and go on with the new weights, from recomputed keys and values; if the update does not complete
+        (WeightSyncError), they stand still, and generation is refused, until one does. If `probe_logprobs` has been
+        asked before, the same probe is put in front of them: asked after they go on, it would wait until one of them
+        ends."""
         async with self._updating:
             if self._weight_error is None:  # else it stands still since an update that failed
                 self._resumes = not await self.llm.is_paused()
@@ -274,9 +272,9 @@ class RolloutEngine(compat.RolloutRayActor):
         return self._weight_version
 
     async def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob of every token but the first, at temperature 1, in order. All but the last come from a computation
-        of the whole prompt. vLLM does not read its prefix cache for that, so the last one is computed as generation
-        would do it: on top of whatever the cache holds."""
+        """Log-prob of every token but the first, at temperature 1. All but the last come from a computation of the
+        whole prompt, for which vLLM does not read its prefix cache; the last one is computed on top of whatever that
+        holds, as in generation."""
         self._require_valid_weights()
         if self._probe_tokens != tuple(token_ids):
             self._probe_tokens, self._queued_probe = tuple(token_ids), None
@@ -287,7 +285,7 @@ class RolloutEngine(compat.RolloutRayActor):
         return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 
     async def continuation(self, token_ids: Sequence[int], length: int, seed: int) -> tuple[list[int], list[float]]:
-        """What the model itself says after a text, past its end too: (length,) tokens sampled at temperature 1, and
+        """What the model itself says after a text, past its end too: (length,) tokens at temperature 1, and
         log-probs."""
         said = {"max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": seed, "logprobs": 0}
         request = await self._add_request(list(token_ids), _FIRST, **said)
@@ -297,7 +295,7 @@ class RolloutEngine(compat.RolloutRayActor):
         return list(completion.token_ids), logprobs
 
     async def _queue_probe(self) -> tuple[_Request, _Request]:
-        """Put the probe in front of vLLM's queue: first what reads the prefix cache, then what fills it."""
+        """First what reads the prefix cache, then what fills it."""
         *prefix, final = self._probe_tokens
         greedy: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
         last = await self._add_request(prefix, _FIRST, logprobs=1, logprob_token_ids=[final], **greedy)

@@ -206,9 +206,9 @@ async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
 
 
 class OfflineEngine:
-    """Completes prompts with the weights of the disk. Use it from one event loop; :meth:`close` it. Everything that is
-    asked for together is put into the queue before the engine steps, and nothing cached is left from before: what is
-    batched with what, and so every rounding, depends on the request alone."""
+    """Completes prompts with the weights of the disk. What is asked for together is queued before the engine steps, and
+    nothing cached is left from before: what is batched with what, and so every rounding, depends on the request
+    alone."""
 
     def __init__(self, llm: Any, stall_timeout_s: float) -> None:
         self._llm, self._stall_timeout_s, self._asked = llm, stall_timeout_s, 0

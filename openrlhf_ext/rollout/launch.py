@@ -32,9 +32,8 @@ _OTHER_CALLS = 100
 
 
 class EngineFleet(list):
-    """Handles of the engines, in order; a new engine takes the place of an old one in the list itself. Whoever keeps
-    the list sees it; a copy that went to another process is an ordinary list. ``start`` begins to start engine
-    number i, as it was the first time, and returns its handle."""
+    """Handles of the engines, in order; a new engine takes the place of an old one in the list itself. Whoever keeps it
+    sees that; a copy that went to another process is an ordinary list."""
 
     def __init__(self, start: Callable[[int], Any], num_engines: int) -> None:
         super().__init__(start(index) for index in range(num_engines))
@@ -150,8 +149,7 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
 
 
 def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "rollout engine") -> None:
-    """Wait until every engine serves; messages call one ``name``. Raises EngineStartError: one failed, with that
-    process's own error text; or `timeout_s` passed."""
+    """Wait until every engine serves; messages call one ``name``. Raises EngineStartError."""
     pending = {engine.ping.remote(): index for index, engine in enumerate(engines)}
     started = time.monotonic()
     while pending:

@@ -32,16 +32,16 @@ _ONE_OF_ALL = 4.0
 
 
 def end_of_probe(logprobs: Sequence[float]) -> int:
-    """Where to cut a sampled text, tokens: after one whose probability is near one half, among the last ones. The last
-    token alone is scored on top of the prefix cache, and one that is certain is certain under any weights."""
+    """Where to cut a sampled text: after one of the last tokens whose probability is near one half. The last token
+    alone is scored on top of the prefix cache, and one that is certain is certain under any weights."""
     first = max(0, len(logprobs) - _LAST_TOKENS)
     return 1 + min(range(first, len(logprobs)), key=lambda i: abs(math.exp(logprobs[i]) - 0.5))
 
 
 def limit_of_probe(tolerance: float, baseline: float | None) -> float:
     """The difference above which something is odd, nats. Rounding grows with the model: at the start (``baseline``
-    None), when both sides have the weights from the disk, any difference up to ``tolerance`` is taken for that;
-    later ones are expected near what was found then, the baseline."""
+    None), with the weights from the disk, any up to ``tolerance`` is taken for that; later ones are expected near
+    the baseline."""
     return tolerance if baseline is None else min(tolerance, _GROWTH * baseline + _SLACK * tolerance)
 
 

@@ -88,9 +88,9 @@ def count_tokens(output_processor: Any) -> dict[str, int]:
 
 
 def derived_seed(*numbers: int) -> int:
-    """A seed below 2**63 that is a function of these numbers, the first of which may be a seed itself. A group's is
-    derived from the run's seed and the group's number, a completion's from its group's and its place in the group, a
-    later turn's from its completion's: a group that is asked for again draws the same samples."""
+    """A seed below 2**63 that is a function of these numbers: a group's of the run's seed and its number, a
+    completion's of its group's and its place, a later turn's of its completion's. A group that is asked for again
+    draws the same samples."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -132,7 +132,6 @@ class Response:
         logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it does not tell.
         actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
         versions: which weights sampled what, as ranges of ``tokens_S``; empty if that is not known.
-        reward, score: what is trained on, and correctness.
         truncated: cut at the length limit without end of sequence.
         extra_logs: the reward function's own numbers, and ``reward_failed``.
         from_guide: sampled by the guide, whose weights have no versions that count.

@@ -8,8 +8,7 @@ from openrlhf_ext.rollout.sync.base import Transport
 
 
 def find_transport(name: str) -> Transport:
-    """The transport of this name, a module of this folder, or the dotted path of one that engine workers can import
-    too. Raises ValueError: there is none."""
+    """A module of this folder, or the dotted path of one that engine workers can import too. Raises ValueError."""
     path = name if "." in name else f"{__name__}.{name}"
     try:
         transport = getattr(import_module(path), "TRANSPORT", None)

@@ -76,8 +76,8 @@ class SendingEnd(Protocol):
     """Set for every update, for `wait_until`."""
 
     def send(self, frame: Tensor) -> Callable[[], object]:
-        """Begin to send a uint8 vector to every receiver. Returns what waits, at most as long as the transport's
-        timeout, until the frame's memory may be used again; raises WeightTransferFailed."""
+        """Begin to send a uint8 vector. What waits until the frame's memory may be used again; raises
+        WeightTransferFailed."""
 
     def close(self) -> None:
         ...
@@ -85,9 +85,8 @@ class SendingEnd(Protocol):
 
 class ReceivingEnd(Protocol):
     def receive(self, nbytes: int) -> Callable[[], Tensor]:
-        """Begin to receive the next frame. Returns what waits, at most as long as the transport's timeout, for the
-        frame: a uint8 vector that nothing else will write to as long as a tensor on it is left; raises
-        WeightTransferFailed."""
+        """Begin to receive the next frame. What waits for it, a uint8 vector that nothing else will write to as long as
+        a tensor on it is left; raises WeightTransferFailed."""
 
     def close(self) -> None:
         ...
@@ -96,10 +95,9 @@ class ReceivingEnd(Protocol):
 class Staging:
     """What one policy rank has of the two buffers that frames are sent from: one is filled while the other is sent.
 
-    Here rank 0 has them and the other ranks nothing. Transports with memory that several processes see override this.
+    Here rank 0 has them, uint8 vectors for the largest frame, and the other ranks nothing (None).
 
     Attributes:
-        buffers: two uint8 vectors, each large enough for the largest frame; None on a rank that has none.
         shared: every exporting rank sees rank 0's buffers, and fills its own part of a frame.
         handles: how engine workers open the buffers, if they do: strings and numbers, by the device they are on.
     """
@@ -150,8 +148,7 @@ class Transport(ABC):
         return torch.device("cpu")
 
     def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
-        """The rank's staging buffers; a collective of all policy ranks. Those in ``exporting`` hold the weights, rank 0
-        first."""
+        """A collective of all policy ranks. Those in ``exporting`` hold the weights, rank 0 first."""
         if dist.is_initialized() and dist.get_rank() != exporting[0]:
             return Staging(None)
         first, second = (torch.empty(plan.largest_frame, dtype=torch.uint8, device=self.device) for _ in range(2))
@@ -186,8 +183,8 @@ def wait_until(
     late: Callable[[], str],
     longest_pause_s: float = 0.002,
 ) -> None:
-    """Ask again and again whether a transfer is done. ``watch``: looks after the other side, now and then; raises what
-    explains that it never ends. Raises WeightTransferFailed: `timeout_s` passed; with what ``late`` says."""
+    """Ask again and again whether a transfer is done; ``watch`` raises what explains that it never ends. Raises
+    WeightTransferFailed: `timeout_s` passed."""
     pause_s = 0.0002
     start = last_look = time.monotonic()
     while not is_done():
@@ -232,8 +229,8 @@ def announce_leaving(store: dist.Store) -> None:
 
 
 def sender_watch(store: dist.Store) -> Callable[[], None]:
-    """What a receiver asks while it waits: that a communicator was aborted does not reach its peers by itself. It
-    raises WeightTransferFailed if the sender has left or is gone."""
+    """Raises WeightTransferFailed if the sender has left or is gone: an aborted communicator does not tell its
+    peers."""
     connection = second_connection(store)
 
     def watch() -> None:
@@ -248,8 +245,7 @@ def sender_watch(store: dist.Store) -> Callable[[], None]:
 
 
 def join(link: Link, rank: int) -> dist.TCPStore:
-    """An engine worker's way into the group: returns when every worker waits to join and the sender says so. Raises
-    WeightStreamAborted: the sender gave up building the group."""
+    """Returns when every worker waits to join and the sender says so. Raises WeightStreamAborted: it gave up."""
     store = dist.TCPStore(
         link.address, link.port, is_master=False, timeout=timedelta(seconds=link.timeout_s), wait_for_workers=False
     )
@@ -263,16 +259,15 @@ _LEAVE_S = 2.0
 
 
 class BroadcastTransport(Transport):
-    """Weights by broadcast in one of torch's process groups: what gloo and NCCL have in common. ``polled``: the group's
-    own wait does not block the caller, or not with the deadline that it was given, so that waiting means asking
-    again and again."""
+    """What gloo and NCCL have in common. ``polled``: the group's own wait does not block the caller, or not with the
+    deadline that it was given."""
 
     polled = False
 
     @abstractmethod
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
-        """Join the process group; returns when every rank has joined. ``store``: rendezvous, held by the sender, whose
-        ``address`` chooses the local network interface; ``timeout_s``: limit of joining, and of every transfer."""
+        """Join the process group; returns when every rank has joined. The sender's ``address`` chooses the local
+        network interface; ``timeout_s`` limits joining, and every transfer."""
 
     def failure(self, work: dist.Work) -> str | None:
         """Why a finished transfer is not a success, as far as its `wait` does not say."""
@@ -321,8 +316,7 @@ class BroadcastEnd:
         return lambda: self._wait(work, frame)
 
     def _wait(self, work: dist.Work, frame: Tensor) -> Tensor:
-        """The frame, when it may be used again (sender) or read (receiver); WeightTransferFailed has the group's
-        text."""
+        """The frame, when it may be used again (sender) or read (receiver). Raises WeightTransferFailed."""
         if self.watch is not None or self._transport.polled:
             late = f"a bucket was not through after {self._timeout_s:g} s"
             wait_until(work.is_completed, self.watch, self._timeout_s, lambda: late)
@@ -335,8 +329,8 @@ class BroadcastEnd:
         return frame
 
     def close(self) -> None:
-        """Leave: transfers of the other ranks fail with "connection closed", or as soon as they see the sender's word.
-        A transfer of this rank that hangs keeps its connections until its deadline; that is not waited for."""
+        """Leave. A transfer of this rank that hangs keeps its connections until its deadline; that is not waited
+        for."""
         holder = [self._group]
         self._group = None
 

@@ -52,8 +52,7 @@ class CudaIpc(Transport):
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
 
     def share(self, tensor: Tensor) -> list[Any]:
-        """What another process needs to open it: `_share_cuda_` without the device number, bytes as hexadecimal
-        text."""
+        """`UntypedStorage._share_cuda_` without the device number, bytes as hexadecimal text."""
         allow_opening()
         _, *handle = tensor.untyped_storage()._share_cuda_()
         return [part.hex() if isinstance(part, bytes) else part for part in handle] + [tensor.storage_offset()]
@@ -77,7 +76,6 @@ class CudaIpc(Transport):
         return Relay(plan, self, timeout_s)
 
     def worker_violation(self, handles: dict[str, Any]) -> str | None:
-        """No policy rank is on the worker's device."""
         if self.key() in handles:
             return None
         return (
@@ -100,7 +98,7 @@ def ptrace_scope() -> int:
 
 def allow_opening() -> None:
     """Let the user's other processes open this one's memory, as CUDA does for IPC (``pidfd_getfd``). Raises
-    WeightSyncError: the kernel refuses; engines would fail at the first handle, without saying why."""
+    WeightSyncError."""
     if ptrace_scope() != 1:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -146,9 +144,9 @@ class Relay(Staging):
                 self._store.delete_key(key)
 
     def _await_rank_0(self, key: str, bucket: Bucket) -> None:
-        """A rank that waited for rank 0's frame in the broadcast would take computing time from the engine that shares
-        its GPU. The store answers when the key is set: of 64 ranks that asked again and again it would get 30,000
-        questions a second."""
+        """A rank that waited for rank 0 in the broadcast would take computing time from the engine that shares its GPU.
+        The store answers when the key is set: of 64 ranks that asked again and again it would get 30,000 questions a
+        second."""
         if dist.get_rank() == 0:
             self._store.set(key, "")
             return

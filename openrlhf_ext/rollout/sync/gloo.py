@@ -87,9 +87,8 @@ def _gloo_device(peer_address: str) -> Any:
 
 class HostMemory:
     """A block of anonymous shared memory as a uint8 tensor, without a name that could be left behind. Another process
-    of the same user opens it by `handle`, through /proc, as long as the process that made it lives and has not
-    closed it; the kernel frees it when the last process that has it open ends. Unlike /dev/shm, which containers
-    often limit to 64 MiB, it is limited only by the memory itself."""
+    of the same user opens it by `handle`, through /proc, while the process that made it has it open; the kernel
+    frees it with the last one. /dev/shm, unlike it, is often limited to 64 MiB in containers."""
 
     def __init__(self, tensor: Tensor, handle: str, descriptor: int | None) -> None:
         self.tensor = tensor

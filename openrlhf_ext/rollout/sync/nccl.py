@@ -26,10 +26,9 @@ class Nccl(BroadcastTransport):
         return torch.device("cuda", torch.cuda.current_device())
 
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
-        """Join, and build the communicator. The group's watchdog ends the whole process when a peer is lost or a
-        transfer takes too long. Here both are ordinary: an engine may die and be restarted. So it is told not to,
-        transfers are polled with our own deadline, and `abort` ends what is under way. `driver.settings.worker_env`
-        has the rest."""
+        """The group's watchdog would end the whole process when a peer is lost or a transfer takes too long, which is
+        ordinary here: an engine may die and be restarted. So it is told not to (`driver.settings.worker_env` has the
+        rest), and transfers are polled with our own deadline."""
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise WeightSyncError(
                 "vllm.sync_backend nccl needs a GPU and a torch with NCCL in every policy rank and engine worker; "

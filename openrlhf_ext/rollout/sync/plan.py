@@ -29,9 +29,8 @@ Spec = tuple[str, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows of a tensor as they travel, and their place in their bucket. ``name``, ``shape``: of the tensor: Hugging
-    Face name, and full (unsharded) shape. ``start``, ``stop``: the rows, entries of a vector; a tensor that fits
-    into a bucket travels whole. ``offset``: first byte, relative to the start of the bucket."""
+    """Rows [start, stop) of a tensor (entries of a vector) as they travel, and their first byte in their bucket;
+    ``shape`` is that of the whole tensor, unsharded."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,8 +82,7 @@ class BucketPlan:
     @classmethod
     def build(cls, tensors: Iterable[Spec], bucket_bytes: int) -> BucketPlan:
         """Pack the tensors, in their order, into buckets of at most `bucket_bytes`. The first three are smaller, an
-        eighth, a quarter and half of that: nothing is sent before the first is filled. Raises ValueError: there is
-        no tensor, a name occurs twice, or `bucket_bytes` is not positive."""
+        eighth, a quarter and half of that: nothing is sent before the first is filled."""
         tensors = tuple(tensors)
         _check(tensors, bucket_bytes)
         groups = _split(tensors, bucket_bytes)
@@ -220,9 +218,8 @@ def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
 
 
 def bit_sum(words: Tensor) -> Tensor:
-    """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel. In blocks it is their sums
-    that are mixed: +1 and -1 in two words of one block do cancel. Zeros count nothing. Nothing is read back from the
-    device."""
+    """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and -1 in two words of
+    one block do). Zeros count nothing. Nothing is read back from the device."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_AT_A_TIME[words.device.type]):
         mixed_N = (piece.long() if piece.dim() == 1 else piece.sum(1)) * _FACTOR
@@ -232,12 +229,9 @@ def bit_sum(words: Tensor) -> Tensor:
 
 
 class SentSums:
-    """Sums of the tensors of one update, made while their buckets are under way.
-
-    They do not depend on the order of entries, so that a tensor can be summed where it lies: in the buckets on its
-    way, fused with others and cut into shards in an engine's workers, whose sums add up to as many times the sent
-    one as there are copies. Entries that changed places within a tensor are left to the probe.
-    """
+    """Sums of the tensors of one update, made while their buckets are under way. They do not depend on the order of
+    entries: the sums of shards in an engine's workers add up to as many times the sent one as there are copies.
+    Entries that changed places within a tensor are left to the probe."""
 
     def __init__(self, plan: BucketPlan, workers: int) -> None:
         self._sums: dict[str, Tensor] = {}

@@ -38,10 +38,9 @@ _GRACE_S = 5.0
 
 
 class EngineCalls:
-    """Remote calls under way, one per engine, with one deadline; ``what`` is the phase, for messages. A collective with
-    a dead peer fails with "connection closed" on every rank, or not at all before its timeout. What happened is in
-    the remote call of the engine that it happened to: so that is looked at while the collective runs, and an engine
-    that only lost its connection is not blamed."""
+    """Remote calls under way, one per engine, with one deadline. A collective with a dead peer fails with "connection
+    closed" on every rank, or not at all before its timeout; what happened is in the remote call of the engine that
+    it happened to."""
 
     def __init__(self, what: str, references: Sequence[Any], timeout_s: float) -> None:
         self._what = what
@@ -65,8 +64,8 @@ class EngineCalls:
             raise self._late()
 
     def watch(self) -> None:
-        """As `check`, while a transfer is under way, in which engines that are well wait too. `WeightTransferFailed`
-        lets the caller break the connection, after which `explain` can tell who does not answer."""
+        """As `check`, while a transfer is under way, in which engines that are well wait too: WeightTransferFailed lets
+        the caller break the connection, after which `explain` can tell who does not answer."""
         self._collect(0.0)
         if self._pending and time.monotonic() > self._deadline:
             raise WeightTransferFailed(f"{self._what} took longer than {self._timeout_s:g} s")
@@ -132,9 +131,8 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class SendReport:
-    """One finished update: seconds until the last engine had loaded everything and dropped its prefix cache; bytes and
-    checksums of all tensors, in the plan's order; seconds that the slowest worker spent loading and summing, not
-    waiting."""
+    """One finished update: seconds until the last engine had dropped its prefix cache; bytes and checksums of all
+    tensors, in the plan's order; seconds that the slowest worker spent loading and summing."""
 
     seconds: float
     nbytes: int
@@ -169,8 +167,7 @@ class WeightSender:
         return self.end is not None
 
     def connect(self) -> None:
-        """Build the group with all engine workers. Needed once, and again after any failure but one of the export.
-        Raises EnginesAtFault."""
+        """Needed once, and again after any failure but one of the export. Raises EnginesAtFault."""
         self.close()
         address = _own_address()
         store = open_store(address, timedelta(seconds=self._timeout_s))
@@ -199,12 +196,9 @@ class WeightSender:
         return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles)
 
     def send(self, fill: Fill, version: int) -> SendReport:
-        """Replace the weights of every engine by what `fill` puts into the buckets of the plan, as the given version.
-
-        The other policy ranks run `follow_stream` at the same time. Raises EngineFailed; WeightSyncTimeout;
-        WeightTransferFailed; WeightSyncMismatch: an engine does not hold what was sent; Exception: what `fill`
-        raised. The engines then refuse to generate until a later update succeeds, which needs no new `connect`.
-        """
+        """Replace the weights of every engine by what `fill` puts into the buckets, while the other policy ranks run
+        `follow_stream`. Raises EnginesAtFault; WeightTransferFailed; WeightSyncMismatch; what `fill` raised: the
+        engines then refuse to generate until a later update succeeds, which needs no new `connect`."""
         if self.end is None:
             let_others_end(self._plan, self._staging, fill)
             raise WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
@@ -256,8 +250,8 @@ class WeightSender:
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:
-    """Wait until every receiver waits to join, while watching for engines that fail on the way. Only then is the group
-    built, which every rank has to do at the same time and which cannot be interrupted."""
+    """Only when every receiver waits to join is the group built: every rank has to do so at the same time,
+    uninterrupted."""
     keys = [PRESENT.format(rank) for rank in range(1, world_size)]
     try:
         while not store.check(keys):

@@ -36,12 +36,8 @@ def send_stream(
     end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1
 ) -> list[int]:
     """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before. Returns the
-    checksum of every tensor, in the plan's order.
-
-    ``fill`` is called once for every bucket, in order, also after a failure. When it raises, the receivers have been
-    told to refuse the update; its frame may still be under way: ``staging`` is free once the receivers have
-    answered.
-    """
+    checksum of every tensor, in the plan's order. When ``fill`` raises, the receivers have been told to refuse the
+    update; its frame may still be under way: ``staging`` is free once they have answered."""
     filled = completed = 0
     sums = SentSums(plan, workers)
     wait: Callable[[], object] | None = None
@@ -67,7 +63,7 @@ def send_stream(
 
 
 def let_others_end(plan: BucketPlan, staging: Staging, fill: Fill, filled: int = 0, completed: int = 0) -> None:
-    """Rank 0's part in the buckets that it does not send, which the ranks that ``follow_stream`` work on."""
+    """Rank 0's part in the buckets that it does not send."""
     for bucket in plan.buckets[completed:]:
         if bucket.index >= filled:
             fill(bucket, None)
@@ -94,9 +90,8 @@ def _failure(fill: Fill, bucket: Bucket, content: Tensor | None) -> Exception | 
 
 
 class WeightReceiver:
-    """An engine worker's end of updates; ``waited_s`` are the seconds that the last `receive` waited for frames. A
-    frame's memory is not used again as long as a tensor of it is there: vLLM's layerwise reload keeps the tensors of
-    a layer until the layer is complete. The next frame is asked for while the tensors of one are being used."""
+    """An engine worker's end of updates. A frame's memory is not used again as long as a tensor of it is there: vLLM's
+    layerwise reload keeps the tensors of a layer until the layer is complete."""
 
     def __init__(self, end: ReceivingEnd, plan: BucketPlan) -> None:
         self.end = end
@@ -106,8 +101,7 @@ class WeightReceiver:
 
     @classmethod
     def connect(cls, plan: BucketPlan, link: Link, worker: int) -> WeightReceiver:
-        """Join the sender's group when it is complete, as the engine's worker number `worker`. Raises
-        WeightSyncError."""
+        """Join the sender's group as the engine's worker number `worker`. Raises WeightSyncError."""
         transport = find_transport(link.transport)
         if (violation := transport.worker_violation(link.handles)) is not None:
             raise WeightSyncError(violation)
@@ -120,8 +114,7 @@ class WeightReceiver:
         return cls(end, plan)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of a whole update, on the transport's device. Raises WeightStreamAborted;
-        WeightSyncError: a frame of another plan, version or position arrived."""
+        """Yield `(name, tensor)` of a whole update. Raises WeightStreamAborted, WeightSyncError."""
         self.waited_s = 0.0
         buckets = self._plan.buckets
         wait = self.end.receive(buckets[0].frame_bytes)
