@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors.numpy
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, read_manifest, write_file
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.plain import read_plain, write_plain
 from openrlhf_ext.checkpoints.store import MANIFEST, step_of
@@ -41,16 +41,12 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "controller.json"
 GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
-
+# options whose change between two parts of a run says nothing about the training
+_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "train.max_restarts", "train.step_timeout_s")
 
 Arrays = dict[str, np.ndarray]
 DriverState = tuple[dict[str, Any], Arrays]
 """Plain values, and arrays by name."""
-
-
-def saves_checkpoints(config: RunConfig) -> bool:
-    """Whether the run writes checkpoints besides the final one."""
-    return config.ckpt.save_steps != -1 or bool(config.ckpt.best_metric_key)
 
 
 def write_hf(group: RankGroup, who: str, path: str, option: str, timeout_s: float) -> None:
@@ -153,7 +149,7 @@ class Checkpointer:
             for name, group in self.groups.items():
                 files = call_ranks(group, name, "save_state", self.timeout_s, name=name, **arguments)
                 parts += [f"{name}-{rank}" for rank in range(len(files))]
-                entries += [] if background else _flat(files)
+                entries += [] if background else [entry for part in files for entry in part]
             manifest = Manifest(step, tuple(entries), {**self._about(), "best": self._best_with(pending)})
             if background:
                 self.store.expect(manifest, parts)
@@ -215,10 +211,6 @@ class Checkpointer:
         return {"model": model, "estimator": estimator, "versions": versions}
 
 
-def _flat(parts: Iterable[Iterable[FileEntry]]) -> list[FileEntry]:
-    return [entry for part in parts for entry in part]
-
-
 # ---- groups that wait for training ----------------------------------------------------------------------------------
 
 
@@ -278,8 +270,15 @@ def plain_options(config: RunConfig) -> dict[str, str]:
     return {name: redact(repr(value)) for name, value in options.items()}
 
 
-# options whose change between two parts of a run says nothing about the training
-_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "train.max_restarts", "train.step_timeout_s")
+def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Logs the options that differ from those of the run that wrote the checkpoint."""
+    before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
+    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
+    for name in names:
+        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -292,9 +291,6 @@ class Resumed:
     arrays: Arrays
 
 
-# ---- before training ------------------------------------------------------------------------------------------------
-
-
 def prepare_folder(config: RunConfig) -> None:
     """Makes the folders ready: what is half-written goes; a run that starts anew finds no final model of another one.
     Raises CheckpointError: the folder cannot be changed."""
@@ -302,17 +298,13 @@ def prepare_folder(config: RunConfig) -> None:
     try:
         _finish_interrupted(config, store)
         if not (config.ckpt.load_enable and store.checkpoints()):
-            _set_aside_final(config.ckpt.output_dir)
+            for folder in (config.ckpt.output_dir, f"{config.ckpt.output_dir}_critic"):
+                if (aside := set_aside_hf(folder)) is not None:
+                    logger.warning("%s holds the final model of an earlier run, which is moved to %s", folder, aside)
     except OSError as error:
         raise CheckpointError(
             f"ckpt.path {store.folder} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
         ) from error
-
-
-def _set_aside_final(output_dir: str) -> None:
-    for folder in (output_dir, f"{output_dir}_critic"):
-        if (aside := set_aside_hf(folder)) is not None:
-            logger.warning("%s holds the final model of an earlier run, which is moved to %s", folder, aside)
 
 
 def check_shared_folders(config: RunConfig, policy: RankGroup) -> None:
@@ -320,7 +312,7 @@ def check_shared_folders(config: RunConfig, policy: RankGroup) -> None:
     Raises CheckpointError: a folder of the driver's is not the one that the ranks see under its name."""
     ckpt = config.ckpt
     folders = {"ckpt.output_dir": ckpt.output_dir}
-    if saves_checkpoints(config) or ckpt.load_enable:
+    if ckpt.save_steps != -1 or ckpt.best_metric_key or ckpt.load_enable:
         folders["ckpt.path"] = ckpt.path
     for option, folder in folders.items():
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -409,9 +401,6 @@ def _problems(folder: Path, groups: Mapping[str, RankGroup], timeout_s: float) -
     return [problem for part in parts for problem in part]
 
 
-# ---- the prompts -----------------------------------------------------------------------------------------------------
-
-
 def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
     """Refuses a checkpoint whose run had other prompts. Raises CheckpointError: it had."""
     if resumed is not None and resumed.state["prompts"] != fingerprint:
@@ -420,14 +409,3 @@ def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
             "nothing for these. Resume with the same data.* options and unchanged files, or start a new run from its "
             "weights with actor.model_name_or_path and another ckpt.path"
         )
-
-
-# ---- options --------------------------------------------------------------------------------------------------------
-
-
-def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Logs the options that differ from those of the run that wrote the checkpoint."""
-    before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
-    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
-    for name in names:
-        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])

@@ -187,13 +187,9 @@ def _start_ranks(
     from openrlhf_ext.driver.placement import RankGroup
 
     group = RankGroup(
-        ray.remote(num_gpus=1)(actor),
-        places,
-        world_size=layout.world_size,
-        model_parallel_size=layout.model_parallel_size,
-        tensor_size=tensor_size,
-        block_size=block_size,
-    )
+        ray.remote(num_gpus=1)(actor), places, world_size=layout.world_size,
+        model_parallel_size=layout.model_parallel_size, tensor_size=tensor_size, block_size=block_size,
+    )  # fmt: skip
     group.async_run_method("load_libraries")
     return group
 
@@ -219,18 +215,10 @@ def initialize_policy(
 ) -> None:  # fmt: skip
     """Loads the policy on every rank and connects it to the engines. ``probe``: the text that proves every weight sync.
     ``steps``: training steps of the run."""
-    refs = policy.async_run_method(
-        "init_model",
-        policy_settings(config, steps),
-        sync_settings(config, session.use_gpu, probe),
-        config.train.max_epochs,
-        engines,
-        SleepModes(
-            config.ds.enable_sleep,
-            config.vllm.enable_sleep,
-            config.gpu_memory_utilization if config.train.colocate_all else None,
-        ),
-    )
+    share = config.gpu_memory_utilization if config.train.colocate_all else None
+    sleeping = SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep, share)
+    settings, sync = policy_settings(config, steps), sync_settings(config, session.use_gpu, probe)
+    refs = policy.async_run_method("init_model", settings, sync, config.train.max_epochs, engines, sleeping)
     _await_ranks(session, "policy", refs, deadline)
 
 

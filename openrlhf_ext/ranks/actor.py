@@ -30,7 +30,6 @@ from openrlhf_ext.rollout.process import own_identity
 from openrlhf_ext.stores import open_store
 
 if TYPE_CHECKING:
-    from openrlhf_ext.megatron.checkpoint import Snapshot
     from openrlhf_ext.megatron.critic import MegatronCritic
     from openrlhf_ext.megatron.memory.offload import Swap
     from openrlhf_ext.megatron.policy import MegatronPolicy
@@ -183,7 +182,9 @@ class TrainedActor(RankActor):
         self.release_model()
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         part = f"{name}-{dist.get_rank()}"
-        self._writing = self._writer.submit(_write_with_receipt, snapshot, Path(folder), name, part)
+        self._writing = self._writer.submit(
+            lambda: write_receipt(Path(folder), part, snapshot.write(Path(folder), name))
+        )
         return None
 
     def has_saved(self, wait: bool) -> bool:
@@ -209,7 +210,3 @@ class TrainedActor(RankActor):
 
         self.load_extra_state(load_checkpoint(self.whole_model(), Path(folder) / name))
         self.release_model()
-
-
-def _write_with_receipt(snapshot: Snapshot, folder: Path, name: str, part: str) -> None:
-    write_receipt(folder, part, snapshot.write(folder, name))

@@ -63,29 +63,24 @@ class PolicyActor(TrainedActor):
     def init_model(
         self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
-        about = self.join(settings)
-        self._build(settings, sync, max_epochs, engines, sleeping)
-        return about
-
-    @phase("building the policy")
-    def _build(
-        self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
-    ) -> None:
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
-        self.policy = MegatronPolicy(settings)
-        self.timers = PhaseTimers()
-        # the ranks meet in the reduction: what one waits there is not its own time
-        self.policy.config.finalize_model_grads_func = self.timers.without(self.policy.config.finalize_model_grads_func)
-        self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
-        self.max_epochs, self.sleeping = max_epochs, sleeping
-        self.hold(self.policy, sleeping.policy)
+        about = self.join(settings)
+        self.timers, self.max_epochs, self.sleeping = PhaseTimers(), max_epochs, sleeping
         self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
         self.version, self.is_ahead, self.has_moved = 0, False, False
-        self.publisher = WeightPublisher(self.policy, sync, engines)
-        self._check_memory(sleeping)
-        self.publisher.connect()
+        with phase("building the policy"):
+            self.policy = MegatronPolicy(settings)
+            # the ranks meet in the reduction: what one waits there is not its own time
+            model = self.policy.config
+            model.finalize_model_grads_func = self.timers.without(model.finalize_model_grads_func)
+            self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
+            self.hold(self.policy, sleeping.policy)
+            self.publisher = WeightPublisher(self.policy, sync, engines)
+            self._check_memory(sleeping)
+            self.publisher.connect()
+        return about
 
     @property
     def _parameters(self) -> list[Parameter]:

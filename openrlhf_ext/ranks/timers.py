@@ -128,24 +128,12 @@ KINDS = {
     "optimizer": ("Optimizer.",),
     "head": ("_LinearLogprobEntropy", "_LinearTokenLoss"),
     "attention": (
-        "scaled_dot_product",
-        "_flash_attention",
-        "FlashAttn",
-        "FusedAttn",
-        "flash_attn",
-        "UnfusedDotProduct",
+        "scaled_dot_product", "_flash_attention", "FlashAttn", "FusedAttn", "flash_attn", "UnfusedDotProduct",
     ),
     "GEMM": (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::matmul",
-        "aten::linear",
-        "_Linear",
-        "gemm",
+        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "_Linear", "gemm",
     ),
-}
+}  # fmt: skip
 OTHER, IDLE = "other", "idle"
 
 

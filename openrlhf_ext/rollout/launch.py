@@ -181,10 +181,6 @@ def _free() -> dict[str, float]:
     return {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
 
 
-def _cluster_total(resource: str) -> float:
-    return ray.cluster_resources().get(resource, 0.0)
-
-
 def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, int]:
     """The size of a step; what is not asked for gives way to what is, because every sequence of a step has a token."""
     sequences, tokens = options.max_num_seqs, options.max_num_batched_tokens
@@ -239,18 +235,13 @@ _Placement = tuple[dict[str, Any], dict[str, Any]]
 def _cpu_placements(options: Vllm, places: EnginePlaces | None) -> list[_Placement]:
     num_engines = options.num_engines
     if places is not None:
-        first = places.bundles[:: options.tensor_parallel_size]
-        slots = [
-            PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=bundle) for bundle in first
-        ]
-        return [
-            ({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0})
-            for slot in slots[:num_engines]
-        ]
-    if num_engines > _cluster_total("CPU"):
+        bundles = places.bundles[:: options.tensor_parallel_size][:num_engines]
+        slots = [PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=one) for one in bundles]
+        return [({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0}) for slot in slots]
+    if num_engines > (cpus := ray.cluster_resources().get("CPU", 0.0)):
         raise EngineStartError(
             f"{num_engines} rollout engines need {num_engines} CPUs, the Ray cluster has "
-            f"{_cluster_total('CPU'):g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
+            f"{cpus:g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
         )
     return [({"num_cpus": 1, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
 
@@ -258,16 +249,15 @@ def _cpu_placements(options: Vllm, places: EnginePlaces | None) -> list[_Placeme
 def _gpu_placements(options: Vllm, places: EnginePlaces) -> list[_Placement]:
     """OpenRLHF's placement: one bundle per worker, an engine's bundles next to each other."""
     workers = options.tensor_parallel_size
-    actor_gpus = _SHARE if workers == 1 else 0
+    actor_gpus, backend = (_SHARE, "uni") if workers == 1 else (0, "ray")
     placements = []
     for index in range(options.num_engines):
         mine = list(places.bundles[index * workers : (index + 1) * workers])
-        bundles = mine if workers > 1 else None
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=places.group, placement_group_capture_child_tasks=True, placement_group_bundle_index=mine[0]
         )
         placing = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
-        backend = "uni" if workers == 1 else "ray"
+        bundles = mine if workers > 1 else None
         extra = {"bundle_indices": bundles, "num_gpus": _SHARE, "distributed_executor_backend": backend}
         placements.append((placing, extra))
     return placements
