@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -112,16 +112,6 @@ class Group:
         return sum(response.score for response in self.responses) / len(self.responses)
 
 
-class Requests(Protocol):
-    """Groups from the policy's engines, or from those of policy and guide (``driver.guided``)."""
-
-    def ask(self, key: Key, request: GroupRequest) -> None:
-        """Ask for a group; ``key`` comes back with it."""
-
-    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
-        """Groups that have come; maybe none, after ``timeout_s`` seconds or sooner."""
-
-
 class GroupRequests:
     """Groups that the engines are asked for: as many as they can batch, each from the engine with the least to do.
 
@@ -206,6 +196,54 @@ class GroupRequests:
         if silent := self._watch.silent({call.index for call, _, _ in self._calls.values()}):
             self._supervisor.replace(silent, self._supervisor.silence(silent))
 
+
+class GuidedRequests:
+    """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two sets of engines. A
+    group is finished when both parts are there; the policy's completions come first, ``Response.from_guide`` marks
+    the guide's. Requests without ``guide_samples``, those of evaluations, go to the policy's engines whole."""
+
+    def __init__(self, policy: GroupRequests, guide: GroupRequests) -> None:
+        """``policy``: to the engines that have the policy's weights. ``guide``: to those that have the guide's."""
+        self._sources = (policy, guide)
+        self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
+
+    def ask(self, key: Key, request: GroupRequest) -> None:
+        """Ask for a group; ``key`` comes back with it."""
+        policy, guide = self._sources
+        of_guide = request.guide_samples
+        of_policy = request.samples - of_guide
+        policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0))
+        if of_guide:
+            self._parts[key] = {}
+            seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
+            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=seed))
+
+    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
+        """Groups whose two parts have come, as ``GroupRequests.answers``; after ``timeout_s`` seconds maybe none.
+        Raises EngineLost, RayTaskError: see ``GroupRequests.answers``."""
+        if pending := [call for source in self._sources for call in source.pending]:
+            pause = min(source.pause_s for source in self._sources)
+            ray.wait(pending, num_returns=1, timeout=min(timeout_s, pause))
+        finished = []
+        for number, source in enumerate(self._sources):
+            for key, responses in source.answers(0.0):
+                if (group := self._whole(key, number, responses)) is not None:
+                    finished.append((key, group))
+        return finished
+
+    def _whole(self, key: Key, number: int, responses: list[Response]) -> list[Response] | None:
+        """The group, if this was the part of it that was missing."""
+        if key not in self._parts:
+            return responses
+        parts = self._parts[key]
+        parts[number] = [dataclasses.replace(r, from_guide=bool(number)) for r in responses]
+        if len(parts) < len(self._sources):
+            return None
+        del self._parts[key]
+        return [*parts[0], *parts[1]]
+
+
+Requests = GroupRequests | GuidedRequests
 
 # ---- their way -------------------------------------------------------------------------------------------------------
 
@@ -391,49 +429,3 @@ class Rollouts:
 def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling:
     """How completions are sampled from this distribution."""
     return Sampling(temperature, top_p, config.rollout.max_new_tokens, config.data.max_len)
-
-
-class GuidedRequests:
-    """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two sets of engines. A
-    group is finished when both parts are there; the policy's completions come first, ``Response.from_guide`` marks
-    the guide's. Requests without ``guide_samples``, those of evaluations, go to the policy's engines whole."""
-
-    def __init__(self, policy: GroupRequests, guide: GroupRequests) -> None:
-        """``policy``: to the engines that have the policy's weights. ``guide``: to those that have the guide's."""
-        self._sources = (policy, guide)
-        self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
-
-    def ask(self, key: Key, request: GroupRequest) -> None:
-        """Ask for a group; ``key`` comes back with it."""
-        policy, guide = self._sources
-        of_guide = request.guide_samples
-        of_policy = request.samples - of_guide
-        policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0))
-        if of_guide:
-            self._parts[key] = {}
-            seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
-            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=seed))
-
-    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
-        """Groups whose two parts have come, as ``GroupRequests.answers``; after ``timeout_s`` seconds maybe none.
-        Raises EngineLost, RayTaskError: see ``GroupRequests.answers``."""
-        if pending := [call for source in self._sources for call in source.pending]:
-            pause = min(source.pause_s for source in self._sources)
-            ray.wait(pending, num_returns=1, timeout=min(timeout_s, pause))
-        finished = []
-        for number, source in enumerate(self._sources):
-            for key, responses in source.answers(0.0):
-                if (group := self._whole(key, number, responses)) is not None:
-                    finished.append((key, group))
-        return finished
-
-    def _whole(self, key: Key, number: int, responses: list[Response]) -> list[Response] | None:
-        """The group, if this was the part of it that was missing."""
-        if key not in self._parts:
-            return responses
-        parts = self._parts[key]
-        parts[number] = [dataclasses.replace(r, from_guide=bool(number)) for r in responses]
-        if len(parts) < len(self._sources):
-            return None
-        del self._parts[key]
-        return [*parts[0], *parts[1]]
