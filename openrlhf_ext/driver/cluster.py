@@ -36,11 +36,18 @@ from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 from openrlhf_ext.user_code import told, users_part
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 _TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 _TOKEN = "RAY_AUTH_TOKEN"  # counts more than the file
 _MODE = "RAY_AUTH_MODE"
 _CLUSTER = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+_READ_S = 30.0
+_TRIES = 5
+_ASK_RANK_S = 0.5
+_ASK_RANKS_EVERY_S, _ASK_SILENT_EVERY_S = 2.0, 60.0
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -137,15 +144,6 @@ def _channel(address: str) -> grpc.Channel:
     return grpc.secure_channel(
         address, grpc.ssl_channel_credentials(authority, key, own), ray_constants.GLOBAL_GRPC_OPTIONS
     )
-
-
-logger = logging.getLogger(__name__)
-
-_READ_S = 30.0
-_TRIES = 5
-_ASK_RANK_S = 0.5
-_ASK_RANKS_EVERY_S, _ASK_SILENT_EVERY_S = 2.0, 60.0
-_T = TypeVar("_T")
 
 
 class MixedCluster(RuntimeError):

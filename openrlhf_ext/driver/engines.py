@@ -83,10 +83,10 @@ class EngineSupervisor:
         events: EventLog | None = None,
     ) -> None:
         """Args:
-            engines: the run's engines, ready; replaced in place.
-            policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
-            remember: told the name and ``process_info`` of every new engine.
-            deadline: of the driver's phases; it starts anew when engines were replaced, which has its own.
+        engines: the run's engines, ready; replaced in place.
+        policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
+        remember: told the name and ``process_info`` of every new engine.
+        deadline: of the driver's phases; it starts anew when engines were replaced, which has its own.
         """
         self.engines, self.config, self.restarts, self.changes = engines, config, 0, 0
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()

@@ -25,6 +25,15 @@ from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
 from openrlhf_ext.user_code import time_limit, told
 
+logger = logging.getLogger(__name__)
+
+COMPLETION = "0"
+"""What a reward function and an agent are given as the model's words."""
+_ALGORITHM_S = 60.0
+_SLOW_S = 5.0
+_REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
+_Trial = Callable[[RunConfig], str | None]
+
 
 def findings(config: RunConfig) -> Findings:
     """For ``load_config(more_rules=...)``: the estimator's own options, and whether the models' files can be loaded."""
@@ -242,17 +251,6 @@ def check_files(folder: str, shape: ModelShape) -> None:
 def _require(violations: Iterable[Violation]) -> None:
     if found := list(violations):
         raise ConfigError(found)
-
-
-COMPLETION = "0"
-"""What a reward function and an agent are given as the model's words."""
-
-logger = logging.getLogger(__name__)
-
-_ALGORITHM_S = 60.0
-_SLOW_S = 5.0
-_REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
-_Trial = Callable[[RunConfig], str | None]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from openrlhf_ext.megatron.memory.offload import Swap
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
+
 class RankActor:
     """One rank of a Megatron model. The group calls every method on all ranks."""
 

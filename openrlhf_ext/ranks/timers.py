@@ -17,6 +17,20 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+# what an operation is goes by its own name and those of the operations around it; the first kind that knows one counts
+KINDS = {
+    "communication": ("c10d::", "nccl", "gloo:", "record_param_comms", "_c10d_functional"),
+    "optimizer": ("Optimizer.",),
+    "head": ("_LinearLogprobEntropy", "_LinearTokenLoss"),
+    "attention": (
+        "scaled_dot_product", "_flash_attention", "FlashAttn", "FusedAttn", "flash_attn", "UnfusedDotProduct",
+    ),
+    "GEMM": (
+        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "_Linear", "gemm",
+    ),
+}  # fmt: skip
+OTHER, IDLE = "other", "idle"
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -120,21 +134,6 @@ def timed(phase: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return wrapped
 
     return decorate
-
-
-# what an operation is goes by its own name and those of the operations around it; the first kind that knows one counts
-KINDS = {
-    "communication": ("c10d::", "nccl", "gloo:", "record_param_comms", "_c10d_functional"),
-    "optimizer": ("Optimizer.",),
-    "head": ("_LinearLogprobEntropy", "_LinearTokenLoss"),
-    "attention": (
-        "scaled_dot_product", "_flash_attention", "FlashAttn", "FusedAttn", "flash_attn", "UnfusedDotProduct",
-    ),
-    "GEMM": (
-        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "_Linear", "gemm",
-    ),
-}  # fmt: skip
-OTHER, IDLE = "other", "idle"
 
 
 class StepProfile:

@@ -35,6 +35,7 @@ from openrlhf_ext.user_code import told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
+_ROOM = 256  # tokens of the episode after the prompt
 
 
 class GradedAgentExecutor(GradedExecutor):
@@ -298,9 +299,6 @@ def _place(task: asyncio.Task[Any]) -> str:
         places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
         coroutine = coroutine.cr_await
     return " -> ".join(places) or "an unknown place"
-
-
-_ROOM = 256  # tokens of the episode after the prompt
 
 
 def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:

@@ -35,6 +35,8 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})
 _BODY_SHOWN = 500
+_KEYS_WAIT_S = 60.0
+_KEYS_POLL_S = 0.02
 
 
 class _Retryable(Exception):
@@ -123,10 +125,6 @@ async def _check_status(response: aiohttp.ClientResponse, url: str, sample: tupl
     if response.status >= 500 or response.status in _BUSY_STATUSES:
         raise _Retryable(RewardServerError, message)
     raise RewardServerError(message, *sample)
-
-
-_KEYS_WAIT_S = 60.0
-_KEYS_POLL_S = 0.02
 
 
 class GradedExecutor:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+logger = logging.getLogger(__name__)
+
 FAILED_KEY = "reward_failed"
 """In ``extra_logs``: 1 for a sample that could not be graded."""
 
@@ -24,6 +26,7 @@ LARGEST = 1e15
 RESERVED_LOG_KEYS = frozenset(
     {"group_reward_std", "kl", "logprobs_diff", "response_clip_ratio", "return", "reward", "score", FAILED_KEY}
 )
+_SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,6 @@ def _described(value: Any) -> str:
     if shape is not None and tuple(shape):
         return f"a {type(value).__name__} of shape {tuple(shape)}"
     return f"{str(value)[:200]!r} ({type(value).__name__})"
-
-
-logger = logging.getLogger(__name__)
-
-_SHOWN_CHARACTERS = 2000
 
 
 class RewardError(Exception):

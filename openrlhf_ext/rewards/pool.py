@@ -35,6 +35,8 @@ from openrlhf_ext.rewards.grading import (
 )
 from openrlhf_ext.rewards.worker import STACK_SIGNAL
 
+logger = logging.getLogger(__name__)
+
 # The worker gets this process's import path, so that it finds what a function called in this process would find.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from openrlhf_ext.rewards.worker import main; "
@@ -50,6 +52,7 @@ _LIVENESS_POLL_S = 0.5  # a worker that died while a child of it keeps the conne
 _STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
 _REAP_S = 10.0
 _STACK_BYTES = 8192
+_CLOSE_S = 15.0
 
 
 class WorkerHung(Exception):
@@ -204,10 +207,6 @@ def _how_it_ended(code: int | None) -> str:
         return f"exited with status {code}"
     hint = ", often the kernel's out-of-memory killer" if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{hint}"
-
-
-logger = logging.getLogger(__name__)
-_CLOSE_S = 15.0
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     import vllm
     from vllm import SamplingParams
 
+_ANSWER_S = 5.0
+"""Time that an engine that is not stuck needs to answer a question."""
+_FIRST = -2
+"""Priority of the probe; ordinary requests have 0, and go in the order of their arrival."""
+
+
 class OverlapTimer:
     """Length of the union of intervals, in seconds. Not thread-safe: one event loop, one clock."""
 
@@ -63,12 +69,6 @@ class OverlapTimer:
         total = self._total + (now - self._since if self._running else 0.0)
         self._total, self._since = 0.0, now
         return total
-
-
-_ANSWER_S = 5.0
-"""Time that an engine that is not stuck needs to answer a question."""
-_FIRST = -2
-"""Priority of the probe; ordinary requests have 0, and go in the order of their arrival."""
 
 
 class _Request(NamedTuple):

@@ -45,6 +45,7 @@ from openrlhf_ext.rollout.sync.stream import WeightReceiver
 PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
 _LISTED = 5
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 
 def with_quantized_layers(engine_args: dict[str, Any], bf16_layers: Sequence[int]) -> dict[str, Any]:
@@ -274,9 +275,6 @@ class HeldWeights:
             return None
         start = sum(sizes[:number])
         return _Rows(module, parameter, start, start + sizes[number])
-
-
-QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 
 class WeightSyncExtension:

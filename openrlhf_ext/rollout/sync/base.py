@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
 
 _T = TypeVar("_T")
+_LEAVE_S = 2.0
 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
@@ -79,8 +80,7 @@ class SendingEnd(Protocol):
         """Begin to send a uint8 vector. What waits until the frame's memory may be used again; raises
         WeightTransferFailed."""
 
-    def close(self) -> None:
-        ...
+    def close(self) -> None: ...
 
 
 class ReceivingEnd(Protocol):
@@ -88,8 +88,7 @@ class ReceivingEnd(Protocol):
         """Begin to receive the next frame. What waits for it, a uint8 vector that nothing else will write to as long as
         a tensor on it is left; raises WeightTransferFailed."""
 
-    def close(self) -> None:
-        ...
+    def close(self) -> None: ...
 
 
 class Staging:
@@ -253,9 +252,6 @@ def join(link: Link, rank: int) -> dist.TCPStore:
     if store.get(GO).decode() != YES:
         raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
     return store
-
-
-_LEAVE_S = 2.0
 
 
 class BroadcastTransport(Transport):

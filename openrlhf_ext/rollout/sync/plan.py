@@ -25,6 +25,14 @@ _SMALLER_BUCKETS = 3
 
 Spec = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""
+_AT_A_TIME = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Numbers mixed at a time: what stays in a core's cache; on a GPU 32 MiB, of which two copies are made."""
+_FACTOR = -7046029254386353131
+"""Odd, with its bits well mixed: 2^64 / golden ratio, as a signed number."""
+_BLOCK = 16
+"""Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of five."""
+_NAMED = 10
+_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -176,16 +184,6 @@ def _bucket(index: int, pieces: Sequence[_Piece]) -> Bucket:
         slots.append(Slot(*piece.spec, piece.start, piece.stop, offset))
         offset += piece.aligned_bytes
     return Bucket(index, tuple(slots), offset)
-
-
-_AT_A_TIME = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Numbers mixed at a time: what stays in a core's cache; on a GPU 32 MiB, of which two copies are made."""
-_FACTOR = -7046029254386353131
-"""Odd, with its bits well mixed: 2^64 / golden ratio, as a signed number."""
-_BLOCK = 16
-"""Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of five."""
-_NAMED = 10
-_MODULUS = 1 << 64
 
 
 class WeightSyncMismatch(RuntimeError):

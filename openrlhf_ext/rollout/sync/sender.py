@@ -33,8 +33,11 @@ from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, check_receipts
 from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
 from openrlhf_ext.stores import open_store
 
+logger = logging.getLogger(__name__)
+
 _CONSEQUENCES = (WeightTransferFailed, WeightStreamAborted)
 _GRACE_S = 5.0
+_POLL_S = 0.01
 
 
 class EngineCalls:
@@ -122,11 +125,6 @@ def _is_consequence(error: Exception) -> bool:
     """Whether an engine only saw the connection break, or the sender give up. The text counts as well as the type: from
     an engine in a process of its own, vLLM passes on nothing else."""
     return isinstance(error, _CONSEQUENCES) or any(kind.MARK in str(error) for kind in _CONSEQUENCES)
-
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
