@@ -93,16 +93,15 @@ class RolloutEngine(compat.RolloutRayActor):
         request_timeout_s: float,
         **engine_args: Any,
     ) -> None:
-        """Args:
+        """Raises EngineStartError, with the error text of the process that failed.
+
+        Args:
             executor_factory: picklable; makes a `rewards.executor.GradedExecutor`.
             bundle_indices, num_gpus, *args, **engine_args: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
                 (`worker_extension`); None: quantize nothing.
-
-        Raises:
-            EngineStartError: with the error text of the process that failed.
         """
         with without_collection():
             import vllm

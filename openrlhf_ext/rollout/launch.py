@@ -49,8 +49,8 @@ class EngineFleet(list):
 
 @dataclass(frozen=True)
 class EnginePlaces:
-    """Bundles of which engines take a fifth of each: the policy's (colocated), or bundles of GPUs of their own.
-    ``bundles`` are in the order in which workers take them, those of an engine next to each other."""
+    """Bundles of which engines take a fifth of each, in the order in which workers take them: the policy's, or of their
+    own."""
 
     group: PlacementGroup
     bundles: Sequence[int]
@@ -71,18 +71,14 @@ def create_rollout_engines(
     bf16_layers: Sequence[int] | None = None,
     more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineFleet:
-    """Start engines and return their handles at once; `wait_until_ready` waits for them.
+    """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError, EngineStartError.
 
     Args:
         options: of these engines, with `dtype`, `max_requests` and `gpu_memory_utilization` set.
-        max_model_len: prompt plus response, in tokens.
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None: engines on CPU that go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
-
-    Raises:
-        ValueError: an option does not fit the machine.
-        EngineStartError: the cluster cannot hold the engines.
+        more_env: of the engines' processes, beside `engine_env`.
     """
     engine_args = {
         "model": model_path,

@@ -1,10 +1,9 @@
 """The proof that the engines sample from the policy's weights: both score the same fixed text after every weight sync.
 
-The text is what the model says itself at the start of the run: a language model finds random tokens so unlikely
-(log-probs of -15 to -20) that two sound implementations differ there by tenths of nats in bf16. A policy may also leave
-the text while it learns, so differences of unlikely tokens count in proportion to their log-prob. The engine's last
-value is computed from its prefix cache, so that keys and values of older weights show too
-(`RolloutEngine.probe_logprobs`).
+The text is what the model says itself at the start of the run: random tokens are so unlikely (log-probs of -15 to
+-20) that two sound implementations differ there by tenths of nats in bf16. A policy may also leave the text while it
+learns, so differences of unlikely tokens count in proportion to their log-prob. The engine's last value is computed
+from its prefix cache, so that keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ def check_sync(
     engine's (`Difference.size`), nats.
 
     Above ``limit`` (None: none) it is odd, and said; above ``tolerance`` no rounding explains it:
-    WeightSyncMismatch. Checksums prove the weights of every update, so what is left for the probe to stop is what
-    they cannot see: an engine that computes something else from the right weights (another temperature, other
-    positions), or reads keys and values of old ones.
+    WeightSyncMismatch. The weights are proved by checksums; this finds an engine that computes something else from
+    them (another temperature, other positions), or reads keys and values of old ones.
     """
     policy_N = policy_logprobs.detach().double().cpu().flatten()
     lengths = [len(engine) for engine in engine_logprobs]

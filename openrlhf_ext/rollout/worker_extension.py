@@ -1,11 +1,11 @@
-"""What vLLM's workers learn: to join a weight-sync group, to replace their weights from it, and to sum what they hold.
-vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
-names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM.
+"""What vLLM's workers learn: to replace their weights from a weight-sync group, to sum what they hold, and FP8 layers.
 
-On GPUs vLLM's own ``fp8_per_block`` quantizes at the start and at every reload (vllm 0.29.0
-model_executor/layers/quantization/online/fp8.py:259): fp32 scales of 128x128 of a weight and of 1x128 of activations.
-Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of our own takes
-its place; importing this module registers it.
+vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
+names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM. On GPUs vLLM's own
+``fp8_per_block`` quantizes at the start and at every reload (vllm 0.29.0
+model_executor/layers/quantization/online/fp8.py:259): fp32 scales of 128x128 of a weight and of 1x128 of
+activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of
+our own takes its place; importing this module registers it.
 """
 
 from __future__ import annotations
@@ -174,9 +174,8 @@ class HeldWeights:
 
     vLLM fuses tensors into one parameter (q, k and v; gate and up), cuts parameters into shards, holds keys and
     values several times where there are more workers than heads, and pads vocabularies. What is held in the tensor's
-    own data type and in rows is found and summed in place. Weights that vLLM quantizes to FP8 are summed where they
-    will be held, once a layer has all of its tensors and before it quantizes them. For the rest it is the sum of
-    what arrived.
+    own data type and in rows is summed in place; weights that vLLM quantizes, where they will be held, once a layer
+    has all of its tensors and before it quantizes them. For the rest it is the sum of what arrived.
     """
 
     def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:

@@ -1,9 +1,9 @@
 """Weight sync through GPU memory that policy and engine share: for colocated engines, where NCCL cannot be used.
 
-Every policy rank keeps two staging buffers on its GPU and tells the engines' workers once how to open them (CUDA IPC).
-Rank 0 has the bucket; the policy's own process group copies it to the other ranks' buffers; then a key in the sender's
-TCPStore says that it is there. Each worker reads the buffer of the policy rank on its own GPU, copies the frame out,
-which takes a thousandth of a second for a bucket, and counts itself in. When all have, the buffer is free again.
+Every policy rank keeps two staging buffers on its GPU, which the engines' workers open (CUDA IPC). The policy's own
+process group copies rank 0's bucket to the other ranks' buffers; then a key in the sender's TCPStore says that it is
+there. Each worker copies the frame out of the buffer on its own GPU and counts itself in. When all have, the buffer
+is free again.
 """
 
 from __future__ import annotations
