@@ -75,7 +75,7 @@ RULES = {
 # files and rooms that import files of ours inside functions; docs/architecture.md says why
 LATE = (
     "cli/", "config/estimator.py", "config/show.py", "driver/job.py", "driver/preflight.py",
-    "driver/processes.py", "driver/engines.py", "driver/user_trial.py", "head/kernels.py",
+    "driver/processes.py", "driver/engines.py", "head/kernels.py",
     "megatron/layers/fp8.py", "ranks/",
     "rollout/engine.py", "tools/plan/conversion_check.py",
 )  # fmt: skip
