@@ -62,7 +62,7 @@ setup(
     package_data={"openrlhf_ext": ["py.typed", "options.schema.json"], "openrlhf_ext.tools.report": ["page.html"]},
     entry_points={"console_scripts": ["openrlhf-ext = openrlhf_ext.cli.main:main"]},
     python_requires=">=3.11",
-    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing else (torch 2.10: openrlhf_ext/head/arithmetic.py).
+    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing else (torch 2.10: openrlhf_ext/head/kernels.py).
     install_requires=["pydantic>=2", "torch>=2.10"],
     extras_require=EXTRAS,
 )

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import record
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.answers import normalized
-from openrlhf_ext.rewards.errors import RewardError
+from openrlhf_ext.rewards.grading import RewardError
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.tools.evaluate.problems import MATHS, load_benchmark
 

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import record
 from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
-from openrlhf_ext.head.arithmetic import accumulate
+from openrlhf_ext.head.kernels import accumulate
 
 Function = Callable[[], object]
 

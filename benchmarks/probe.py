@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from openrlhf_ext.fp8.recipe import Recipe  # noqa: E402
 from openrlhf_ext.megatron.distributed import initialize_distributed  # noqa: E402
-from openrlhf_ext.megatron.fp8.converter import FP8Layers  # noqa: E402
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers  # noqa: E402
 from openrlhf_ext.megatron.layout import ParallelLayout  # noqa: E402
 from openrlhf_ext.megatron.policy import MegatronPolicy  # noqa: E402
 from openrlhf_ext.megatron.settings import ModelSettings  # noqa: E402

@@ -38,11 +38,11 @@ _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/py
 MEASURES: dict[str, tuple[str, ...]] = {
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
-    "fp8_learning_cpu.json": (*_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/fp8", "openrlhf_ext/rollout/fp8.py"),
-    "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/fp8"),
-    "graders_cpu.json": tuple(
-        f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "process", "worker")
+    "fp8_learning_cpu.json": (
+        *_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/layers", "openrlhf_ext/rollout/worker_extension.py",
     ),
+    "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/layers"),
+    "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
     "head_cpu.json": ("openrlhf_ext/head",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan",),
     "probe_cpu.json": (

@@ -45,8 +45,7 @@ patches.apply()
 from openrlhf_ext.options.sections import Vllm  # noqa: E402
 from openrlhf_ext.rollout.engine import RolloutEngine  # noqa: E402
 from openrlhf_ext.rollout.sync.base import Link  # noqa: E402
-from openrlhf_ext.rollout.sync.checksum import Receipt, bit_sum, together, words  # noqa: E402
-from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan  # noqa: E402
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan, Receipt, bit_sum, together, words  # noqa: E402  # noqa: E402
 from openrlhf_ext.rollout.sync.stream import WeightReceiver  # noqa: E402
 
 TIMEOUT_S = 120.0
@@ -143,7 +142,7 @@ class PolicyRank:
     def publish_unproved(self) -> dict[str, float] | None:
         """The same without checksums."""
         from openrlhf_ext.rollout.sync import sender
-        from openrlhf_ext.rollout.sync.checksum import SentSums
+        from openrlhf_ext.rollout.sync.plan import SentSums
 
         if self.rank != 0:
             return self.publish()
@@ -167,7 +166,7 @@ class PolicyRank:
 
     def publish_each(self) -> dict[str, float] | None:
         """OpenRLHF 0.11.2's protocol (trainer/ray/ppo_actor.py, `_broadcast_param`) over our gathering and group."""
-        from openrlhf_ext.megatron.model.export import Part
+        from openrlhf_ext.megatron.model.hf_weights import Part
 
         publisher = self.publisher
         start = time.perf_counter()
@@ -222,7 +221,7 @@ class Engine(RolloutEngine):
     """A real one, whose worker is in this process."""
 
     async def prove(self, on: bool) -> None:
-        from openrlhf_ext.rollout.held_weights import HeldWeights
+        from openrlhf_ext.rollout.worker_extension import HeldWeights
 
         if on:
             HeldWeights.watch, HeldWeights.sums = self._kept

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from benchmarks.fp8_study import engine
 from benchmarks.fp8_study.measuring import relative_error
-from openrlhf_ext.fp8.emulation import DelayedScale, Products
-from openrlhf_ext.fp8.quantize import Quantized
+from openrlhf_ext.fp8.quantize import DelayedScale, Products, Quantized
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, Partly
 

@@ -29,9 +29,17 @@ from torch import Tensor, nn
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.config.files import tokenizer_fault
-from openrlhf_ext.fp8.emulation import DelayedScale, Products
-from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
-from openrlhf_ext.fp8.tiles import BY_COLUMNS, LayerShape, Run, differing_tensors, engine_shards, trainer_shards
+from openrlhf_ext.fp8.quantize import DelayedScale, Products
+from openrlhf_ext.fp8.recipe import (
+    BY_COLUMNS,
+    BF16Layers,
+    LayerShape,
+    Recipe,
+    Run,
+    differing_tensors,
+    engine_shards,
+    trainer_shards,
+)
 from openrlhf_ext.inputs import INTEGER, TEXT, InputError, check, decode, json_lines, list_of
 from openrlhf_ext.outputs import aligned
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from benchmarks.fp8_study import engine
 from benchmarks.fp8_study.measuring import relative_error, seconds_in_turns
-from openrlhf_ext.fp8.emulation import Products
-from openrlhf_ext.fp8.quantize import E4M3, Grid, Quantized, quantize, saturating_cast, scale_from_amax
+from openrlhf_ext.fp8.quantize import E4M3, Grid, Products, Quantized, quantize, saturating_cast, scale_from_amax
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, NotHere, Partly
 

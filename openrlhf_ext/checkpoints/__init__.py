@@ -1,7 +1,5 @@
 """Resumable checkpoints as files: plain JSON and safetensors, a manifest of checksums, and a folder that keeps N.
-
-Nothing here knows of a model or of a trainer, and nothing that is read can run code: there is no pickle.
-"""
+Nothing here knows of a model or of a trainer, and nothing that is read can run code: there is no pickle."""
 
 from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, check_files, deal_files, write_file
 from openrlhf_ext.checkpoints.store import CheckpointStore, Manifest, read_manifest

@@ -1,13 +1,24 @@
-"""Files that are complete or absent: written with a running checksum, fsynced, and checked against a list."""
+"""Files that are complete or absent: written with a running checksum, fsynced, and checked against a list; and state
+made of plain values and small tensors as JSON, which can never run code.
+
+JSON has no tuples, bytes, tensors, or keys other than text. They are written as objects with the key ``"!"``, which
+names what they are; floats keep every bit (NaN and infinities too, in Python's notation).
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 VISIBLE_S = 60.0
 """How long a file that another machine wrote may take to appear here: network file systems cache."""
@@ -21,13 +32,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint.
-
-    Attributes:
-        path: relative to the checkpoint's folder, with forward slashes.
-        size: bytes.
-        sha256: hexadecimal, as ``sha256sum`` prints it.
-    """
+    """One file of a checkpoint; ``path`` is relative to its folder, with forward slashes, ``sha256`` hexadecimal."""
 
     path: str
     size: int
@@ -35,11 +40,8 @@ class FileEntry:
 
 
 def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes ``folder/path``, makes it durable (fsync of file and folder) and returns its entry.
-
-    Raises:
-        CheckpointError: the operating system refused, for instance because the disk is full.
-    """
+    """Writes ``folder/path``, makes it durable (fsync of file and folder) and returns its entry. Raises
+    CheckpointError: the operating system refused, for instance because the disk is full."""
     digest = hashlib.sha256()
     size = write_durably(folder / path, chunks, digest.update)
     return FileEntry(path, size, digest.hexdigest())
@@ -48,11 +50,7 @@ def write_file(folder: Path, path: str, chunks: Iterable[bytes | memoryview]) ->
 def write_durably(
     target: Path, chunks: Iterable[bytes | memoryview], seen: Callable[[memoryview], None] = lambda part: None
 ) -> int:
-    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes.
-
-    Raises:
-        CheckpointError: the operating system refused, for instance because the disk is full.
-    """
+    """Writes a file and makes it durable; ``seen`` is called with every part. Returns the size in bytes."""
     size = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +71,6 @@ def write_durably(
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable: new files and renames survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +79,6 @@ def fsync_folder(folder: Path) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """The first of ``<path>.1``, ``<path>.2``, ... that is not there."""
     number = 1
     while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
@@ -90,12 +86,8 @@ def free_name(path: Path) -> Path:
 
 
 def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
-    """Files that are still not here with their size after ``wait_s`` seconds: another machine wrote them elsewhere.
-
-    Args:
-        sizes: bytes by path relative to ``folder``.
-        wait_s: see ``VISIBLE_S``.
-    """
+    """Files (bytes by path) that another machine wrote and that are not here with their size after ``wait_s``
+    seconds."""
     deadline, absent = time.monotonic() + wait_s, list(sizes)
     while absent := [path for path in absent if not _is_there(folder / path, sizes[path])]:
         if time.monotonic() >= deadline:
@@ -123,7 +115,6 @@ def deal_files(entries: Iterable[FileEntry], ranks: int) -> list[list[FileEntry]
 
 
 def check_files(folder: Path, entries: Iterable[FileEntry]) -> list[str]:
-    """What is wrong with the files: missing, of another size, or of another content. Empty if all are good."""
     return [problem for entry in entries if (problem := _problem(folder / entry.path, entry)) is not None]
 
 
@@ -141,6 +132,89 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Checksum of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_KIND = "!"
+
+
+def write_plain(folder: Path, path: str, state: Any) -> FileEntry:
+    """Writes ``state`` to ``folder/path``. Raises TypeError, with the place, for what no checkpoint holds."""
+    return write_file(folder, path, [json.dumps(_encode(state, "state"), indent=1).encode()])
+
+
+def read_plain(path: Path) -> Any:
+    """Reads what :func:`write_plain` wrote. Raises CheckpointError: the file cannot be read or is not such a file."""
+    try:
+        return _decode(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a state written by this program: {error}") from error
+
+
+def _encode(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    match value:
+        case list():
+            return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        case tuple():
+            return {_KIND: "tuple", "items": [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        case dict():
+            return _encode_dict(value, where)
+        case bytes():
+            return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
+        case torch.Tensor():
+            return _encode_tensor(value)
+        case np.ndarray():
+            return {**_encode_tensor(torch.from_numpy(np.ascontiguousarray(value))), _KIND: "array"}
+        case np.generic():
+            return value.item()
+    raise TypeError(f"{where} is a {type(value).__name__}, which a checkpoint does not hold")
+
+
+def _encode_dict(value: dict, where: str) -> dict:
+    encoded = {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if all(isinstance(key, str) and key != _KIND for key in value):
+        return encoded
+    return {_KIND: "dict", "items": [[_encode(key, f"a key of {where}"), item] for key, item in encoded.items()]}
+
+
+def _encode_tensor(value: torch.Tensor) -> dict:
+    # bytes through uint8, since numpy knows no bfloat16
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {_KIND: "tensor", "dtype": dtype, "shape": list(value.shape), "data": base64.b64encode(raw).decode()}
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_KIND):
+        case None:
+            return {key: _decode(item) for key, item in value.items()}
+        case "tuple":
+            return tuple(_decode(item) for item in value["items"])
+        case "dict":
+            return {_decode(key): _decode(item) for key, item in value["items"]}
+        case "bytes":
+            return base64.b64decode(value["data"], validate=True)
+        case "tensor":
+            return _decode_tensor(value)
+        case "array":
+            return _decode_tensor(value).numpy()
+        case kind:
+            raise ValueError(f"unknown kind {kind!r}")
+
+
+def _decode_tensor(value: dict) -> torch.Tensor:
+    dtype = getattr(torch, value["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {value['dtype']!r}")
+    raw = base64.b64decode(value["data"], validate=True)
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(value["shape"])

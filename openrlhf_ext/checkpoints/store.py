@@ -44,12 +44,7 @@ _PARTS = "written"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        step: training steps that are behind it.
-        about: layout, versions and the like, for people.
-    """
+    """What a checkpoint says of itself; ``about``: layout, versions and the like, for people."""
 
     step: int
     files: tuple[FileEntry, ...]
@@ -57,7 +52,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(entry.size for entry in self.files)
 
 
@@ -85,23 +79,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:
-    """Says in a checkpoint's folder which files a rank has written in the background, when all of them are on disk.
-
-    Args:
-        part: name of the rank, one of those that ``CheckpointStore.expect`` was told.
-    """
+    """Says which files a rank has written in the background; ``part``: its name, as ``CheckpointStore.expect`` was
+    told."""
     write_file(folder, f"{_PARTS}/{part}.json", [json.dumps([asdict(entry) for entry in entries]).encode()])
 
 
 class CheckpointStore:
-    """The checkpoints in one folder. One process at a time writes.
-
-    Args:
-        folder: made when the first checkpoint begins; on a file system that every node shares.
-        keep: checkpoints kept besides the best one.
-        max_bytes: space that resumable checkpoints may take together; the newest one is never deleted.
-        visible_s: how long files that other nodes have written may take to appear here (network file systems cache).
-    """
+    """The checkpoints in one folder on a file system that every node shares; one process at a time writes. ``keep``:
+    checkpoints kept besides the best one. ``max_bytes``: space that resumable ones may take together; the newest one is
+    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here."""
 
     def __init__(
         self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S
@@ -109,16 +95,13 @@ class CheckpointStore:
         self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
 
     def checkpoints(self) -> list[Path]:
-        """Folders with the name of a checkpoint, oldest first."""
         found = [p for p in self.folder.glob("global_step*") if _NAME.fullmatch(p.name) and p.is_dir()]
         return sorted(found, key=step_of)
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
         return self.folder / f"global_step{step}"
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the step's checkpoint into."""
         target = self._incomplete(step)
         try:
             shutil.rmtree(target, ignore_errors=True)
@@ -128,44 +111,35 @@ class CheckpointStore:
         return target
 
     def commit(self, manifest: Manifest) -> Path:
-        """Completes the checkpoint begun for ``manifest.step``.
-
-        Raises:
-            CheckpointError: a file is not there (a rank wrote to storage that this process does not see), or the
-                system refused; the checkpoints made before are untouched.
-        """
+        """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
+        wrote to other storage), or the system refused; the checkpoints made before are untouched."""
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
-        self._wait_for_files(folder, manifest.files)
+        sizes = {entry.path: entry.size for entry in manifest.files}
+        if absent := absent_files(folder, sizes, self.visible_s):
+            raise CheckpointError(
+                f"{folder / absent[0]} was written by a rank and is not here with its {sizes[absent[0]]} bytes "
+                f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
+            )
         content = {"format": _FORMAT, "version": _VERSION, **asdict(manifest)}
         write_file(folder, MANIFEST, [json.dumps(content, indent=1).encode()])
         try:
             if target.exists():  # left behind by a run that went back to an earlier checkpoint
-                self._set_aside(target)
+                aside = free_name(target.with_name(f"{target.name}.superseded"))
+                logger.warning("%s of an earlier run is in the way and is moved to %s", target, aside)
+                target.rename(aside)
             os.replace(folder, target)
             fsync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(f"cannot rename {folder} to {target}: {error}") from error
         return target
 
-    def _wait_for_files(self, folder: Path, files: Iterable[FileEntry]) -> None:
-        sizes = {entry.path: entry.size for entry in files}
-        if absent := absent_files(folder, sizes, self.visible_s):
-            raise CheckpointError(
-                f"{folder / absent[0]} was written by a rank and is not here with its {sizes[absent[0]]} bytes "
-                f"after {self.visible_s:g} s: ckpt.path must be on storage that all nodes and the driver share"
-            )
-
     def expect(self, manifest: Manifest, parts: Sequence[str]) -> None:
-        """Notes what ``complete`` waits for: the receipts of ranks that write in the background.
-
-        Args:
-            manifest: with the files that are there already.
-        """
+        """Notes what ``complete`` waits for: the receipts of ranks that write in the background, beside the files of
+        ``manifest`` that are there already."""
         content = json.dumps({**asdict(manifest), "parts": parts})
         write_file(self._incomplete(manifest.step), _PENDING, [content.encode()])
 
     def await_receipts(self, step: int) -> None:
-        """Returns when the receipts of ranks that have written are seen here, as ``commit`` waits for their files."""
         folder = self._incomplete(step)
         noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
         deadline = time.monotonic() + self.visible_s
@@ -178,13 +152,8 @@ class CheckpointStore:
             time.sleep(0.2)
 
     def complete(self, step: int) -> Manifest | None:
-        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if not.
-
-        It needs only files: whoever comes after a run that failed completes what had been written.
-
-        Raises:
-            CheckpointError: as ``commit``.
-        """
+        """Commits the checkpoint that ``expect`` noted, if every rank has written its part; None if not. It needs only
+        files: whoever comes after a run that failed completes what had been written."""
         folder = self._incomplete(step)
         if not (folder / _PENDING).exists():
             return None
@@ -201,7 +170,6 @@ class CheckpointStore:
         return manifest
 
     def abandon(self, step: int) -> None:
-        """Removes what was written for a step that failed, so that a full disk has room again."""
         shutil.rmtree(self._incomplete(step), ignore_errors=True)
 
     def clean(self) -> None:
@@ -234,14 +202,12 @@ class CheckpointStore:
             _delete(kept.pop(0))
 
     def mark_best(self, step: int, metric: str, value: float) -> None:
-        """Remembers which step's checkpoint is the best."""
         content = {"step": step, "metric": metric, "value": value}
         write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(content, indent=1).encode()])
         os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
         fsync_folder(self.folder)
 
     def best(self) -> dict[str, Any] | None:
-        """What :meth:`mark_best` was told last: ``step``, ``metric``, ``value``."""
         path = self.folder / BEST
         if not path.exists():
             return None
@@ -254,11 +220,9 @@ class CheckpointStore:
             return None
 
     def recover_best(self, folder: Path) -> None:
-        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed.
-
-        A kill right after that leaves one that does not know of it; a later checkpoint that turned out to be damaged
-        may have been the best.
-        """
+        """Makes :meth:`best` what it was when the checkpoint ``folder``, from which a run goes on, was completed. A
+        kill right after that leaves one that does not know of it; a later one that turned out to be damaged may have
+        been the best."""
         best = read_manifest(folder).about.get("best")
         if best is not None and best != self.best():
             check(best, f"{folder / MANIFEST}, best", _BEST_KEYS, remedy="give another checkpoint")
@@ -275,20 +239,13 @@ class CheckpointStore:
             path.rename(target / path.name)
         return target
 
-    def _set_aside(self, path: Path) -> None:
-        aside = free_name(path.with_name(f"{path.name}.superseded"))
-        logger.warning("%s of an earlier run is in the way and is moved to %s", path, aside)
-        path.rename(aside)
-
     def _incomplete(self, step: int) -> Path:
         return self.folder / f"global_step{step}{_INCOMPLETE}"
 
 
 def _delete(checkpoint: Path) -> None:
-    """At no moment is there half a checkpoint under its name; what cannot be removed now is when the next run starts.
-
-    A network file system keeps files that a process has open (``.nfs*``): no reason to end a run that has just saved.
-    """
+    """At no moment is there half a checkpoint under its name; what cannot be removed now is when the next run starts. A
+    network file system keeps files that a process has open (``.nfs*``): no reason to end a run that has just saved."""
     doomed = checkpoint.with_name(f"{checkpoint.name}{_INCOMPLETE}")
     try:
         checkpoint.rename(doomed)
@@ -298,7 +255,6 @@ def _delete(checkpoint: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
     found = _NAME.match(path.name)
     if found is None:
         raise ValueError(f"{path} is not named like a checkpoint (global_step<N>)")

@@ -2,7 +2,7 @@
 
 A global tensor is cut into disjoint boxes (*blocks*: what one model-parallel rank holds), and a block into ranges of
 its row-major elements (*pieces*: what one data-parallel rank holds of it). Every rank writes its pieces into one
-safetensors file; an index says which piece is where. A reader asks for any block, or any range of one, of any layout.
+safetensors file; an index says which piece is where. A reader asks for any range of any block of any layout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, write_file
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, read_plain, write_file, write_plain
 
 # safetensors' names of the types
 TYPE_NAMES = {
@@ -45,7 +44,6 @@ class Block:
         return math.prod(self.shape)
 
     def overlap(self, other: Block) -> tuple[slice, ...] | None:
-        """Box in global coordinates that both share; None if there is none."""
         shared = []
         for mine, size, theirs, other_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             low, high = max(mine, theirs), min(mine + size, theirs + other_size)
@@ -55,14 +53,11 @@ class Block:
         return tuple(shared)
 
     def local(self, box: Sequence[slice]) -> tuple[slice, ...]:
-        """A box of global coordinates in coordinates of this block."""
         return tuple(slice(s.start - o, s.stop - o) for s, o in zip(box, self.offset, strict=True))
 
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Elements ``start`` to ``end`` of a block in row-major order."""
-
     block: Block
     start: int
     end: int
@@ -78,16 +73,11 @@ class BlockRange:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """A whole block keeps its shape; a range is flat."""
         return self.block.shape if (self.start, self.end) == (0, self.block.numel) else (self.end - self.start,)
 
 
 def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[BlockRange, Tensor]]) -> FileEntry:
-    """Writes a safetensors file tensor by tensor: host memory holds one of them at a time (GPU), none (CPU).
-
-    Args:
-        pieces: with their elements, of any shape and device.
-    """
+    """Writes a safetensors file; host memory holds one tensor at a time (GPU), none (CPU)."""
     entries = [(piece.name, tensor.dtype, piece.stored_shape) for piece, tensor in pieces]
     return write_file(folder, path, safetensors_chunks(entries, (tensor for _, tensor in pieces)))
 
@@ -95,12 +85,9 @@ def write_pieces(folder: Path, path: str, pieces: Sequence[tuple[BlockRange, Ten
 def safetensors_chunks(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file; host memory holds one of ``values`` at a time (GPU), none (CPU).
-
-    Args:
-        entries: name, type and shape of the tensors.
-        values: their elements in the same order, row-major, in tensors of any shape, size and device.
-    """
+    """The bytes of a safetensors file; host memory holds one of ``values`` at a time (GPU), none (CPU). ``entries``:
+    name, type and shape; ``values``: their elements in the same order, row-major, in tensors of any shape, size and
+    device."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
@@ -118,26 +105,19 @@ def safetensors_chunks(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor of a checkpoint: its type, and which file holds which piece."""
-
     dtype: str
     global_shape: tuple[int, ...]
     pieces: tuple[tuple[BlockRange, str], ...]  # (piece, file)
 
 
 class TensorIndex:
-    """Which pieces a checkpoint holds."""
-
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self.tensors = tensors
 
     @classmethod
     def build(cls, pieces: Iterable[tuple[BlockRange, str, str]]) -> TensorIndex:
-        """From (piece, name of its dtype, file) of all ranks.
-
-        Raises:
-            CheckpointError: the pieces of a tensor leave a hole or lie on each other, so nothing could be restored.
-        """
+        """From (piece, name of its dtype, file) of all ranks. Raises CheckpointError: the pieces of a tensor leave a
+        hole or lie on each other, so nothing could be restored."""
         by_key: dict[str, list[tuple[BlockRange, str, str]]] = defaultdict(list)
         for piece, dtype, file in pieces:
             by_key[piece.block.key].append((piece, dtype, file))
@@ -158,7 +138,6 @@ class TensorIndex:
         return cls(tensors)
 
     def write(self, folder: Path, path: str) -> FileEntry:
-        """Writes the index as JSON."""
         return write_plain(folder, path, {key: _stored_to_plain(t) for key, t in self.tensors.items()})
 
     @classmethod
@@ -186,28 +165,18 @@ def _stored_from_plain(key: str, value: dict) -> StoredTensor:
 
 
 class TensorReader:
-    """Reads any block of any layout from a checkpoint's tensors.
-
-    Args:
-        folder: the folder that the index's file names are relative to.
-    """
+    """Reads any block of any layout from a checkpoint's tensors, whose files are named relative to ``folder``."""
 
     def __init__(self, folder: Path, index: TensorIndex) -> None:
         self.folder, self.index = folder, index
-        self._open = lru_cache(maxsize=16)(self._open_file)
+        self._open = lru_cache(maxsize=16)(lambda file: safe_open(folder / file, framework="pt", device="cpu"))
         self._block = lru_cache(maxsize=2)(self._assemble)
         self._by_block: dict[str, dict[Block, list[tuple[BlockRange, str]]]] = {}
 
     def read(self, piece: BlockRange, dtype: torch.dtype, *, padded: bool = False) -> Tensor:
-        """The piece's elements, flat.
-
-        Args:
-            padded: the global shape may differ from the stored one (a padded vocabulary); elements that the checkpoint
-                does not have are 0.
-
-        Raises:
-            CheckpointError: the checkpoint has no such tensor, or one of another shape or type.
-        """
+        """The piece's elements, flat. ``padded``: the global shape may differ from the stored one (a padded
+        vocabulary); elements that the checkpoint does not have are 0. Raises CheckpointError: the checkpoint has no
+        such tensor, or one of another shape or type."""
         stored = self._stored(piece.block, dtype, padded)
         if piece.block in self._blocks(piece.block.key):
             return self._elements(piece.block, piece.start, piece.end, dtype)
@@ -245,7 +214,6 @@ class TensorReader:
         return target
 
     def _blocks(self, key: str) -> dict[Block, list[tuple[BlockRange, str]]]:
-        """Pieces of a stored tensor by block."""
         if key not in self._by_block:
             blocks = self._by_block[key] = {}
             for piece, file in self.index.tensors[key].pieces:
@@ -256,7 +224,6 @@ class TensorReader:
         return self._elements(block, 0, block.numel, dtype).reshape(block.shape)
 
     def _elements(self, block: Block, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Elements of a stored block, from its pieces."""
         flat, covered = torch.empty(end - start, dtype=dtype), 0
         for piece, file in self._blocks(block.key)[block]:
             low, high = max(piece.start, start), min(piece.end, end)
@@ -276,9 +243,6 @@ class TensorReader:
             return opened.get_tensor(piece.name).reshape(-1)[low:high]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-
-    def _open_file(self, file: str) -> Any:
-        return safe_open(self.folder / file, framework="pt", device="cpu")
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -23,8 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from openrlhf_ext.config.model_rules import divisible
     from openrlhf_ext.megatron.layout import ParallelLayout
-    from openrlhf_ext.megatron.model.accounting import describe, unaccounted_tensors
-    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
+    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, unaccounted_tensors
     from openrlhf_ext.megatron.model.shape import read_model_shape
     from openrlhf_ext.options.sections import Megatron
     from openrlhf_ext.tools.plan.conversion_check import LOGPROB_TOLERANCES, CheckSettings, check_conversion

@@ -28,8 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import openrlhf_ext
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.access import TokenRefused, asks_for_token, check_token
-from openrlhf_ext.driver.cluster import count_gpus, living_nodes, node_label
+from openrlhf_ext.driver.cluster import TokenRefused, asks_for_token, check_token, count_gpus, living_nodes, node_label
 from openrlhf_ext.options import value_of
 from openrlhf_ext.patches import status
 from openrlhf_ext.patches.base import installed_version

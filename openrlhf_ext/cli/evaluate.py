@@ -27,8 +27,8 @@ from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_lib
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.outputs import in_one_piece
-from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
-from openrlhf_ext.rollout.errors import RolloutError
+from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
+from openrlhf_ext.rollout.response import RolloutError
 from openrlhf_ext.tools.evaluate.problems import Store
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, examples, notes, tables
@@ -198,24 +198,23 @@ async def _open_vllm(
     from openrlhf_ext import patches
 
     patches.apply()
-    from openrlhf_ext.rollout.launch import engine_env
+    from openrlhf_ext.options.sections import Vllm
+    from openrlhf_ext.rollout.launch import engine_env, offline_engine_args
 
     use_gpu = arguments.device == "cuda"
     # on this terminal stand our results; vLLM warns of a CPU, and of settings that are ours
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update(engine_env(use_gpu=use_gpu, model_path=arguments.model))
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(arguments.engine_timeout_s) + 1)
-    from openrlhf_ext.rollout.offline import OfflineEngine, OfflineSettings  # imports vLLM
+    from openrlhf_ext.rollout.in_process import OfflineEngine  # imports vLLM
     from openrlhf_ext.tools.evaluate.sampling import EngineSampler
 
     longest = max(map(len, tokenizer(list(prompts), add_special_tokens=False)["input_ids"]))
-    settings = OfflineSettings(
-        model_path=arguments.model, dtype=arguments.dtype, max_model_len=longest + sampling.max_new_tokens,
-        tensor_parallel_size=arguments.tensor_parallel_size, gpu_memory_utilization=arguments.gpu_memory_utilization,
-        kv_cache_mib=arguments.kv_cache_mib, use_gpu=use_gpu, start_timeout_s=arguments.engine_timeout_s,
-        stall_timeout_s=arguments.engine_timeout_s,
-    )  # fmt: skip
-    engine = await OfflineEngine.start(settings)
+    options = Vllm(tensor_parallel_size=arguments.tensor_parallel_size, kv_cache_mib=arguments.kv_cache_mib)
+    share = arguments.gpu_memory_utilization if use_gpu else None
+    length = longest + sampling.max_new_tokens
+    engine_args = offline_engine_args(arguments.model, arguments.dtype, length, options, share)
+    engine = await OfflineEngine.start(engine_args, arguments.engine_timeout_s)
     try:
         yield EngineSampler(engine, tokenizer, arguments.model, sampling)
     finally:

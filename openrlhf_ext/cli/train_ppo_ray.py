@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
-from openrlhf_ext.driver import guard, preflight, user_trial
+from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import TerminalHandler
@@ -46,11 +46,11 @@ def start(argv: list[str]) -> int:
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself
-        return dry_run(config, user_trial.try_user_code(config))
+        return dry_run(config, preflight.try_user_code(config))
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
-        user_trial.try_user_code(config)
+        preflight.try_user_code(config)
         return dry_run_json(config)
     return guard.run(config, train)
 
@@ -61,7 +61,7 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart))
 
 
-def dry_run(config: RunConfig, trials: Sequence[user_trial.Tried] = ()) -> int:
+def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = ()) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
 
     Returns 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this machine. ``trials``:
@@ -105,7 +105,7 @@ def dry_run_json(config: RunConfig) -> int:
 def layout_proofs(config: RunConfig) -> Iterator[str]:
     """Policy and critic, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
-    from openrlhf_ext.megatron.layers.known import layer_converters
+    from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.fp8.tiles import LayerShape, differing_tensors
+from openrlhf_ext.fp8.recipe import LayerShape, differing_tensors
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options import Violation
 

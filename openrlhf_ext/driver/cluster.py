@@ -1,8 +1,6 @@
-"""The lifetime of a job's Ray processes: start, report of a death in the process's own words, and a clean end.
-
-Ctrl-C, SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive; where
-Ray itself hangs or dies, the driver's parent ends what is left (``guard``).
-"""
+"""The lifetime of a job's Ray processes: start, report of a death in the process's own words, and a clean end. Ctrl-C,
+SIGTERM and errors all leave through ``RaySession.__exit__``, after which no process of the job is alive; where Ray
+itself hangs or dies, the driver's parent ends what is left (``guard``)."""
 
 from __future__ import annotations
 
@@ -11,33 +9,141 @@ import logging
 import os
 import re
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import grpc
 import psutil
 import ray
 import torch
+from ray._common.tls_utils import load_certs_from_env
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.driver.access import check_token, loopback_env, private_ray
 from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
-from openrlhf_ext.megatron.deadlines.watchdog import Address, RankState, ask_rank, describe_ranks
-from openrlhf_ext.rewards.errors import RewardError, RewardFailureLimit
+from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
+from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 from openrlhf_ext.user_code import told, users_part
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+_TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
+_TOKEN = "RAY_AUTH_TOKEN"  # counts more than the file
+_MODE = "RAY_AUTH_MODE"
+_CLUSTER = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 _READ_S = 30.0
 _TRIES = 5
 _ASK_RANK_S = 0.5
 _ASK_RANKS_EVERY_S, _ASK_SILENT_EVERY_S = 2.0, 60.0
 _T = TypeVar("_T")
+
+
+@contextmanager
+def private_ray(counted_gpus: int | None) -> Iterator[None]:
+    """In the body this process and those that it starts use a Ray of their own: on loopback, with a new token, in a
+    file of mode 600 whose name they inherit. ``counted_gpus``: no process gets a GPU, and Ray counts so many; None:
+    they get them."""
+    # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.55 worker.py:1126), so an empty list
+    # would be an IndexError, and no list this machine's GPUs.
+    devices = {} if counted_gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(["-1"] * counted_gpus)}
+    with tempfile.TemporaryDirectory(prefix="ray_token_") as folder:
+        file = Path(folder) / "token"
+        file.touch(mode=0o600)
+        file.write_text(generate_new_authentication_token())
+        # Ray replaces 127.0.0.1 by the address of the network's interface (ray 2.55 services.py:775), unless this
+        # variable, which the name of other systems is in, says that there is no cluster (services.py:791); its servers
+        # take loopback for what listens there only
+        with ray_settings({_MODE: "token", _TOKEN_FILE: str(file), _TOKEN: None, _CLUSTER: "0", **devices}):
+            yield
+
+
+@contextmanager
+def ray_settings(values: Mapping[str, str | None]) -> Iterator[None]:
+    """The body sees these variables of the environment (None: not set), and so does Ray, imported or not."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    # Ray read them when it was imported
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(_CLUSTER, True)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def loopback_env() -> dict[str, str]:
+    """What the processes of a run need whose Ray is on loopback, so that they listen there too; empty on clusters."""
+    if ray_constants.ENABLE_RAY_CLUSTER:
+        return {}
+    return {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class TokenRefused(ConnectionError):
+    """Ray's head asks for a token that this process does not have; with the remedy."""
+
+
+def asks_for_token(address: str, timeout_s: float) -> bool:
+    """Whether the GCS at an address (host:port) refuses who has no token. Raises ConnectionError: it did not answer
+    within ``timeout_s`` seconds; with what it said."""
+    return _is_refused(address, timeout_s, ())
+
+
+def check_token(address: str, timeout_s: float) -> None:
+    """Looks whether the GCS at an address (host:port) takes this process's token. Ray by itself says it after 20 s.
+    Raises TokenRefused: it does not; ConnectionError: as ``asks_for_token``."""
+    if not asks_for_token(address, timeout_s):
+        return
+    where = "RAY_AUTH_MODE=token, and its token in the file RAY_AUTH_TOKEN_PATH (by default ~/.ray/auth_token)"
+    try:
+        header = AuthenticationTokenLoader.instance().get_token_for_http_header()  # none in another mode
+    except AuthenticationError as error:
+        raise TokenRefused(f"Ray at {address} asks for a token, which cannot be read: {error}; set {where}") from None
+    if not header:
+        raise TokenRefused(f"Ray at {address} asks for a token, and this process has none: set {where}")
+    if _is_refused(address, timeout_s, tuple(header.items())):
+        raise TokenRefused(f"Ray at {address} asks for another token than this process has: set {where}")
+
+
+def _is_refused(address: str, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> bool:
+    with contextlib.closing(_channel(address)) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=timeout_s, metadata=metadata)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            raise ConnectionError(f"Ray at {address} does not answer: {error.details()}") from error
+    return False
+
+
+def _channel(address: str) -> grpc.Channel:
+    """As Ray makes one (ray 2.55 grpc_utils.py), but with no token of this process's."""
+    if not ray_constants.env_bool("RAY_USE_TLS", False):
+        return grpc.insecure_channel(address, ray_constants.GLOBAL_GRPC_OPTIONS)
+    own, key, authority = load_certs_from_env()
+    return grpc.secure_channel(
+        address, grpc.ssl_channel_credentials(authority, key, own), ray_constants.GLOBAL_GRPC_OPTIONS
+    )
 
 
 class MixedCluster(RuntimeError):
@@ -54,14 +160,7 @@ class RaySession:
     def __init__(
         self, *, policy_ranks: int, engines: int, env: dict[str, str], verbose: bool, guard: Guard | None = None
     ) -> None:
-        """
-        Args:
-            policy_ranks: ranks of all models: policy, critic, frozen models.
-            engines: workers of all rollout engines.
-            env: environment of every Ray worker.
-            verbose: whether what workers print is shown.
-            guard: told which processes of Ray's the run needs.
-        """
+        """``policy_ranks`` are of all models, ``engines`` workers of all engines; ``env`` is of every Ray worker."""
         self.guard = guard or Guard()
         self.policy_ranks, self.engines, self.env, self.verbose = policy_ranks, engines, env, verbose
         self.processes: dict[str, dict[str, Any]] = {}
@@ -74,10 +173,7 @@ class RaySession:
         self.use_gpu = False
 
     def __enter__(self) -> RaySession:
-        """
-        Raises:
-            RayNotStarted: it did not; what it had started has ended.
-        """
+        """Raises RayNotStarted: it did not; what it had started has ended."""
         handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
         try:
             self._start()
@@ -102,14 +198,8 @@ class RaySession:
         start_with_retries(lambda: ray.init(**arguments))
 
     def find_gpus(self, timeout_s: float) -> None:
-        """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs.
-
-        Ask when Ray has placed the run's bundles: before, nodes may be missing.
-
-        Raises:
-            MixedCluster: some nodes have GPUs, others only count them.
-            TimeoutError: a node did not answer within ``timeout_s`` seconds.
-        """
+        """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs. Ask when Ray has
+        placed the run's bundles: before, nodes may be missing. Raises MixedCluster, TimeoutError."""
         if not _joins_cluster():
             return
         nodes = [node for node in living_nodes() if node["Resources"].get("GPU", 0) > 0]
@@ -144,23 +234,18 @@ class RaySession:
         return common | local
 
     def remember(self, name: str, process: Mapping[str, Any]) -> None:
-        """Names a process, so that its log can be shown if it dies.
-
-        Args:
-            process: its ``rollout.process.own_identity()``.
-        """
+        """Names a process, so that its log can be shown if it dies. ``process``: its
+        ``rollout.process.own_identity()``."""
         self.processes[name] = dict(process)
         self.remember_children()
 
     def watch(self, group: str, addresses: list[Address]) -> None:
-        """Where the ranks of a group say what they are doing (``megatron.deadlines``), for reports."""
+        """Where the ranks of a group say what they are doing (``megatron.watchdog``), for reports."""
         self._groups[group] = addresses
 
     def rank_progress(self) -> str:
-        """How far the first rank of every group that works is, asked every few seconds; '' in between.
-
-        One that does not answer at once is left alone for a while: those who wait for it must not wait longer for this.
-        """
+        """How far the first rank of every group that works is, asked every few seconds; '' in between. One that does
+        not answer at once is left alone for a while: those who wait for it must not wait longer for this."""
         now = time.monotonic()
         if now < self._ask_ranks_at or not self._groups:
             return ""
@@ -192,10 +277,8 @@ class RaySession:
             signal.signal(number, handler)
 
     def describe_failure(self, error: BaseException) -> str:
-        """The failing process's own error text and, of every process that died, its name and the end of its log.
-
-        Which process reports a death first is a matter of chance: often it is one that waited for the dead process.
-        """
+        """The failing process's own error text and, of every process that died, its name and the end of its log. Which
+        process reports a death first is a matter of chance: often it is one that waited for the dead process."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         died = cause.actor_id if isinstance(cause, RayActorError) else None
         if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
@@ -240,21 +323,17 @@ def living_nodes() -> list[dict[str, Any]]:
 
 
 def node_label(node: Mapping[str, Any]) -> str:
-    """What messages call a node of Ray's table: names need not differ, the beginnings of ids do.
-
-    The name is that of ``ray start --node-name``, which is Ray's own (the address) where nobody gave one.
-    """
+    """What messages call a node of Ray's table: names need not differ, the beginnings of ids do. The name is that of
+    ``ray start --node-name``, which is Ray's own (the address) where nobody gave one."""
     return f"{node['NodeName'] or node['NodeManagerHostname']} ({node['NodeID'][:8]})"
 
 
 def ask_nodes(
     question: Callable[..., _T], nodes: Sequence[Mapping[str, Any]], timeout_s: float, *arguments: Any
 ) -> dict[str, _T | Exception]:
-    """What ``question(*arguments)`` returns on each node, by ``node_label``; or why there is no answer.
-
-    A node that Ray finds dead meanwhile is left out: a raylet that was killed stays in Ray's table for 15 s
-    (health_check_period_ms times health_check_failure_threshold, ray 2.55).
-    """
+    """What ``question(*arguments)`` returns on each node, by ``node_label``; or why there is no answer. A node that Ray
+    finds dead meanwhile is left out: a raylet that was killed stays in Ray's table for 15 s (health_check_period_ms
+    times health_check_failure_threshold, ray 2.55)."""
     deadline = time.monotonic() + timeout_s
     task = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(question)
     asked = {
@@ -281,14 +360,9 @@ def count_gpus() -> int:
 
 
 def start_with_retries(start: Callable[[], _T]) -> _T:
-    """What ``start`` returns, which starts a Ray node; tried again when Ray has not waited long enough for itself.
-
-    Ray's raylet gives up when its agents, each a Python process, take longer than 15 s to start, and no option changes
-    that (ray 2.55, https://github.com/ray-project/ray/issues/65983). The next try finds their files in memory.
-
-    Raises:
-        Exception: as ``start``, after the last try.
-    """
+    """What ``start`` returns, which starts a Ray node. Ray's raylet gives up when its agents, each a Python process,
+    take longer than 15 s to start, and no option changes that (ray 2.55,
+    https://github.com/ray-project/ray/issues/65983). The next try finds their files in memory."""
     for left in reversed(range(_TRIES)):
         try:
             return start()

@@ -49,13 +49,8 @@ def load_prompts(
     paths: str, split: str, strategy: DriverStrategy, tokenizer: Any, *, probabilities: str | None,
     max_prompt_tokens: int, overlong: Literal["skip", "error"],
 ) -> PromptData:  # fmt: skip
-    """Reads prompts and labels as OpenRLHF does and removes prompts of more than ``max_prompt_tokens`` tokens.
-
-    Raises:
-        OverlongPromptError: there are such prompts and ``overlong`` is 'error'.
-        InputError: the records cannot be read, one has no prompt or label, a prompt cannot be formed.
-        ValueError: nothing is left.
-    """
+    """Reads prompts and labels as OpenRLHF does, without prompts of more than ``max_prompt_tokens`` tokens. Raises
+    OverlongPromptError (``overlong`` is 'error'); InputError: records cannot be used; ValueError: nothing is left."""
     args = strategy.args
     with reading(paths, "as data"):
         records = blending_datasets(

@@ -1,19 +1,17 @@
-"""Engines that died or hang are replaced.
+"""Engines that died or hang are replaced; the new one gets the present weights, and the prompts are sampled again.
 
-A new engine gets the present weights, and the prompts are sampled again. What counts as the engine's fault: its actor
-died, the vLLM engine inside died, a request outlived its deadline, a weight sync names it, it does not answer for
-``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's reward function or of a policy
-rank are not: they end the run.
-
-Everything here happens in the driver's one thread: no two weight syncs or replacements meet.
+The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
+it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's
+reward function or of a policy rank end the run. Everything here happens in the driver's one thread: no two weight
+syncs or replacements meet.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +20,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.waits import Deadline, call_ranks
+from openrlhf_ext.driver.waits import Deadline, await_ranks, call_ranks
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.process import machine_id
+from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
+from openrlhf_ext.rollout.sync.sender import EngineCalls
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -70,12 +69,8 @@ class EngineCall:
 
 
 class EngineSupervisor:
-    """Replaces engines, at most ``max_restarts`` times.
-
-    Attributes:
-        restarts: engines replaced so far.
-        changes: weight syncs and replacements so far.
-    """
+    """Replaces engines, at most ``max_restarts`` times. ``restarts``: engines replaced so far. ``changes``: weight
+    syncs and replacements so far."""
 
     def __init__(
         self,
@@ -87,15 +82,11 @@ class EngineSupervisor:
         name: str = "rollout engine",
         events: EventLog | None = None,
     ) -> None:
-        """
-        Args:
-            engines: the run's engines, ready; replaced in place.
-            policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
-            config: ``vllm.*`` says when and how often.
-            remember: told the name and ``process_info`` of every new engine.
-            deadline: of the driver's phases; it starts anew when engines were replaced, which has its own.
-            name: what messages call an engine.
-            events: told of every replacement.
+        """Args:
+        engines: the run's engines, ready; replaced in place.
+        policy: actor group whose ranks have ``replace_engines``; None: weights stay those of the disk.
+        remember: told the name and ``process_info`` of every new engine.
+        deadline: of the driver's phases; it starts anew when engines were replaced, which has its own.
         """
         self.engines, self.config, self.restarts, self.changes = engines, config, 0, 0
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
@@ -107,10 +98,7 @@ class EngineSupervisor:
 
     def ask(self, method: str) -> list[Any]:
         """Call a method that answers quickly on every engine; one that dies or hangs is replaced, and asked anew.
-
-        Raises:
-            EngineLost: and no restart is left.
-        """
+        Raises EngineLost: and no restart is left."""
         asked = [self.call(index, method) for index in range(len(self.engines))]
         return [self._answer(call, method) for call in asked]
 
@@ -161,15 +149,8 @@ class EngineSupervisor:
     # ---- replacing --------------------------------------------------------------------------------------------------
 
     def replace(self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True) -> None:
-        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done.
-
-        Args:
-            fault: what they did.
-            with_weights: give them the policy's present weights, and prove it.
-
-        Raises:
-            EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised.
-        """
+        """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done. Raises
+        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised."""
         indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
         if not to_start:
             return
@@ -261,10 +242,8 @@ class HangWatch:
         return min(_ASK_AGAIN_S, self._supervisor.config.vllm.hang_timeout_s / 4)
 
     def silent(self, busy: set[int]) -> dict[int, Any]:
-        """Ask the engines in ``busy``; position and handle of those that have not answered for too long.
-
-        A weight sync or a replacement has a deadline of its own: after it, the time of silence counts anew.
-        """
+        """Ask the engines in ``busy``; position and handle of those that have not answered for too long. A weight sync
+        or a replacement has a deadline of its own: after it, the time of silence counts anew."""
         now = time.monotonic()
         if self._supervisor.changes != self._changes:
             self._changes = self._supervisor.changes
@@ -291,3 +270,47 @@ def _one_line(error: BaseException) -> str:
     cause = error.cause if isinstance(error, RayTaskError) else error
     first, *others = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {' '.join([first, *others[:1]] if first.endswith(':') else [first])[:300]}"
+
+
+class GpuSharing:
+    """Policy and engines on the same GPUs: puts one side to sleep before the other needs the memory (docs/modes.md).
+
+    Both are there for a weight sync only: the policy's parameters and the engines' weights, not their KV caches. A
+    policy rank reloads what a call needs, generation and the sync wake the engines. No rank is at work while an
+    engine falls asleep: vLLM asserts that the device's free memory does not shrink meanwhile, whoever takes it, and
+    the engine would count as failed (vllm 0.29.0 v1/worker/gpu_worker.py:265).
+    """
+
+    def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor) -> None:
+        """``groups``: ranks that train, with a method ``offload_states``, by name. ``supervisor``: of the rollout
+        engines; one that does not fall asleep or wake up is replaced."""
+        self._groups, self._supervisor, self._timeout_s = groups, supervisor, config.train.step_timeout_s
+        self._policy_sleeps, self._engines_sleep = config.ds.enable_sleep, config.vllm.enable_sleep
+
+    @contextmanager
+    def generation(self, trains: Callable[[], bool]) -> Iterator[None]:
+        """The engines have the GPUs; afterwards they sleep, whether they were used or not. ``trains`` says at the end
+        whether the policy is trained next: then the engines do not keep the old weights in host memory."""
+        if self._policy_sleeps:
+            method = "offload_states"
+            calls = {name: group.async_run_method(method) for name, group in self._groups.items()}
+            for name, refs in calls.items():
+                await_ranks(refs, name, method, self._timeout_s)
+        if self._engines_sleep:
+            self._supervisor.ask("wake_up")
+        yield
+        if self._engines_sleep:
+            self._supervisor.ask("discard_weights" if trains() else "sleep")
+
+    def wake_weights(self) -> None:
+        """The engines take back the memory of their weights, not that of their KV caches. Raises EnginesAtFault: an
+        engine died or hangs (a weight sync, of which this is part, is repeated without it)."""
+        if self._engines_sleep:
+            engines, timeout_s = self._supervisor.engines, self._supervisor.config.vllm.hang_timeout_s
+            doing = "waking up for new weights"
+            EngineCalls.start(engines, "wake_weights", [()] * len(engines), doing, timeout_s).finish()
+
+    def make_room_for_policy(self) -> None:
+        """The engines give up weights and KV caches; the weights come back as they were."""
+        if self._engines_sleep:
+            self._supervisor.ask("sleep")

@@ -39,7 +39,7 @@ from openrlhf_ext.driver.scoring import (
     scores_in_order,
 )
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
-from openrlhf_ext.ranks.messages import TrainingShard
+from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting import chosen_groups
 from openrlhf_ext.rollout.response import Response
 
@@ -52,14 +52,8 @@ Get = Callable[[list], list]
 
 @dataclass(frozen=True)
 class Experience:
-    """What a batch of groups became.
-
-    Attributes:
-        shards: one for each data-parallel rank of the policy.
-        batch, old: the sequences, and what the policy said of them before the step.
-        metrics: what the batch is like, under the names of docs/metrics.md.
-        samples: completions of a few whole groups as ``SampleWriter`` takes them, if that was asked for.
-    """
+    """What a batch of groups became: a shard for each data-parallel rank, the sequences and what the policy said of
+    them before the step, metrics, and ``samples`` as ``SampleWriter`` takes them, if that was asked for."""
 
     shards: list[TrainingShard]
     batch: SequenceBatch
@@ -77,11 +71,8 @@ class ExperienceMaker:
         reference: Scorer | None = None, critic: ValueTrainer | None = None, kl: KLCoefficient | None = None,
         attention_length: float = math.inf, guide: Scorer | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            policy: actor group of the policy's ranks.
-            attention_length: of the policy's model, for dealing sequences by their cost.
-        """
+        """``policy``: actor group of the policy's ranks. ``attention_length``: of the policy's model, for dealing
+        sequences by their cost."""
         self.policy = policy
         self.algorithm = algorithm
         self.group_size = group_size
@@ -93,12 +84,8 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def make(self, groups: Sequence[Group], version: int, get: Get, shown: int | None = None) -> Experience:
-        """Scores the groups, shapes them, and cuts every data-parallel rank's shard.
-
-        Args:
-            version: of the policy's weights, with which old log-probs are taken.
-            shown: completions of so many groups are shown; 0 = of all, None = of none.
-        """
+        """Scores the groups, shapes them, and cuts every data-parallel rank's shard. Old log-probs are of the weights
+        ``version``; completions of ``shown`` groups are shown (0 = of all, None = of none)."""
         samples = in_group_order(groups, self.group_size)
         batch = sequences_of(samples)
         started = time.perf_counter()
@@ -167,11 +154,8 @@ class ExperienceMaker:
 
 
 def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
-    """The completions of groups sorted by prompt, so that the batch does not depend on which engine was faster.
-
-    Raises:
-        ValueError: a group has not ``group_size`` completions.
-    """
+    """The completions of groups sorted by prompt, so that the batch does not depend on which engine was faster. Raises
+    ValueError: a group has not ``group_size`` completions."""
     for group in groups:
         if len(group.responses) != group_size:
             raise ValueError(
@@ -221,13 +205,8 @@ _SHOWN = {
 
 
 def shown_samples(groups: Sequence[Group], rollout: RolloutBatch, shaped: LossBatch, most: int) -> list[dict[str, Any]]:
-    """The completions of some groups, those whose prompts were drawn first, in the form of ``SampleWriter``.
-
-    Args:
-        groups: in the order of the batch.
-        shaped: the batch as the algorithm shaped it.
-        most: groups, as for ``chosen_groups``.
-    """
+    """The completions of at most so many groups of the batch, those whose prompts were drawn first, as ``SampleWriter``
+    takes them."""
     order = sorted(range(len(groups)), key=lambda position: groups[position].prompt.number)
     chosen = chosen_groups([sum(r.written for r in groups[position].responses) for position in order], most)
     starts = np.cumsum([0] + [len(group.responses) for group in groups])
@@ -276,15 +255,9 @@ def _label(label: Any) -> dict[str, Any]:
 def training_shards(
     shaped: LossBatch, chunks: Sequence[slice], deals: Sequence[Deal], seed: int = 0
 ) -> list[TrainingShard]:
-    """Each data-parallel rank's shard of every optimizer step.
-
-    ``prepare`` gets the old log-probs as those of the policy about to be updated, which they are in the first update
-    of a rollout batch; for later ones the ranks prepare again (``preparation``).
-
-    Args:
-        chunks, deals: as the rows were dealt.
-        seed: of random choices.
-    """
+    """Each data-parallel rank's shard of every optimizer step. ``prepare`` gets the old log-probs as those of the
+    policy about to be updated, which they are in the first update of a rollout batch; for later ones the ranks
+    prepare again."""
     shards = [TrainingShard([], seed) for _ in deals]
     for step, chunk in enumerate(chunks):
         mini_batch = shaped.mini_batch(chunk)  # a slice is not copied

@@ -1,4 +1,4 @@
-"""What is measured of every step.
+"""What is measured of every step; the self-test ``train.drift_check``; profiles of single steps.
 
 Shape suffixes: N = response tokens of all completions, n = those of a block.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,11 @@ from openrlhf_ext.algorithms.segments import Segments, float64_sum
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import (
-    EventLog,
-)
+from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rewards.grading import FAILED_KEY
+from openrlhf_ext.rollout.probe import relative_difference
 from openrlhf_ext.rollout.response import Response
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAN
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     """Mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
-    graded.
-    """
+    graded."""
     names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
     logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
     logs["accuracy/mean"] = sum(sample.score for sample in samples) / len(samples)
@@ -66,10 +66,8 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
-    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token.
-
-    Empty if any response does not tell.
-    """
+    """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token. Empty if
+    any response does not tell."""
     samples = [sample for sample in samples if not sample.from_guide]
     if not all(sample.versions for sample in samples):
         return {}
@@ -92,11 +90,8 @@ def mismatch_gauges(
 
     With d = policy - rollout and w = exp(d), both KL estimators have the right mean over tokens sampled from the
     engines and are never negative: k3 of KL(rollout || policy) is w - 1 - d, and of KL(policy || rollout), where the
-    sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w d.
-
-    Args:
-        segments: which of the N tokens are of which completion.
-        band: ratios outside are counted: what an importance correction with these thresholds drops or clamps.
+    sample has to be weighted by w, w (1/w - 1 + d) = 1 - w + w d. Ratios outside of ``band`` are counted: what an
+    importance correction with these thresholds drops or clamps.
     """
     if not segments.tokens:
         return {}
@@ -121,8 +116,7 @@ def mismatch_gauges(
 
 def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
     """(7,) of a block's d: sums of both KL terms, of |d| and of ratios outside the band; the largest |d|; the
-    logarithms of the sums of w and of its squares.
-    """
+    logarithms of the sums of w and of its squares."""
     if not len(d_n):
         return d_n.new_tensor([0.0, 0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf])
     largest, (low, high) = d_n.max(), band
@@ -136,10 +130,8 @@ def _block_sums(d_n: Tensor, band: tuple[float, float]) -> Tensor:
 
 
 def policy_mismatch(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAND) -> dict[str, float]:
-    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ.
-
-    Empty if an engine reported no log-probs.
-    """
+    """``mismatch_gauges`` of the policy's completions: those of a guide are meant to differ. Empty if an engine
+    reported no log-probs."""
     guide_B, engines_N, segments = rollout.from_guide, rollout.rollout_logprobs, rollout.segments
     if engines_N is None:
         return {}
@@ -194,15 +186,9 @@ def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
 def throughput_gauges(
     flops: ForwardFlops, tokens: int, epochs: int, ranks: int, seconds: Mapping[str, float], peak: float | None
 ) -> dict[str, float]:
-    """Speed of the policy's ranks in the passes over the batch.
-
-    Args:
-        flops: of one forward pass over the batch.
-        tokens: prompt and response tokens of the batch.
-        epochs: training passes over it.
-        seconds: ``time/logprob`` and ``time/train`` of the step; a phase that is missing or took no time is left out.
-        peak: TFLOP/s of one device; None leaves the MFU out.
-    """
+    """Speed of the policy's ranks in the passes over the batch; a phase that is missing in ``seconds`` or took no time
+    is left out. ``flops`` is of one forward pass, ``peak`` TFLOP/s of one device (None: no MFU), ``tokens`` prompts
+    included."""
     gauges: dict[str, float] = {}
     for phase, work, passes in (("logprob", flops.total, 1), ("train", flops.training * epochs, epochs)):
         if (spent := seconds.get(f"time/{phase}", 0.0)) <= 0:
@@ -241,13 +227,9 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
 
 @dataclass
 class StepGauges:
-    """Measures one step after the other.
+    """Measures one step after the other, with ``epochs`` training passes each; tells ``events`` of the slowest rank.
 
-    Attributes:
-        epochs: training passes over each batch.
-        peak: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
-        timeout_s: longest wait for the ranks' reports.
-        events: told of the slowest rank.
+    ``peak``: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
     """
 
     policy: RankGroup
@@ -285,3 +267,110 @@ class StepGauges:
             "policy rank %d on %s is the slowest: %.1f s of its own in this step, %.1f times the mean of all ranks",
             slowest.rank, slowest.host, slowest.busy_seconds, ratio,
         )  # fmt: skip
+
+
+class DriftError(RuntimeError):
+    """A step with learning rate 0 changed something."""
+
+
+@dataclass
+class DriftCheck:
+    """The self-test of ``train.drift_check``: with a learning rate of 0, a step of the whole system must change
+    nothing.
+
+    It runs the real loop. Then weights and master weights have to be the same bits, the policy's log-probs of the
+    batch the same numbers to ``tolerance`` nats (`relative_difference`), and the engines' close to them
+    (``mismatch_tolerance``, on average). What moves points at a fault (a wrong reduction, an update of something
+    frozen, stale weights, a lossy sync, a cache that outlived its weights) that ordinary training would hide.
+    """
+
+    policy: RankGroup
+    tolerance: float
+    mismatch_tolerance: float
+    timeout_s: float
+    steps: int = 0
+    _before: list[str] = field(default_factory=list)
+
+    def before_training(self) -> None:
+        """Remembers the weights."""
+        self._before = self._digests()
+
+    def after_training(self, old: LogprobEntropy, new: LogprobEntropy, mean_mismatch: float | None) -> dict[str, float]:
+        """What moved between the policy's log-probs ``old`` and ``new`` of the batch, as metrics; ``mean_mismatch`` is
+        None if the engines report none. Raises DriftError, which lists what moved and on which ranks."""
+        self.steps += 1
+        moved = relative_difference(old.logprobs_N, new.logprobs_N).mean
+        problems = [
+            *changed_ranks(self._before, self._digests()),
+            *logprob_problems(moved, self.tolerance, mean_mismatch, self.mismatch_tolerance),
+        ]
+        if problems:
+            raise DriftError(
+                f"train.drift_check: step {self.steps} had learning rate 0 and changed something:\n"
+                + "\n".join(f"- {problem}" for problem in problems)
+            )
+        logger.info("drift check, step %d: weights unchanged, log-probs moved by %.1e nats", self.steps, moved)
+        return {"drift/logprob_diff": moved}
+
+    def _digests(self) -> list[str]:
+        return call_ranks(self.policy, "policy", "weight_digest", self.timeout_s)
+
+
+def changed_ranks(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """A line that names the ranks whose weights are no longer the same bits."""
+    ranks = [rank for rank, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    return [f"the weights changed on the policy ranks {ranks}"] if ranks else []
+
+
+def logprob_problems(
+    moved: float, tolerance: float, mean_mismatch: float | None, mismatch_tolerance: float
+) -> list[str]:
+    """Lines on log-probs that moved, or on engines that do not sample from the policy; NaN counts as moved."""
+    problems = []
+    if not moved <= tolerance:
+        problems.append(f"the policy's log-probs of the batch moved by {moved:.2e} nats, allowed are {tolerance:g}")
+    if mean_mismatch is not None and not mean_mismatch <= mismatch_tolerance:
+        problems.append(
+            f"policy and engines differ by {mean_mismatch:.2e} nats on average, allowed are {mismatch_tolerance:g} "
+            "(weight_sync.probe_tolerance)"
+        )
+    return problems
+
+
+class StepProfiler:
+    """Has ranks profile themselves, in the steps from the first to the last, from the scores to the sync of the
+    weights."""
+
+    def __init__(
+        self, policy: RankGroup, steps: tuple[int, int], ranks: tuple[int, ...], folder: Path, timeout_s: float,
+        events: EventLog,
+    ) -> None:  # fmt: skip
+        self._policy, self._steps, self._ranks, self._folder = policy, steps, ranks, folder
+        self._timeout_s, self._events = timeout_s, events
+        self._rows: list[dict[str, Any]] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The part of a step that the ranks make; nothing happens if the step is not to be profiled."""
+        if not self._steps[0] <= step <= self._steps[1]:
+            yield
+            return
+        call_ranks(self._policy, "policy", "start_profile", self._timeout_s, ranks=self._ranks)
+        yield
+        folder = str(self._folder)
+        for profile in call_ranks(self._policy, "policy", "finish_profile", self._timeout_s, folder=folder, step=step):
+            if profile is not None:
+                self._rows.append({"step": step, **profile})
+                self._events.note("profile", **profile)
+
+    def table(self) -> str:
+        """Seconds by kind of work, a line for each step and rank; empty if no step was profiled."""
+        if not self._rows:
+            return ""
+        kinds = list(self._rows[0]["seconds"])
+        lines = ["".join(title.rjust(max(9, len(title) + 2)) for title in ("step", "rank", "wall_s", *kinds))]
+        for row in self._rows:
+            cells = [str(row["step"]), str(row["rank"]), *(f"{s:.3f}" for s in (row["wall"], *row["seconds"].values()))]
+            titles = ("step", "rank", "wall_s", *kinds)
+            lines.append("".join(cell.rjust(max(9, len(t) + 2)) for t, cell in zip(titles, cells, strict=True)))
+        return "\n".join(lines)

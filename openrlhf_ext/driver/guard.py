@@ -20,16 +20,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.ending import last_words, resume_line
-from openrlhf_ext.driver.folders import own_folders
+from openrlhf_ext.checkpoints import CheckpointStore
+from openrlhf_ext.config import ConfigError, RunConfig
+from openrlhf_ext.driver.about import checkpoint_store, last_words, resume_line
+from openrlhf_ext.locks import FolderLock, LockError
+from openrlhf_ext.options import Violation
 from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
 
@@ -57,16 +60,9 @@ Train = Callable[[RunConfig, "Guard", int], int]
 
 
 class Guard:
-    """What the driver tells its parent, and the signals that the driver gets.
-
-    Ctrl-C and SIGTERM raise KeyboardInterrupt where the driver is; only the first signal counts. In a process without
-    such a parent (``pipe`` None) nobody is told.
-
-    Attributes:
-        received: the signal that ends the run, once there was one.
-        received_at: when, on the monotonic clock.
-        events: knows the step that the run is at.
-    """
+    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C and SIGTERM raise
+    KeyboardInterrupt where the driver is; only the first counts, ``received`` on the monotonic clock at
+    ``received_at``. With ``pipe`` None nobody is told."""
 
     def __init__(self, pipe: Connection | None = None) -> None:
         self._pipe = pipe
@@ -158,15 +154,10 @@ class Guard:
 
 
 def run(config: RunConfig, train: Train) -> int:
-    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most.
-
-    Returns:
-        The driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was
-        killed by signal n (137 also if Ray or this process had to end it).
-
-    Raises:
-        ConfigError: another run has a folder of this one.
-    """
+    """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most. Returns the
+    driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was killed
+    by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder of this
+    one."""
     began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)
@@ -184,13 +175,8 @@ def run(config: RunConfig, train: Train) -> int:
 
 
 def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int]) -> int:
-    """One attempt, and after a failure another one from the last checkpoint, ``train.max_restarts`` times at most.
-
-    Where the run has written none, it starts from the beginning: those of others were moved aside (``own_folders``).
-
-    Args:
-        attempt: takes a configuration and the number of the restart, returns the exit code.
-    """
+    """One ``attempt``, and after a failure another one from the last checkpoint; where the run has written none, from
+    the beginning: those of others were moved aside (``own_folders``)."""
     for restart in range(config.train.max_restarts + 1):
         if restart:
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
@@ -455,3 +441,48 @@ def end_processes(processes: list[psutil.Process]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 send(process)
         psutil.wait_procs(running, timeout=_GRACE_S)
+
+
+@contextmanager
+def own_folders(config: RunConfig) -> Iterator[None]:
+    """Holds the locks of everything that the run writes into and moves aside, restarts included. Nothing half-written
+    is in ``ckpt.path``, and without ``ckpt.load_enable`` no checkpoint of an earlier run. Raises ConfigError:
+    another run has one of the folders, or one cannot be written to."""
+    faults, take_over = [], config.ckpt.take_over_lock
+    with ExitStack() as held:
+        for folder, options in _folders(config).items():
+            names = " and ".join(options)
+            try:
+                held.enter_context(closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock")))
+            except LockError as error:
+                faults.append(Violation(options, f"{names} {folder} {error}, or give another {names}"))
+            except OSError as error:
+                faults.append(Violation(options, f"{names} {folder} cannot be locked: {error}; give another {names}"))
+        if faults:
+            raise ConfigError(faults)
+        try:
+            _prepare_checkpoints(checkpoint_store(config), config.ckpt.load_enable)
+        except OSError as error:
+            fault = Violation(("ckpt.path",), f"ckpt.path cannot be used: {error}; give another")
+            raise ConfigError([fault]) from error
+        yield
+
+
+def _prepare_checkpoints(store: CheckpointStore, goes_on: bool) -> None:
+    store.clean()
+    if not goes_on and (aside := store.set_aside_all()) is not None:
+        logger.warning(
+            "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
+            store.folder, aside,
+        )  # fmt: skip
+
+
+def _folders(config: RunConfig) -> dict[Path, tuple[str, ...]]:
+    """The folders, links resolved, and the options that name them."""
+    named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
+    if config.logger.metrics_path is not None:
+        named["logger.metrics_path"] = Path(config.logger.metrics_path).parent
+    folders: dict[Path, tuple[str, ...]] = {}
+    for option, folder in named.items():
+        folders[folder.resolve()] = (*folders.get(folder.resolve(), ()), option)
+    return folders

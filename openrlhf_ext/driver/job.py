@@ -21,19 +21,24 @@ from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
-from openrlhf_ext.driver.about import about_run
-from openrlhf_ext.driver.card import write_card
-from openrlhf_ext.driver.checkpoints import Checkpointer, checkpoint_store, write_hf
+from openrlhf_ext.driver.about import about_run, checkpoint_store, results, resume_line, write_card
+from openrlhf_ext.driver.checkpoints import (
+    Checkpointer,
+    Resumed,
+    check_prompts,
+    check_shared_folders,
+    clean_up,
+    prepare_folder,
+    restore,
+    write_hf,
+)
 from openrlhf_ext.driver.cluster import RaySession
-from openrlhf_ext.driver.drift import DriftCheck
-from openrlhf_ext.driver.ending import results, resume_line
-from openrlhf_ext.driver.engines import EngineSupervisor
+from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import ExperienceMaker
-from openrlhf_ext.driver.gauges import StepGauges
-from openrlhf_ext.driver.gpu_sharing import GpuSharing
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import INTERRUPTED, Guard
-from openrlhf_ext.driver.guided import GuidedRequests
 from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.preflight import try_user_code
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
     AuxiliaryModels,
@@ -47,17 +52,8 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
-from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepRecorder
-from openrlhf_ext.driver.resume import (
-    Resumed,
-    check_prompts,
-    check_shared_folders,
-    clean_up,
-    prepare_folder,
-    restore,
-)
-from openrlhf_ext.driver.rollouts import GroupRequests, PromptStream, Requests, Rollouts, all_prompts
+from openrlhf_ext.driver.rollouts import GroupRequests, GuidedRequests, PromptStream, Requests, Rollouts, all_prompts
 from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
@@ -66,7 +62,6 @@ from openrlhf_ext.driver.settings import (
     training_steps,
     worker_env,
 )
-from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -85,18 +80,9 @@ _DESCRIBE_S = 120.0  # ranks are asked, logs are read on other nodes (30 s each)
 
 
 def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
-    """One attempt to train until the prompts are used up.
-
-    Args:
-        guard: told how far the attempt is; listens to signals.
-        restart: how often the run was started before.
-
-    Returns:
-        The exit code: 0, 1 = failed, 130 = Ctrl-C, 143 = SIGTERM.
-
-    Raises:
-        ConfigError: a model that was downloaded does not fit the options, or a file of the user's own cannot be used.
-    """
+    """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones. Returns 0, 1 = failed,
+    130 = Ctrl-C, 143 = SIGTERM. Raises ConfigError: a model that was downloaded does not fit the options, or a file
+    of the user's own cannot be used."""
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config)
     guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
@@ -286,11 +272,8 @@ def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, R
 
 
 def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
-    """The training loop with everything that it drives, at the place where the run begins or goes on.
-
-    Args:
-        guard: whose signals the loop listens to; None: to none.
-    """
+    """The training loop with everything that it drives, at the place where the run begins or goes on. ``guard``: whose
+    signals the loop listens to; None: to none."""
     from openrlhf_ext.driver.data import dataloader
 
     shape = read_model_shape(policy_path(config))
@@ -433,10 +416,7 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
 
 def with_local_model(config: RunConfig) -> RunConfig:
     """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
-
-    Raises:
-        ConfigError: a model cannot be downloaded, or does not fit the options.
-    """
+    Raises ConfigError: a model cannot be downloaded, or does not fit the options."""
     given = config
     needed = {"actor": True, "critic": config.has_critic, "guide": config.has_guide}
     for section in (section for section, is_needed in needed.items() if is_needed):

@@ -22,18 +22,15 @@ import torch
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, DriverState, groups_from_plain, plain_groups
-from openrlhf_ext.driver.drift import DriftCheck
-from openrlhf_ext.driver.engines import EngineSupervisor
+from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import StepGauges
-from openrlhf_ext.driver.gpu_sharing import GpuSharing
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.profile import StepProfiler
 from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
-from openrlhf_ext.ranks.messages import TrainingShard
+from openrlhf_ext.ranks.policy import TrainingShard
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -43,18 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingLoop:
-    """One run's training.
-
-    Attributes:
-        supervisor: of the policy's engines.
-        guide_supervisor: of the guide's engines; None = there are none.
-        held_out: loader of the prompts of evaluations; None = there are none.
-        sinks: OpenRLHF's loggers (W&B, TensorBoard).
-        guard: whose SIGTERM waits while a step changes the weights.
-        tokenizer: shows them a sample.
-        step: training steps done.
-        version: of the policy's weights, which the engines have.
-    """
+    """One run's training: ``step`` steps are done, the engines have the policy's weights ``version``. ``guard`` holds
+    SIGTERM while a step changes the weights; ``sinks`` are OpenRLHF's loggers (W&B, TensorBoard)."""
 
     config: RunConfig
     policy: RankGroup
@@ -235,10 +222,8 @@ class TrainingLoop:
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
     def save_before_the_end(self) -> None:
-        """After SIGTERM: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough.
-
-        Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time.
-        """
+        """After SIGTERM: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough. Not of a
+        step that is half done, and not after Ctrl-C: who is there can say when it is time."""
         self.guard.ignore_signals()
         grace_s = self.config.ckpt.grace_s
         if self.guard.received != signal.SIGTERM or not grace_s or self.checkpointer is None:

@@ -1,8 +1,8 @@
 """Where ranks go: bundles that are reserved with a deadline, sorted so that tensor-parallel groups stay on one node.
 
-Ray packs bundles onto few nodes but numbers them in no particular order of nodes: rank i in bundle i may put neighbors
-of a tensor-parallel group, which talk in every layer, on two nodes. Here bundles are sorted by node first. What cannot
-be sorted into place is refused with the table of who would be where.
+Ray numbers bundles in no particular order of nodes: rank i in bundle i may put neighbors of a tensor-parallel group,
+which talk in every layer, on two nodes. What cannot be sorted into place is refused with the table of who would be
+where.
 """
 
 from __future__ import annotations
@@ -46,16 +46,8 @@ class RankBlock:
 def place_ranks(nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None) -> list[int]:
     """The bundle of each rank, in rank order; rank order is tp-cp-ep-pp-dp, so groups are blocks of neighbors.
 
-    Nodes that hold whole blocks come first, so that as few blocks as possible are split.
-
-    Args:
-        nodes: node of each bundle, by bundle index.
-        tensor_size: ranks of a tensor-parallel group, which must be on one node.
-        block_size: ranks that should be on one node if that can be, a multiple of ``tensor_size`` (tensor times context
-            parallel); None = ``tensor_size``.
-
-    Raises:
-        PlacementError: a tensor-parallel group would be on two nodes; with the table of all groups.
+    Nodes that hold whole blocks come first, so that as few blocks as possible are split. Tensor-parallel groups must
+    be on one node (or PlacementError has the table of all), blocks (tensor times context parallel) should be.
     """
     order = _node_order(nodes, tensor_size, block_size or tensor_size)
     if any(block.is_split for block in blocks(order, nodes, tensor_size)):
@@ -97,14 +89,8 @@ def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list
 
 @dataclass(frozen=True)
 class Reservation:
-    """Bundles of one GPU and one CPU each, held by this job.
-
-    Attributes:
-        group: Ray's placement group.
-        nodes: node of each bundle, by bundle index: host name and id, readable in messages.
-        timeout_s: longest wait for an actor in them to start.
-        shared: whether several actors share a bundle (colocation).
-    """
+    """Bundles of one GPU and one CPU each, held by this job, with the node of each in words, by bundle index;
+    ``shared`` by several actors in a colocated run."""
 
     group: PlacementGroup
     nodes: tuple[str, ...]
@@ -122,14 +108,8 @@ class Reservation:
 
 
 def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) -> Reservation:
-    """Reserves ``count`` bundles on as few nodes as possible.
-
-    Args:
-        what: who the bundles are for, for messages.
-
-    Raises:
-        PlacementError: Ray could not place them within ``timeout_s`` seconds.
-    """
+    """Reserves ``count`` bundles on as few nodes as possible. ``what``: who the bundles are for, for messages. Raises
+    PlacementError: Ray could not place them within ``timeout_s`` seconds."""
     group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(count)], strategy="PACK")
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -150,18 +130,8 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
 
 
 class RankGroup(RayActorGroup):
-    """One actor per rank; contiguous blocks of ``model_parallel_size`` ranks are one data-parallel rank.
-
-    Args:
-        actor_class: a Ray remote class, constructed with (world size, rank, master address, master port).
-        reservation: at least one bundle for each rank.
-        world_size: ranks.
-        tensor_size: ranks of a tensor-parallel group; such a group stays within one node.
-        block_size: ranks that should stay within one node if that can be: tensor times context parallel.
-
-    Raises:
-        PlacementError: a tensor-parallel group would be on two nodes, or rank 0 did not start in time.
-    """
+    """One actor per rank; contiguous blocks of ``model_parallel_size`` ranks are one data-parallel rank. For the sizes,
+    and PlacementError, see ``place_ranks``; it is raised too if rank 0 did not start in time."""
 
     def __init__(
         self,

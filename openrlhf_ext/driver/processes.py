@@ -1,13 +1,13 @@
-"""The processes of a run: where engines and ranks go, their start, and the proof that policy and engines agree.
-
-What OpenRLHF or vLLM has to be imported for is imported inside of functions: ``job.build_parts`` says when.
-"""
+"""The processes of a run: where engines and ranks go, their start, and the proof that policy and engines agree. What
+OpenRLHF or vLLM has to be imported for is imported inside of functions: ``job.build_parts`` says when."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,12 @@ from openrlhf_ext.driver.settings import (
     sync_settings,
 )
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options import required
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor
-from openrlhf_ext.ranks.messages import SleepModes
-from openrlhf_ext.ranks.policy import PolicyActor
+from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rollout.probe import end_of_probe
 
@@ -65,13 +65,8 @@ def tensor_block_size(config: RunConfig) -> int:
 def engine_places(
     config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str
 ) -> EnginePlaces | None:
-    """Where engines go: on the policy's bundles, or GPUs of their own; None: where Ray puts them.
-
-    Args:
-        policy_places: of a colocated run; None = the engines share nothing.
-        engines: how many.
-        what: they are, for messages.
-    """
+    """Where engines go: on the policy's bundles, or GPUs of their own; None: where Ray puts them. ``policy_places``: of
+    a colocated run; None = the engines share nothing. ``engines``: how many. ``what``: they are, for messages."""
     from openrlhf_ext.driver.placement import place_ranks, reserve
     from openrlhf_ext.rollout.launch import EnginePlaces
 
@@ -109,6 +104,12 @@ def _create_engines(
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
+    layers = bf16_layers(config, model_path)
+    if layers is not None and use_gpu and config.rollout_dtype == "fp32":
+        raise ValueError(
+            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
+            "vllm.dtype bf16, or switch fp8.rollout_enable off"
+        )
     resolved = {
         "num_engines": count,
         "dtype": config.rollout_dtype,
@@ -127,7 +128,8 @@ def _create_engines(
         places=places,
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         batch_invariant=config.train.full_determinism_enable,
-        bf16_layers=bf16_layers(config, model_path),
+        bf16_layers=layers,
+        more_env={} if layers is None else fp8_env(use_gpu),
     )
 
 
@@ -136,6 +138,21 @@ def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:
     if not config.fp8.rollout_enable:
         return None
     return config.fp8.bf16_layers.numbers(read_model_shape(model_path).num_layers)
+
+
+def fp8_env(use_gpu: bool) -> dict[str, str]:
+    """Environment of engines with FP8 layers; on GPUs what DeepGEMM compiles its kernels with, at the first batches."""
+    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
+    # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
+    environment = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    if use_gpu:
+        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.29.0 kernels/linear/__init__.py:439)
+        environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
+        # the environment's ninja; Ray puts the node's own PATH in
+        environment["PATH"] = f"{os.path.dirname(sys.executable)}:${{PATH}}"
+        if (toolkit := cuda_home()) is not None:
+            environment["CUDA_HOME"] = str(toolkit)
+    return environment
 
 
 def max_requests(config: RunConfig, use_gpu: bool) -> int:
@@ -170,13 +187,9 @@ def _start_ranks(
     from openrlhf_ext.driver.placement import RankGroup
 
     group = RankGroup(
-        ray.remote(num_gpus=1)(actor),
-        places,
-        world_size=layout.world_size,
-        model_parallel_size=layout.model_parallel_size,
-        tensor_size=tensor_size,
-        block_size=block_size,
-    )
+        ray.remote(num_gpus=1)(actor), places, world_size=layout.world_size,
+        model_parallel_size=layout.model_parallel_size, tensor_size=tensor_size, block_size=block_size,
+    )  # fmt: skip
     group.async_run_method("load_libraries")
     return group
 
@@ -184,14 +197,9 @@ def _start_ranks(
 def await_engines(
     config: RunConfig, session: RaySession, engines: EngineFleet, prompt: Sequence[int], deadline: Deadline
 ) -> list[int]:
-    """Waits for the rollout engines. Those that give up memory sleep afterwards: the policy is about to be loaded.
-
-    Args:
-        prompt: tokens of the run's first prompt.
-
-    Returns:
-        The text of the probe (``rollout.probe``): the end of the prompt and what the model itself says after it.
-    """
+    """Waits for the rollout engines; those that give up memory sleep afterwards: the policy is about to be loaded.
+    Returns the text of the probe (``rollout.probe``): the end of the run's first prompt and what the model itself
+    says after it."""
     _await_engines(config, session, engines, deadline, "rollout engine")
     begin = prompt[-(config.probe_length // 2) :]
     asked = engines[0].continuation.remote(begin, config.probe_length - len(begin), config.train.seed)
@@ -205,32 +213,18 @@ def initialize_policy(
     config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, probe: Sequence[int], steps: int,
     deadline: Deadline,
 ) -> None:  # fmt: skip
-    """Loads the policy on every rank and connects it to the engines.
-
-    Args:
-        probe: the text that proves every weight sync.
-        steps: training steps of the run.
-    """
-    refs = policy.async_run_method(
-        "init_model",
-        policy_settings(config, steps),
-        sync_settings(config, session.use_gpu, probe),
-        config.train.max_epochs,
-        engines,
-        SleepModes(
-            config.ds.enable_sleep,
-            config.vllm.enable_sleep,
-            config.gpu_memory_utilization if config.train.colocate_all else None,
-        ),
-    )
+    """Loads the policy on every rank and connects it to the engines. ``probe``: the text that proves every weight sync.
+    ``steps``: training steps of the run."""
+    share = config.gpu_memory_utilization if config.train.colocate_all else None
+    sleeping = SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep, share)
+    settings, sync = policy_settings(config, steps), sync_settings(config, session.use_gpu, probe)
+    refs = policy.async_run_method("init_model", settings, sync, config.train.max_epochs, engines, sleeping)
     _await_ranks(session, "policy", refs, deadline)
 
 
 def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline) -> None:
-    """Proves that policy and engines have the same weights.
-
-    Afterwards whoever gives up memory has done so: a critic and a checkpoint are about to be loaded.
-    """
+    """Proves that policy and engines have the same weights. Afterwards whoever gives up memory has done so: a critic
+    and a checkpoint are about to be loaded."""
     gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_diff"]
     logger.info("policy and engines agree on the starting weights: log-probs differ by %.1e nats on average", gauge)
     if config.vllm.enable_sleep:
@@ -266,32 +260,21 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy that have ranks of their own: the critic, a reference, a guide.
-
-    Attributes:
-        critic: None if there is none.
-        frozen: those of frozen models that have ranks of their own, by name.
-    """
+    """The models beside the policy that have ranks of their own: the critic, a reference, a guide. ``critic``: None if
+    there is none. ``frozen``: those of frozen models that have ranks of their own, by name."""
 
     critic: RankGroup | None = None
     frozen: Mapping[str, RankGroup] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: RunConfig, policy_places: Reservation | None = None) -> AuxiliaryModels:
-        """Starts the actors, which import in the background.
-
-        Args:
-            policy_places: the policy's ``Reservation``, which a critic shares in a colocated run.
-        """
+        """Starts the actors, which import in the background. ``policy_places``: the policy's ``Reservation``, which a
+        critic shares in a colocated run."""
         frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
         return cls(_start_critic(config, policy_places), frozen)
 
     def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
-        """Loads the models on all ranks and remembers their processes.
-
-        Args:
-            steps: training steps of the run.
-        """
+        """Loads the models on all ranks and remembers their processes. ``steps``: training steps of the run."""
         policy = policy_settings(config, steps)
         refs: dict[str, list] = {}
         if self.critic is not None:

@@ -9,14 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.reporting import (
-    EventLog,
-    MetricsWriter,
-    ProgressLine,
-    SampleWriter,
-    is_documented,
-    write_figure,
-)
+from openrlhf_ext.reporting import EventLog, MetricsWriter, ProgressLine, SampleWriter, is_documented, write_figure
 
 if TYPE_CHECKING:
     pass
@@ -30,14 +23,8 @@ _DROPPED = ("filtered", "late")
 class StepRecorder:
     """Turns what a step returned into one documented record and hands it to every sink.
 
-    Args:
-        metrics_path, figure_path: files; the figure is redrawn by a background thread at most every ten seconds.
-        total_steps: expected number of steps, for the progress line.
-        skipped_overlong: prompts that were left out before the run.
-        resume_step: records of later steps are of a run that is being repeated, and are moved aside; 0 = all are.
-        label: in every line, record and figure.
-        events: told of evaluations, and of groups that were dropped or late.
-        samples: gets completions of some steps; None = they are not kept.
+    The figure is redrawn by a background thread at most every ten seconds. Records of steps after ``resume_step``
+    are of a run that is being repeated, and are moved aside; 0 = all are.
     """
 
     def __init__(
@@ -121,12 +108,8 @@ _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
 
 def step_record(logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One step under the names of docs/metrics.md; other numbers go under ``algorithm/``.
-
-    Args:
-        logs: with ``time/step`` and ``tokens/generated``.
-        engines: ``rollout_stats`` of each engine in the step.
-    """
+    """One step under the names of docs/metrics.md; other numbers go under ``algorithm/``. ``logs``: with ``time/step``
+    and ``tokens/generated``. ``engines``: ``rollout_stats`` of each engine in the step."""
     named = {_RENAMED.get(name, name): value for name, value in logs.items()}
     record = {name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()}
     record["time/generate"] = max(stats["generation_s"] for stats in engines)

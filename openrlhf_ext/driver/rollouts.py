@@ -8,12 +8,13 @@ are asked for one batch at a time and stand still while the policy trains.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -21,8 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
 from openrlhf_ext.driver.waits import Deadline
-from openrlhf_ext.rollout.errors import InvalidWeights
-from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, derived_seed
+from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
@@ -40,12 +40,8 @@ class FilterExhaustedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt that was drawn.
-
-    Attributes:
-        number: how many were drawn before it.
-        text, label: what is sampled from, and what the reward function gets.
-    """
+    """One prompt that was drawn. ``number``: how many were drawn before it. ``text``, ``label``: what is sampled from,
+    and what the reward function gets."""
 
     number: int
     text: str
@@ -53,12 +49,8 @@ class Prompt:
 
 
 class PromptStream:
-    """Draws prompts from OpenRLHF's resumable loader until the episodes are over.
-
-    Args:
-        loader: ``StatefulDataLoader`` over a ``PromptDataset``, one prompt at a time.
-        episodes: passes over the data.
-    """
+    """Draws prompts from OpenRLHF's resumable loader until the episodes are over. ``loader``: ``StatefulDataLoader``
+    over a ``PromptDataset``, one prompt at a time. ``episodes``: passes over the data."""
 
     def __init__(self, loader: Any, episodes: int) -> None:
         self._loader, self._episodes = loader, episodes
@@ -120,33 +112,18 @@ class Group:
         return sum(response.score for response in self.responses) / len(self.responses)
 
 
-class Requests(Protocol):
-    """Groups from the policy's engines, or from those of policy and guide (``driver.guided``)."""
-
-    def ask(self, key: Key, request: GroupRequest) -> None:
-        """Ask for a group; ``key`` comes back with it."""
-
-    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
-        """Groups that have come; maybe none, after ``timeout_s`` seconds or sooner."""
-
-
 class GroupRequests:
     """Groups that the engines are asked for: as many as they can batch, each from the engine with the least to do.
 
     What is more waits here, so that questions and weight updates never wait behind prompts in an engine's queue (an
-    asynchronous Ray actor takes 1,000 calls at a time).
-
-    A group comes whole from one call of one engine. Either that call returns and its completions count, or it fails and
-    the whole group is asked for again, so none is lost or counted twice. With full determinism the seeds depend on the
-    prompt and the weights only, and the repeated call draws the same completions.
+    asynchronous Ray actor takes 1,000 calls at a time). A group comes whole from one call of one engine, or it fails
+    and the whole group is asked for again, so none is lost or counted twice. With full determinism the seeds depend
+    on the prompt and the weights only, and the repeated call draws the same completions.
     """
 
     def __init__(self, supervisor: EngineSupervisor, max_requests: int) -> None:
-        """
-        Args:
-            supervisor: of the engines.
-            max_requests: completions that an engine is asked for at a time; a larger group goes to an idle one.
-        """
+        """``supervisor``: of the engines. ``max_requests``: completions that an engine is asked for at a time; a larger
+        group goes to an idle one."""
         self._supervisor, self._max_requests = supervisor, max_requests
         self._backlog: deque[tuple[Key, GroupRequest]] = deque()
         self._calls: dict[Any, tuple[EngineCall, Key, GroupRequest]] = {}
@@ -171,13 +148,7 @@ class GroupRequests:
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
         """Groups that have come; after ``timeout_s`` seconds without any, or a look after the engines, maybe none.
-
-        Groups of engines that failed are asked for again.
-
-        Raises:
-            EngineLost: see ``EngineSupervisor.replace``.
-            RayTaskError: a call failed for a reason that is not the engine's.
-        """
+        Raises EngineLost; RayTaskError: a call failed for a reason that is not the engine's."""
         if not self._calls:
             return []
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=min(timeout_s, self._watch.pause_s))
@@ -226,21 +197,58 @@ class GroupRequests:
             self._supervisor.replace(silent, self._supervisor.silence(silent))
 
 
+class GuidedRequests:
+    """In the place of ``GroupRequests``: a request for ``guide_samples`` goes in two parts to two sets of engines. The
+    policy's completions come first, ``Response.from_guide`` marks the guide's; other requests go to the policy's
+    engines whole."""
+
+    def __init__(self, policy: GroupRequests, guide: GroupRequests) -> None:
+        self._sources = (policy, guide)
+        self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
+
+    def ask(self, key: Key, request: GroupRequest) -> None:
+        policy, guide = self._sources
+        of_guide = request.guide_samples
+        of_policy = request.samples - of_guide
+        policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0))
+        if of_guide:
+            self._parts[key] = {}
+            seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
+            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=seed))
+
+    def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
+        """Groups whose two parts have come, as ``GroupRequests.answers``."""
+        if pending := [call for source in self._sources for call in source.pending]:
+            pause = min(source.pause_s for source in self._sources)
+            ray.wait(pending, num_returns=1, timeout=min(timeout_s, pause))
+        finished = []
+        for number, source in enumerate(self._sources):
+            for key, responses in source.answers(0.0):
+                if (group := self._whole(key, number, responses)) is not None:
+                    finished.append((key, group))
+        return finished
+
+    def _whole(self, key: Key, number: int, responses: list[Response]) -> list[Response] | None:
+        if key not in self._parts:
+            return responses
+        parts = self._parts[key]
+        parts[number] = [dataclasses.replace(r, from_guide=bool(number)) for r in responses]
+        if len(parts) < len(self._sources):
+            return None
+        del self._parts[key]
+        return [*parts[0], *parts[1]]
+
+
+Requests = GroupRequests | GuidedRequests
+
 # ---- their way -------------------------------------------------------------------------------------------------------
 
 
 class Rollouts:
-    """Keeps the engines busy and hands out batches of groups.
+    """Keeps the engines busy and hands out batches of groups; counts those ``dropped``, by reason, since the start.
 
-    Args:
-        prompts: of training.
-        requests: to the engines.
-        deadline: of the driver's phases.
-        with_engines: context in which the engines may be used; shared GPUs change hands there. Takes what says at its
-            end whether the policy is trained next (``GpuSharing.generation``).
-
-    Attributes:
-        dropped: groups that were not trained, by reason, since the start.
+    Shared GPUs change hands in ``with_engines``, which takes what says at its end whether the policy is trained next
+    (``GpuSharing.generation``).
     """
 
     def __init__(
@@ -268,15 +276,9 @@ class Rollouts:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def take(self, version: int) -> list[Group]:
-        """The next batch, oldest groups first; smaller, in the end empty, when the prompts are used up.
-
-        Args:
-            version: of the policy's weights, with which the batch will be trained.
-
-        Raises:
-            DeadlineExceeded: with ``rollout.timeout_s``.
-            FilterExhaustedError: dynamic sampling drops almost everything.
-        """
+        """The next batch, oldest groups first, to be trained with the weights ``version``; smaller, in the end empty,
+        when the prompts are used up. Raises DeadlineExceeded; FilterExhaustedError: dynamic sampling drops almost
+        everything."""
         self._batches_wanted = self._max_staleness + 1
         with (
             self._deadline.limit(self._timeout_s, "waiting for a batch of rollouts", "rollout.timeout_s"),
@@ -302,11 +304,8 @@ class Rollouts:
         self._collect(0.0)
 
     def drain(self) -> None:
-        """Waits until nothing is in flight, and asks for nothing meanwhile.
-
-        Raises:
-            DeadlineExceeded: with ``rollout.timeout_s``.
-        """
+        """Waits until nothing is in flight, and asks for nothing meanwhile. Raises DeadlineExceeded: with
+        ``rollout.timeout_s``."""
         self._batches_wanted, doing = 0, "waiting for the groups in flight before the weight sync"
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"):
             while self._in_flight:
@@ -389,10 +388,7 @@ class Rollouts:
 
     def sample(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str) -> list[Group]:
         """Groups of prompts that are not trained on, by the policy, in their order; training's go on beside them.
-
-        Raises:
-            DeadlineExceeded: with ``rollout.timeout_s``.
-        """
+        Raises DeadlineExceeded: with ``rollout.timeout_s``."""
         keys = [(doing, prompt.number) for prompt in prompts]
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines(lambda: False):
             for key, prompt in zip(keys, prompts, strict=True):

@@ -1,8 +1,6 @@
 """What ranks say of every response token: which rows they get, scores of frozen models, values, the KL penalty.
 
-The rows of a rollout batch are dealt before anything is computed. Each policy rank gets the tokens of its rows once, to
-compute the old log-probs, and keeps them; what is sent to train them on is about the same rows in the same order.
-
+Rows of a rollout batch are dealt before anything is computed: each policy rank gets their tokens once and keeps them.
 Shape suffixes: B = completions, N = response tokens of all completions, n = those of one replica.
 """
 
@@ -24,7 +22,7 @@ from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
 from openrlhf_ext.algorithms.values import explained_variance
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
-from openrlhf_ext.ranks.messages import CriticMiniBatch
+from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -49,12 +47,8 @@ class Deal:
 def deal(
     lengths_B: Tensor, chunks: Sequence[slice], data_parallel_size: int, attention_length: float = math.inf
 ) -> list[Deal]:
-    """Each data-parallel rank's rows: every step is dealt at about equal cost (``batch.balance_rows``).
-
-    Args:
-        lengths_B: tokens of each sequence.
-        chunks: rows of each optimizer step (``group_chunks``).
-    """
+    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at about equal cost
+    (``balance_rows``)."""
     ranks = [Deal([]) for _ in range(data_parallel_size)]
     for chunk in chunks:
         for rank, part in zip(ranks, balance_rows(lengths_B[chunk], data_parallel_size, attention_length), strict=True):
@@ -82,12 +76,7 @@ class PendingScores:
 
 
 def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> Tensor:
-    """(N,) fp32 scores of the response tokens.
-
-    Args:
-        parts: rows of ``batch`` that each replica had.
-        answers: its scores of their response tokens, one row behind the other.
-    """
+    """(N,) fp32 scores of the response tokens, from each replica's scores of its rows, one row behind the other."""
     scores_N = np.empty(batch.responses.tokens, np.float32)
     for rows, answer_n in zip(parts, answers, strict=True):
         batch.responses.put(scores_N, answer_n, rows)
@@ -96,13 +85,8 @@ def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answer
 
 @dataclass(frozen=True)
 class Scorer:
-    """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response tokens.
-
-    Attributes:
-        method: name of the actors' method; takes ``batch``.
-        replicas: data-parallel ranks.
-        attention_length: of the group's model (``ModelShape``), for dealing sequences by their cost.
-    """
+    """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response tokens; sequences are
+    dealt by their cost in the group's model (``ModelShape.attention_length``)."""
 
     group: RankGroup
     method: str
@@ -120,17 +104,8 @@ class Scorer:
 
 
 class ValueTrainer:
-    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch.
-
-    The critic makes as many optimizer steps as the policy, on the same mini-batches; its data-parallel ranks are its
-    own.
-
-    Args:
-        group: ranks of ``CriticActor``.
-        replicas: its data-parallel ranks.
-        group_size, mini_batch_size: samples per prompt and per optimizer step, as the policy's.
-        attention_length: of the critic's model (``ModelShape``), for dealing sequences by their cost.
-    """
+    """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch: as many optimizer steps
+    as the policy's, on the same mini-batches; its data-parallel ranks are its own."""
 
     def __init__(
         self,
@@ -157,11 +132,8 @@ class ValueTrainer:
         return value_metrics(shaped)
 
     def start_fit(self) -> list[Any]:
-        """Starts the optimizer steps of the batch last taken; every rank's result is the same metrics.
-
-        Raises:
-            RuntimeError: no batch was taken since the last call.
-        """
+        """Starts the optimizer steps of the batch last taken; every rank's result is the same metrics. Raises
+        RuntimeError: no batch was taken since the last call."""
         if self._shards is None:
             raise RuntimeError("the critic has no batch to train on: take() comes before start_fit()")
         shards, self._shards = self._shards, None
@@ -203,27 +175,20 @@ def value_metrics(shaped: LossBatch) -> dict[str, float]:
 
 
 class KLCoefficient:
-    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered to a target.
+    """The coefficient of the KL penalty that the next batch is trained with: constant, or steered to a ``target``, the
+    mean KL per token in nats, within ``horizon`` samples.
 
     D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2, with the
     mean KL per token (as OpenRLHF) instead of the KL per completion.
-
-    Args:
-        value: coefficient at the start.
-        target: mean KL per token to steer to, nats; None for a constant coefficient.
-        horizon: samples over which a deviation is corrected.
     """
 
     def __init__(self, value: float, target: float | None = None, horizon: int = 10000) -> None:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Multiplies the coefficient by ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``.
-
-        Args:
-            kl: mean per token of an estimate of KL(policy || reference) on ``samples`` completions of the policy. It
-                must not be negative in the mean, or the error says nothing: k3 is used, whatever the penalty uses.
-        """
+        """Multiplies the coefficient by ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``. The estimate of the
+        mean KL per token must not be negative in the mean, or the error says nothing: k3 is used, whatever the
+        penalty uses."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
             self.value *= 1 + error * samples / self.horizon

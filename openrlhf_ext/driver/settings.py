@@ -16,8 +16,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.megatron.layers.known import layer_converters
-from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.settings import ModelSettings, layer_converters
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.ranks.publishing import SyncSettings
@@ -57,11 +56,8 @@ def _threads_per_process(config: RunConfig) -> int:
 
 
 def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
-    """The estimator with its options and what was measured for it.
-
-    The ranks get it with their shards; they cannot import the file of an algorithm of the user's own, so the class goes
-    with it.
-    """
+    """The estimator with its options and what was measured for it. The ranks get it with their shards; they cannot
+    import the file of an algorithm of the user's own, so the class goes with it."""
     name, options, correction = algorithm_options(config)
     algorithm = get_algorithm(name, correction=correction, warn=False, **options, **measured)  # load_config has warned
     if config.algo.advantage.estimator == CUSTOM:
@@ -89,13 +85,8 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A language model that scores completions and is never trained.
-
-    Attributes:
-        name: 'reference' or 'guide'.
-        path: its checkpoint.
-        ranks: of its own; 0 = a copy in the host memory of the policy's ranks.
-    """
+    """A language model that scores completions and is never trained. ``name``: 'reference' or 'guide'. ``path``: its
+    checkpoint. ``ranks``: of its own; 0 = a copy in the host memory of the policy's ranks."""
 
     name: str
     path: str
@@ -139,11 +130,7 @@ def frozen_steps(config: RunConfig) -> int:
 
 
 def check_frozen_steps(config: RunConfig, steps: int) -> None:
-    """The critic's head start ends before the run does.
-
-    Raises:
-        ValueError: the policy would never be trained.
-    """
+    """The critic's head start ends before the run does. Raises ValueError: the policy would never be trained."""
     if frozen_steps(config) >= steps:
         raise ValueError(
             f"critic.freezing_steps must be below the number of training steps - 1, or the policy is never trained: "

@@ -1,7 +1,4 @@
-"""Every wait of the driver for Ray has a deadline and says what it waited for.
-
-:class:`Deadline` is for the phases of a run, :func:`call_ranks` for what is asked of ranks in between.
-"""
+"""Every wait of the driver for Ray has a deadline and says what it waited for."""
 
 from __future__ import annotations
 
@@ -33,15 +30,9 @@ class Deadline:
     """The deadline of the phase that the driver is in; phases do not nest."""
 
     def __init__(self, guard: Guard | None = None, between_s: float = math.inf, question_s: float = 0.0) -> None:
-        """
-        Args:
-            guard: told until when the driver will have moved on, for the case that it cannot notice.
-            between_s: what comes between two phases may take that long.
-            question_s: a question to an engine, which has a deadline of its own, may begin as a phase ends.
-
-        Attributes:
-            of_ranks: says how far the ranks are that ``get`` waits for; '' = nobody knows.
-        """
+        """``guard`` is told until when the driver will have moved on; what comes between two phases may take
+        ``between_s``, and a question to an engine, with a deadline of its own, may begin as a phase ends.
+        ``of_ranks`` says how far the ranks are."""
         self._doing, self._option, self._seconds = "starting", "", 0.0
         self._ends: float | None = None
         self.of_ranks: Callable[[], str] = str
@@ -49,11 +40,8 @@ class Deadline:
 
     @contextmanager
     def limit(self, seconds: float, doing: str, option: str) -> Iterator[None]:
-        """Waits in the body may take ``seconds`` together. ``doing`` may be refined meanwhile by setting ``doing``.
-
-        Args:
-            option: that sets the seconds, for the message.
-        """
+        """Waits in the body may take ``seconds`` together, which ``option`` sets; ``doing`` may be refined by setting
+        it."""
         self._doing, self._option, self._seconds = doing, option, seconds
         self._begin()
         try:
@@ -64,11 +52,7 @@ class Deadline:
 
     @contextmanager
     def suspended(self, seconds: float, doing: str) -> Iterator[None]:
-        """The phase's deadline does not count, and then starts anew: what happens inside has deadlines of its own.
-
-        Args:
-            seconds: they add up to.
-        """
+        """The phase's deadline does not count, and then starts anew: what happens inside has deadlines of its own."""
         self._expect(seconds, doing)
         try:
             yield
@@ -99,13 +83,8 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left of the phase.
-
-        Raises:
-            DeadlineExceeded: none.
-            RuntimeError: outside of a phase.
-            KeyboardInterrupt: the run is to end.
-        """
+        """Seconds that are left of the phase. Raises DeadlineExceeded; RuntimeError outside of a phase;
+        KeyboardInterrupt: the run is to end."""
         self._guard.check()
         if self._ends is None:
             raise RuntimeError("a wait outside of a phase with a deadline")
@@ -120,14 +99,8 @@ class Deadline:
         )
 
     def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
-        """The results of Ray calls, in order; the first error is raised at once.
-
-        Args:
-            meanwhile: called every now and then; it must return soon.
-
-        Raises:
-            DeadlineExceeded: the phase ended before the calls.
-        """
+        """The results of Ray calls, in order; the first error is raised at once. ``meanwhile`` is called now and then
+        and must return soon."""
         waiting = list(refs)
         while waiting:
             pause = min(self.remaining, _ASK_AGAIN_S if meanwhile is None else _LOOK_S)
@@ -145,14 +118,8 @@ class RanksTimeoutError(TimeoutError):
 
 
 def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
-    """Calls a method on every rank of a group and returns their results; the first error is raised at once.
-
-    Args:
-        who: what the group is called in messages: policy, critic.
-
-    Raises:
-        RanksTimeoutError: not all answered within ``timeout_s`` seconds.
-    """
+    """The results of a method on every rank; the first error is raised at once. ``who`` the group is, in messages.
+    Raises RanksTimeoutError."""
     return await_ranks(group.async_run_method(method, **arguments), who, method, timeout_s)
 
 

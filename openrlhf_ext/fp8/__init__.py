@@ -1,5 +1,26 @@
-"""FP8 linear layers: recipes, the formulas of their scales, and an emulation in plain torch.
+"""8-bit floating point with torch only: recipes, formulas and products; and where CUDA's compiler and headers are, with
+which its libraries build kernels while they run."""
 
-Everything here needs torch only. ``recipe`` says what is FP8 and how, ``quantize`` has the formulas, ``emulation`` the
-three products of a linear layer, ``tiles`` compares how trainer and rollout engine cut their weights.
-"""
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+_USUAL = Path("/usr/local/cuda")
+
+
+def wheel_folder() -> Path | None:
+    """Where NVIDIA's wheels of CUDA 13 have put ``bin/nvcc`` and ``include``; None: they are not installed."""
+    spec = find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((folder for root in roots if (folder := Path(root) / "cu13").is_dir()), None)
+
+
+def cuda_home() -> Path | None:
+    """The toolkit that CUDA_HOME has to name; None: one is found without it, or there is none. DeepGEMM fails at its
+    import without CUDA_HOME, nvcc on PATH and /usr/local/cuda (vllm 0.29.0 third_party/deep_gemm/__init__.py:106)."""
+    if named := os.environ.get("CUDA_HOME"):
+        return Path(named)
+    return None if shutil.which("nvcc") or _USUAL.is_dir() else wheel_folder()

@@ -1,9 +1,10 @@
-"""FP8 formulas: scales from the largest entries, and rounding to FP8's grid, as TransformerEngine and vLLM have them.
+"""FP8 arithmetic as TransformerEngine and vLLM have it: scales from the largest entries, rounding to FP8's grid, and
+the three products of a linear layer, in torch with sums in fp32.
 
-Sources: TransformerEngine 2.11 common/recipe/recipe_common.cuh (``compute_scale_from_amax``), delayed_scaling.cu;
-vllm 0.29.0 utils/deep_gemm.py:709 (``per_block_cast_to_fp8``).
+Sources: TransformerEngine 2.11 common/recipe/recipe_common.cuh (``compute_scale_from_amax``), delayed_scaling.cu; vllm
+0.29.0 utils/deep_gemm.py:709 (``per_block_cast_to_fp8``).
 
-Shape suffixes: R = rows, C = columns.
+Shape suffixes: R = rows, C = columns, T = tokens, K = input features, N = output features.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf_ext.fp8.recipe import BLOCK
+from openrlhf_ext.fp8.recipe import BLOCK, Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -24,8 +25,6 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 class Grid(Enum):
-    """Which entries of a matrix share a scale."""
-
     TENSOR = "all"
     ROWS = "1x128: a row's"
     COLUMNS = "128x1: a column's"
@@ -33,14 +32,8 @@ class Grid(Enum):
 
 
 class Quantized(NamedTuple):
-    """A matrix in FP8.
-
-    Attributes:
-        codes_RC: its FP8 values.
-        scale_inv: fp32, what each is to be multiplied by: () for a tensor, (R, ceil(C / 128)), (ceil(R / 128), C) or
-            (ceil(R / 128), ceil(C / 128)).
-        grid: which of them belongs to which entry.
-    """
+    """A matrix in FP8. ``scale_inv``: fp32, what each of its values is to be multiplied by: () for a tensor, (R, ceil(C
+    / 128)), (ceil(R / 128), C) or (ceil(R / 128), ceil(C / 128)), as ``grid`` says."""
 
     codes_RC: Tensor
     scale_inv: Tensor
@@ -54,22 +47,13 @@ class Quantized(NamedTuple):
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To FP8; what is too large, infinity too, becomes the largest value, NaN stays.
-
-    A plain cast would not do: from |x| = 464 on torch 2.11 makes NaN of it for E4M3, torch 2.13 the largest value, and
-    for E5M2 both make infinity from 61440 on.
-    """
+    """To FP8; what is too large, infinity too, becomes the largest value, NaN stays. A plain cast would not do: from
+    |x| = 464 on torch 2.11 makes NaN of it for E4M3, and for E5M2 torch makes infinity from 61440 on."""
     return x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, limit: float = _FP32_MAX) -> Tensor:
-    """FP8's largest value / amax; 1 where amax is 0, infinite or NaN.
-
-    Args:
-        amax: fp32 largest absolute entry.
-        pow2: round down to a power of two.
-        limit: what a quotient beyond fp32 becomes.
-    """
+    """FP8's largest value / amax (fp32), ``limit`` where that is beyond fp32; 1 where amax is 0, infinite or NaN."""
     scale = FP8_MAX[dtype] / amax
     scale = torch.where(torch.isinf(scale), limit, scale)
     if pow2:
@@ -80,14 +64,8 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, *, pow2: bool = False, lim
 def quantize(
     x_RC: Tensor, dtype: torch.dtype, grid: Grid, *, pow2: bool = False, scale: Tensor | None = None
 ) -> Quantized:
-    """A matrix in FP8.
-
-    Args:
-        x_RC: fp32, bf16 or fp16.
-        grid: which entries share a scale; at the edges blocks are smaller.
-        pow2: scales are powers of two.
-        scale: () of Grid.TENSOR, known beforehand (delayed scaling); None: from the entries.
-    """
+    """A matrix (fp32, bf16 or fp16) in FP8; at the edges of the grid blocks are smaller. ``scale``: () of Grid.TENSOR,
+    known beforehand (delayed scaling); None: from the entries."""
     x_RC = x_RC.detach()
     blocks = _blocks(x_RC, grid)
     if scale is None:
@@ -116,18 +94,15 @@ def _blocks(x_RC: Tensor, grid: Grid) -> Tensor:
 
 
 def _per_block(scale: Tensor) -> Tensor:
-    """Broadcasts to ``_blocks``."""
     return scale[:, None, :, None] if scale.ndim else scale
 
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix of this shape, from its ``_blocks``."""
     down, height, across, width = blocks.shape
     return blocks.view(down * height, across * width)[: shape[0], : shape[1]]
 
 
 def _decoded(codes: Tensor) -> Tensor:
-    """fp32 values of FP8 codes."""
     if not codes.is_cpu:
         return codes.float()
     # torch 2.13's own cast takes 13 ms for 2M entries on one core, which is half of their matrix product; this 4 ms
@@ -136,5 +111,68 @@ def _decoded(codes: Tensor) -> Tensor:
 
 @cache
 def _table(dtype: torch.dtype) -> Tensor:
-    """(256,) the value of each code."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
+
+
+class DelayedScale:
+    """The () fp32 scale of one tensor under delayed scaling: what the next micro-batch is multiplied by, 1 before any.
+    ``history_A``: fp32 largest absolute entries, the first of the present micro-batch."""
+
+    def __init__(self, dtype: torch.dtype, recipe: Recipe, device: torch.device | str = "cpu") -> None:
+        self.dtype, self._recipe = dtype, recipe
+        self.scale = torch.ones((), device=device)
+        self.history_A = torch.zeros(recipe.amax_history_len, device=device)
+
+    def record(self, x: Tensor) -> None:
+        """Notes a tensor of the present micro-batch. One with NaN does not count, as TransformerEngine takes fmaxf."""
+        self.history_A[0] = torch.fmax(self.history_A[0], amax_of(x))
+
+    def update(self, amax: Tensor) -> None:
+        """The end of a micro-batch: the next scale (TransformerEngine 2.11 common/recipe/delayed_scaling.cu). ``amax``:
+        () the largest entry that any rank has noted; 0: nothing was, everything stays."""
+        if amax == 0:
+            return
+        largest = amax if self._recipe.amax_compute_algo == "most_recent" else torch.maximum(self.history_A.max(), amax)
+        self.history_A[0] = amax
+        self.history_A.copy_(self.history_A.roll(-1))
+        self.history_A[0] = 0.0
+        if torch.isfinite(largest):
+            self.scale.copy_((FP8_MAX[self.dtype] * 2.0**-self._recipe.margin / largest).clamp(max=_FP32_MAX))
+
+
+class Products:
+    """The products of one linear layer, y = x w', dx = dy w, dw = dy' x. Each copy of an operand is rounded from the
+    original, so that a matrix and its transpose differ under 'blockwise'."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._dtypes = {"x": E4M3, "w": E4M3, "dy": E5M2 if recipe.format == "hybrid" else E4M3}
+
+    def scales(self, device: torch.device | str = "cpu") -> dict[str, DelayedScale]:
+        if not self._recipe.delayed:
+            return {}
+        return {operand: DelayedScale(dtype, self._recipe, device) for operand, dtype in self._dtypes.items()}
+
+    def codes(self, operand: str, x_RC: Tensor, *, transposed: bool = False, scale: Tensor | None = None) -> Quantized:
+        """An operand ('x', 'w' or 'dy') in FP8; ``transposed``: for a product that sums over its rows."""
+        grid = Grid.TENSOR
+        if self._recipe.blockwise:
+            grid = Grid.TILES if operand == "w" else Grid.COLUMNS if transposed else Grid.ROWS
+        return quantize(x_RC, self._dtypes[operand], grid, pow2=self._recipe.pow2, scale=scale)
+
+    def output(self, x_TK: Tensor, w_NK: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        """(T, N) in the dtype of x."""
+        x, w = self.codes("x", x_TK, scale=scales.get("x")), self.codes("w", w_NK, scale=scales.get("w"))
+        return (x.values() @ w.values().t()).to(x_TK.dtype)
+
+    def input_gradient(self, dy_TN: Tensor, w_NK: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        """(T, K) in the dtype of dy."""
+        dy = self.codes("dy", dy_TN, scale=scales.get("dy"))
+        w = self.codes("w", w_NK, transposed=True, scale=scales.get("w"))
+        return (dy.values() @ w.values()).to(dy_TN.dtype)
+
+    def weight_gradient(self, dy_TN: Tensor, x_TK: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        """(N, K) fp32."""
+        dy = self.codes("dy", dy_TN, transposed=True, scale=scales.get("dy"))
+        x = self.codes("x", x_TK, transposed=True, scale=scales.get("x"))
+        return dy.values().t() @ x.values()

@@ -1,7 +1,12 @@
 """From hidden states to log-probability, entropy and token losses, on vocabulary shards, in bounded memory."""
 
-from openrlhf_ext.head.checks import NonFiniteLogitsError
-from openrlhf_ext.head.linear import HeadOutput, TokenLossOutput, linear_logprob_entropy, linear_token_loss
+from openrlhf_ext.head.linear import (
+    HeadOutput,
+    NonFiniteLogitsError,
+    TokenLossOutput,
+    linear_logprob_entropy,
+    linear_token_loss,
+)
 from openrlhf_ext.head.passes import TokenLoss
 
 __all__ = [

@@ -1,46 +1,35 @@
-"""What is done to a tile of logits: statistics, and the gradient of the logits; here in torch operations.
+"""What is done to a tile of logits, here in torch operations, in which number formats, and whose kernels do it.
 
-They run on any device and in fp64. On a CPU a tile fits the cache, so that each operation costs well under 1 % of the
-product that made the tile; the one that counts is the exponential. The fused softmax is the fastest way to it, and its
-probabilities are all that a one-pass head must keep: no second exponential is taken.
+The operations run on any device and in fp64. On a CPU a tile fits the cache; what counts is the exponential, to which
+the fused softmax is the fastest way, and its probabilities are all that a one-pass head must keep. bf16 and fp16
+operands give fp32 logits: a GPU's tensor cores hand them out; a CPU has no such product, so tiles of the operands are
+widened first (exact).
 
 Shape suffixes: B = tokens of a block, S = columns of a slice of the vocabulary; 4 = (m, s, w, t) of ``statistics``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from openrlhf_ext.head.statistics import TokenGradient
 
-class TokenGradient(NamedTuple):
-    """What the gradient of a tile's logits takes from each of its tokens; all of shape (B,).
+logger = logging.getLogger(__name__)
 
-    Attributes:
-        maximum_B, log_sum_B: of the token's whole distribution (``statistics.TokenStatistics``).
-        coefficient_B: d loss / d log-probability.
-        column_B: column of the target in the tile; outside of ``[0, S)`` where it lies elsewhere.
-        scale_B: factor of the logits (1 / temperature); None where they are scaled already.
-        entropy_coefficient_B, entropy_B: d loss / d entropy, and the entropy; None for a constant entropy.
-    """
-
-    maximum_B: Tensor
-    log_sum_B: Tensor
-    coefficient_B: Tensor
-    column_B: Tensor
-    scale_B: Tensor | None = None
-    entropy_coefficient_B: Tensor | None = None
-    entropy_B: Tensor | None = None
+Implementation = Literal["auto", "torch", "triton"]
 
 
 class Kernels(Protocol):
-    """The passes over a tile. A one-pass head keeps every tile of a block between the two passes.
-
-    Attributes:
-        keeps_logits: what is kept is the logits; otherwise it is what ``statistics`` leaves in ``spare_BS``.
-    """
+    """The passes over a tile. A one-pass head keeps every tile of a block between the two passes: the logits with
+    ``keeps_logits``, otherwise what ``statistics`` leaves in ``spare_BS``."""
 
     keeps_logits: bool
 
@@ -99,3 +88,74 @@ def _index(column_B: Tensor, tile_BS: Tensor) -> tuple[Tensor, Tensor]:
     """(B, 1) a valid column for each token, and (B,) whether its target is really there."""
     here_B = (column_B >= 0) & (column_B < tile_BS.shape[1])
     return column_B.masked_fill(~here_B, 0)[:, None], here_B
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Formats of one call."""
+
+    compute: torch.dtype  # logits, statistics and accumulators of gradients; at least fp32
+    logits: torch.dtype  # operands of the product that makes the logits
+    gradient: torch.dtype  # operands of the two products that make the gradients
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device: torch.device) -> Precision:
+        compute = torch.promote_types(dtype, torch.float32)
+        if device.type != "cuda":
+            return cls(compute, compute, compute)
+        # the gradient of a logit is p times a loss weight of about 1 / tokens, which fp16 rounds to zero
+        return cls(compute, dtype, torch.float32 if dtype == torch.float16 else dtype)
+
+    @property
+    def operands_are_exact(self) -> bool:
+        """Whether the operands of the logits are in the compute format, so that scaling them loses nothing."""
+        return self.logits == self.compute
+
+
+def multiply(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``out = left @ right``, accumulated and stored in the format of ``out``."""
+    if left.dtype == out.dtype:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def accumulate(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``out += left @ right``, accumulated and stored in the format of ``out``."""
+    if left.dtype == out.dtype:
+        return out.addmm_(left, right)
+    # an fp32 summand with bf16 operands is accepted by torch from 2.10 on (pytorch pull request 167931)
+    return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+
+
+# ---- kernels: chosen by device, or by name -------------------------------------------------------------------------
+
+
+def choose_kernels(implementation: Implementation, compute: torch.dtype, device: torch.device) -> Kernels:
+    """Triton on CUDA devices where it is installed, torch elsewhere, unless asked for by name."""
+    if implementation not in ("auto", "torch", "triton"):
+        raise ValueError(f"implementation must be 'auto', 'torch' or 'triton', got {implementation!r}")
+    obstacle = triton_obstacle(compute, device)
+    if implementation == "triton" and obstacle:
+        raise ValueError(f"implementation 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
+    if implementation == "auto" and obstacle and device.type == "cuda":
+        _warn_once(obstacle)
+    if implementation == "torch" or obstacle or (implementation == "auto" and device.type != "cuda"):
+        return TorchKernels()
+    from openrlhf_ext.head.triton_kernels import TritonKernels  # needs the package triton
+
+    return TritonKernels()
+
+
+@cache
+def _warn_once(obstacle: str) -> None:
+    logger.warning("the head uses torch kernels, which are slower on a GPU than Triton's: %s", obstacle)
+
+
+def triton_obstacle(compute: torch.dtype, device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed"
+    if compute != torch.float32:
+        return f"its statistics are fp32, these inputs need {compute}"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {device.type}, and Triton's interpreter (TRITON_INTERPRET=1) is off"
+    return None

@@ -1,8 +1,8 @@
 """Log-probability, entropy and token losses of the tempered distribution, straight from hidden states.
 
-The logits are never held for all tokens: every walk goes over tiles of them (``plan``) that fit ``workspace_bytes``.
-With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and
-``entropy = logZ - sum_v softmax(u)_v u_v``, both fp32 whatever the format of the operands.
+The logits are never held for all tokens: every walk goes over tiles of them (``rows``) that fit ``workspace_bytes``.
+With ``u = z / temperature`` and ``logZ = logsumexp(u)``: ``logprob = u[target] - logZ`` and ``entropy = logZ - sum_v
+softmax(u)_v u_v``, both fp32 whatever the format of the operands.
 
 docs/head.md has the picture, the work and the memory of each walk. Shape suffixes: T = tokens of the call, V = rows of
 this rank's vocabulary shard, H = hidden size; N = T in this package's inner modules.
@@ -18,22 +18,92 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.head.arithmetic import Implementation, Precision, choose_kernels
-from openrlhf_ext.head.checks import check_call, check_finite_hidden, check_finite_statistics
-from openrlhf_ext.head.kernels import Kernels
-from openrlhf_ext.head.passes import (
-    LinearHead,
-    TokenLoss,
-    WeightGradient,
-    gradients,
-    loss_and_slope,
-    statistics,
-    statistics_and_gradients,
-    tile_costs,
+from openrlhf_ext.head import passes
+from openrlhf_ext.head.kernels import Implementation, Kernels, Precision, choose_kernels
+from openrlhf_ext.head.passes import LinearHead, TokenLoss, WeightGradient
+from openrlhf_ext.head.rows import (
+    Block,
+    ReplicatedRows,
+    Rows,
+    SequenceShardedRows,
+    TilePlan,
+    count_rows,
+    gathered_rows,
+    one_pass_plan,
+    tile_plan,
 )
-from openrlhf_ext.head.plan import TilePlan, one_pass_plan, tile_plan
-from openrlhf_ext.head.rows import ReplicatedRows, Rows, SequenceShardedRows, count_rows, gathered_rows
 from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard
+
+_MOST_NAMED = 8
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """Hidden states or logits are NaN or infinite; ``tokens``: their places in the call, ascending."""
+
+    def __init__(self, what: str, tokens: list[int]) -> None:
+        self.tokens = sorted(tokens)
+        named = ", ".join(map(str, self.tokens[:_MOST_NAMED]))
+        more = f" and {len(tokens) - _MOST_NAMED} more" if len(tokens) > _MOST_NAMED else ""
+        super().__init__(f"{what} of {len(tokens)} tokens are NaN or infinite: rows {named}{more}")
+
+
+def check_call(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    temperature: float | Tensor,
+    sequence_rows: Tensor | None,
+    workspace_bytes: int,
+    shard: VocabularyShard,
+    checks: bool,
+) -> None:
+    """The arguments of ``linear_logprob_entropy``, without waiting for a device unless ``checks``."""
+    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
+        raise ValueError(
+            f"expected hidden (T, H) and weight (V, H), got {tuple(hidden_TH.shape)} and {tuple(weight_VH.shape)}"
+        )
+    if hidden_TH.dtype != weight_VH.dtype:
+        raise ValueError(f"hidden and weight must have one format, got {hidden_TH.dtype} and {weight_VH.dtype}")
+    rows = hidden_TH.shape[:1] if sequence_rows is None else sequence_rows.shape
+    if target_T.shape != rows or len(rows) != 1:
+        raise ValueError(f"expected one target per token: tokens {tuple(rows)}, targets {tuple(target_T.shape)}")
+    if workspace_bytes <= 0:
+        raise ValueError(f"workspace_bytes must be > 0, got {workspace_bytes}")
+    _check_temperature(temperature, target_T, checks)
+    if checks and target_T.numel():
+        low, high = int(target_T.min()), int(target_T.max())
+        if low < 0 or high >= shard.vocab_size:
+            raise ValueError(f"target ids must be in [0, {shard.vocab_size}), got {low}..{high}")
+
+
+def _check_temperature(temperature: float | Tensor, target_T: Tensor, checks: bool) -> None:
+    if isinstance(temperature, Tensor):
+        if temperature.numel() != 1 and temperature.shape != target_T.shape:
+            raise ValueError(
+                "temperature must be a number or one per token: "
+                f"got {tuple(temperature.shape)} for {tuple(target_T.shape)} tokens"
+            )
+        if not checks or not temperature.numel():
+            return
+        temperature = float(temperature.min())
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+
+
+def check_finite_hidden(block: Block, order_N: Tensor | None) -> None:
+    low_B, high_B = block.hidden_BH.aminmax(dim=1)  # passes NaN on, and takes no memory of the block's size
+    finite_B = low_B.isfinite() & high_B.isfinite()
+    if not finite_B.all():
+        rows = torch.arange(block.rows.start, block.rows.stop, device=finite_B.device)[~finite_B]
+        raise NonFiniteLogitsError("the hidden states", (rows if order_N is None else order_N[rows]).tolist())
+
+
+def check_finite_statistics(stats: TokenStatistics) -> None:
+    finite_N = stats.logprob_N.isfinite() & stats.entropy_N.isfinite()
+    if not finite_N.all():
+        raise NonFiniteLogitsError(
+            "the hidden states are finite, but the logits", torch.nonzero(~finite_N)[:, 0].tolist()
+        )
 
 
 class HeadOutput(NamedTuple):
@@ -68,40 +138,33 @@ def linear_logprob_entropy(
 ) -> HeadOutput:
     """Log-probability of ``target_T`` and entropy under ``softmax(hidden @ weight.T / temperature)``.
 
-    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed again.
+    The forward pass costs one product (2 T H V), the backward pass three: the logits are computed again. ``logprob_T``
+    is differentiable in ``hidden_TH`` and ``weight_VH``; the gradient of the hidden states is summed over the group:
+    every rank gets that of all the hidden states it gave.
 
     Args:
-        hidden_TH: (T, H) hidden states, the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
+        hidden_TH: (T, H), the same on every rank of ``process_group``; bf16, fp16, fp32 or fp64.
         weight_VH: (V, H) this rank's rows of the output embedding, in the format of the hidden states; rank r holds
             rows ``[r * V, (r + 1) * V)``. Its gradient is added to ``weight_VH.main_grad`` in place where Megatron's
             DDP provides that (``passes.WeightGradient``).
         target_T: (T,) int64 token ids in ``[0, vocab_size)``.
         temperature: divides the logits first; > 0. A number, or one per token, (T,).
         vocab_size: the true size of the vocabulary; rows beyond it are padding and never take part.
-        process_group: the tensor-parallel group; None for an unsharded weight.
         workspace_bytes: upper bound of the memory for tiles, down to tiles of 16 tokens times 128 columns.
         entropy_grad: let gradients flow through the entropy (off: it is a constant).
         sequence_rows: for sequence parallelism. ``hidden_TH`` is then (L, H), this rank's run of the tokens (as many on
             every rank), and ``sequence_rows`` (T,) are the wanted ones, counted through the ranks of the group: the
-            same on every rank, each in ``[0, ranks * L)``. They are gathered, and their gradients scattered, while
-            other tokens are computed.
+            same on every rank. They are gathered, and their gradients scattered, while other tokens are computed.
         rows_per_rank: how many of ``sequence_rows`` each rank of the group holds. None: they are counted, for which
             the host waits for the device once per call.
         implementation: 'torch', 'triton', or 'auto': Triton on CUDA devices where it is installed.
-        checks: look for NaN, infinities and target ids out of range. On a GPU this makes the host wait for the device,
-            so that the default is on for the CPU only.
+        checks: look for NaN, infinities and target ids out of range; the host waits for the device, so that the default
+            is on for the CPU only.
 
-    Returns:
-        ``HeadOutput``; ``logprob_T`` is differentiable in ``hidden_TH`` and ``weight_VH``. The gradient of the hidden
-        states is summed over the group: every rank gets that of all the hidden states it gave.
-
-    Raises:
-        ValueError: shapes, formats, temperature, vocabulary size, row or target ids are out of range, or the
-            implementation cannot run here.
-        NonFiniteLogitsError: with checks, hidden states or logits are NaN or infinite; the message has their tokens.
+    Raises ValueError: an argument is out of range, or the implementation cannot run here; NonFiniteLogitsError: with
+    checks, hidden states or logits are NaN or infinite.
     """
-    hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
-    call = _Call.of(
+    hidden_TH, call = _Call.of(
         hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
         rows_per_rank, implementation, checks,
     )  # fmt: skip
@@ -137,22 +200,20 @@ def linear_token_loss(
             term b depends on log-probability b only. Called once per block, on every rank of the group.
         recompute: compute the logits twice and keep only a tile of them. None: if blocks of whole logits in the
             workspace would be too small for fast products. The result is the same.
-        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). It is needed in the
-            forward pass only where the gradient of the weight goes to ``weight_VH.main_grad`` in place; the backward
-            pass checks it. One forward pass under ``torch.enable_grad`` then adds to ``main_grad`` once, whether or not
-            a backward pass follows.
+        grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The forward pass needs
+            it where the gradient of the weight goes to ``weight_VH.main_grad``: once, whether or not a backward pass
+            follows.
 
     The other arguments, and errors, are those of ``linear_logprob_entropy``.
     """
-    hidden_TH, sequence_rows = _without_lone_shard(hidden_TH, sequence_rows, process_group)
-    call = _Call.of(
+    hidden_TH, call = _Call.of(
         hidden_TH, weight_VH, target_T, temperature, vocab_size, process_group, workspace_bytes, sequence_rows,
         rows_per_rank, implementation, checks,
     )  # fmt: skip
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
         return TokenLossOutput(*_LinearTokenLoss.apply(hidden_TH, weight_VH, call, token_loss, recompute, grad_scale))
     stats = call.statistics(hidden_TH, weight_VH)
-    value, _ = loss_and_slope(token_loss, stats.logprob_N, slice(0, target_T.numel()))
+    value, _ = passes.loss_and_slope(token_loss, stats.logprob_N, slice(0, target_T.numel()))
     return TokenLossOutput(value, stats.logprob_N, stats.entropy_N)
 
 
@@ -191,16 +252,19 @@ class _Call:
         rows_per_rank: Sequence[int] | None,
         implementation: Implementation,
         checks: bool | None,
-    ) -> _Call:
+    ) -> tuple[Tensor, _Call]:
+        """The hidden states to compute with, and the call."""
+        if sequence_rows is not None and (process_group is None or process_group.size() == 1):
+            hidden_TH, sequence_rows = hidden_TH[sequence_rows], None
         shard = VocabularyShard.of(weight_VH, vocab_size, process_group)
         checks = hidden_TH.device.type == "cpu" if checks is None else checks
         check_call(hidden_TH, weight_VH, target_T, temperature, sequence_rows, workspace_bytes, shard, checks)
         precision = Precision.of(hidden_TH.dtype, hidden_TH.device)
         sequence = None
-        if sequence_rows is not None and process_group is not None:  # one without the other is no shard of a sequence
+        if sequence_rows is not None and process_group is not None:
             counts = _counts(sequence_rows, rows_per_rank, hidden_TH.shape[0], process_group, checks)
             sequence = _Sequence(sequence_rows, counts, process_group)
-        return cls(
+        call = cls(
             target_T=target_T,
             scale_T=_scale(temperature, target_T, precision.compute),
             sequence=sequence,
@@ -210,6 +274,7 @@ class _Call:
             workspace_bytes=workspace_bytes,
             checks=checks,
         )
+        return hidden_TH, call
 
     def head(
         self,
@@ -220,12 +285,7 @@ class _Call:
         gradients: bool = True,
         one_pass: bool | None = False,
     ) -> LinearHead:
-        """The operands cut into tiles.
-
-        Args:
-            statistics, gradients: what is wanted of them.
-            one_pass: keep the logits of a block; None: if that leaves blocks large enough.
-        """
+        """The operands cut into tiles. ``one_pass``: keep the logits of a block; None: if blocks stay large enough."""
         plan = self._plan(hidden_TH, weight_VH.shape[0], statistics, gradients, one_pass)
         rows = self._rows(hidden_TH, plan.tokens)
         check = None
@@ -246,7 +306,7 @@ class _Call:
     def _plan(
         self, hidden_TH: Tensor, weight_rows: int, statistics: bool, gradients: bool, one_pass: bool | None
     ) -> TilePlan:
-        costs = tile_costs(
+        costs = passes.tile_costs(
             hidden_TH.shape[1], hidden_TH.dtype, self.precision, self.kernels, statistics=statistics,
             gradients=gradients,
             gathered=0.0 if self.sequence is None else gathered_rows(self.sequence.counts, self.sequence.group),
@@ -262,9 +322,8 @@ class _Call:
         return SequenceShardedRows(hidden_TH, self.sequence.rows_T, self.sequence.counts, self.sequence.group, tokens)
 
     def statistics(self, hidden_TH: Tensor, weight_VH: Tensor) -> TokenStatistics:
-        """In the caller's order."""
         head = self.head(hidden_TH, weight_VH, gradients=False)
-        return self._checked(_restored(statistics(head), head.rows))
+        return self._checked(_restored(passes.statistics(head), head.rows))
 
     def statistics_and_gradients(
         self, hidden_TH: Tensor, weight_VH: Tensor, token_loss: TokenLoss, recompute: bool | None, grad_scale: float
@@ -277,11 +336,13 @@ class _Call:
         values: list[Tensor] = []
 
         def coefficients(rows: slice, stats: TokenStatistics) -> tuple[Tensor, None]:
-            value, slope_B = loss_and_slope(token_loss, stats.logprob_N, _caller_rows(head.rows, rows))
+            order_N = head.rows.order_N
+            caller_rows = rows if order_N is None else order_N[rows]
+            value, slope_B = passes.loss_and_slope(token_loss, stats.logprob_N, caller_rows)
             values.append(value)
             return slope_B.to(self.precision.compute) * scale, None
 
-        stats, grad_hidden_TH = statistics_and_gradients(head, coefficients, weight_gradient)
+        stats, grad_hidden_TH = passes.statistics_and_gradients(head, coefficients, weight_gradient)
         value = torch.stack(values).sum() if values else stats.logprob_N.sum()
         return value, self._checked(_restored(stats, head.rows)), grad_hidden_TH, weight_gradient
 
@@ -293,7 +354,6 @@ class _Call:
         grad_logprob_T: Tensor,
         grad_entropy_T: Tensor | None,
     ) -> tuple[Tensor, WeightGradient | None]:
-        """Gradients of the hidden states and of the weight from those of the outputs."""
         head = self.head(hidden_TH, weight_VH, statistics=False)
         weight_gradient = WeightGradient(weight_VH, self.precision.compute) if weight_VH.requires_grad else None
         ordered = TokenStatistics(*(_ordered(value, head.rows) for value in stats))
@@ -303,7 +363,7 @@ class _Call:
         def coefficients(rows: slice, _: TokenStatistics) -> tuple[Tensor, Tensor | None]:
             return slope_N[rows], None if entropy_slope_N is None else entropy_slope_N[rows]
 
-        return gradients(head, ordered, coefficients, weight_gradient), weight_gradient
+        return passes.gradients(head, ordered, coefficients, weight_gradient), weight_gradient
 
     def _checked(self, stats: TokenStatistics) -> TokenStatistics:
         if self.checks:
@@ -367,11 +427,8 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _expect_scale(grad_value: Tensor, scale: float) -> None:
-    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more.
-
-    Raises:
-        ValueError: another gradient arrives than was announced (CPU; a device-side assertion on CUDA, without a wait).
-    """
+    """The gradient of the weight is in main_grad already, so that the backward pass cannot scale it any more: a
+    ValueError on CPU, a device-side assertion on CUDA, without a wait."""
     if grad_value.device.type != "cpu":
         torch._assert_async(grad_value == scale)
     elif float(grad_value) != scale:
@@ -381,19 +438,9 @@ def _expect_scale(grad_value: Tensor, scale: float) -> None:
         )
 
 
-def _without_lone_shard(
-    hidden_TH: Tensor, sequence_rows: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor | None]:
-    """Where one rank holds the whole sequence, its wanted rows are taken at once."""
-    if sequence_rows is None or (group is not None and group.size() > 1):
-        return hidden_TH, sequence_rows
-    return hidden_TH[sequence_rows], None
-
-
 def _counts(
     rows_T: Tensor, given: Sequence[int] | None, length: int, group: dist.ProcessGroup, checks: bool
 ) -> Sequence[int]:
-    """Rows that each rank holds: as given, unless there are checks, or counted."""
     if given is not None and not checks:
         return given
     counts = count_rows(rows_T, length, group.size())
@@ -403,7 +450,6 @@ def _counts(
 
 
 def _scale(temperature: float | Tensor, target_T: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """(T,) what the logits are multiplied with; None for 1."""
     if isinstance(temperature, Tensor):
         return temperature.to(target_T.device, dtype).expand_as(target_T).reciprocal()
     if temperature == 1.0:
@@ -412,16 +458,10 @@ def _scale(temperature: float | Tensor, target_T: Tensor, dtype: torch.dtype) ->
 
 
 def _ordered(values_T: Tensor, rows: Rows) -> Tensor:
-    """In the order of processing."""
     return values_T if rows.order_N is None else values_T[rows.order_N]
 
 
 def _restored(stats: TokenStatistics, rows: Rows) -> TokenStatistics:
-    """In the caller's order."""
     if rows.order_N is None:
         return stats
     return TokenStatistics(*(torch.empty_like(value).index_copy_(0, rows.order_N, value) for value in stats))
-
-
-def _caller_rows(rows: Rows, block: slice) -> slice | Tensor:
-    return block if rows.order_N is None else rows.order_N[block]

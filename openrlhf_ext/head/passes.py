@@ -1,8 +1,6 @@
-"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once.
-
-Nothing here knows of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V = rows of this rank's
-vocabulary shard, S = columns of a slice of it, H = hidden size; 4 as in ``statistics``.
-"""
+"""The three walks over tiles of logits: statistics; gradients from recomputed logits; both at once. Nothing here knows
+of autograd. Shape suffixes: N = tokens of the call, B = tokens of a block, V = rows of this rank's vocabulary shard, S
+= columns of a slice of it, H = hidden size; 4 as in ``statistics``."""
 
 from __future__ import annotations
 
@@ -14,11 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_ext.head.arithmetic import Precision, accumulate, multiply
-from openrlhf_ext.head.kernels import Kernels, TokenGradient
-from openrlhf_ext.head.plan import TileCosts, TilePlan
-from openrlhf_ext.head.rows import Block, Rows
-from openrlhf_ext.head.statistics import TokenStatistics, VocabularyShard, combine, empty_part, merge
+from openrlhf_ext.head.kernels import Kernels, Precision, accumulate, multiply
+from openrlhf_ext.head.rows import Block, Rows, TileCosts, TilePlan
+from openrlhf_ext.head.statistics import TokenGradient, TokenStatistics, VocabularyShard, combine, empty_part, merge
 
 # loss(logprob_B, rows) -> loss_B: the terms of the tokens at these places of the call, already divided by the global
 # denominators. Term b may depend on log-probability b only.
@@ -32,11 +28,7 @@ _PARTS = 8
 
 
 def loss_and_slope(token_loss: TokenLoss, logprob_B: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the terms, and the derivative of each by its log-probability, (B,).
-
-    Raises:
-        ValueError: the loss does not give one term per token.
-    """
+    """Sum of the terms, and the derivative of each by its log-probability, (B,)."""
     with torch.enable_grad():
         variable_B = logprob_B.detach().requires_grad_()
         loss_B = token_loss(variable_B, rows)
@@ -58,12 +50,8 @@ class WeightGradient:
     Megatron's DDP gives a parameter a view of its gradient buffer (``main_grad``) and, for kernels that add to it
     themselves, a flag ``grad_added_to_main_grad`` that keeps its hook from adding ``grad`` a second time. Autograd then
     gets no gradient: the hook runs all the same, and a parameter that is used a second time (tied embeddings, marked by
-    ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. Megatron's own layers hand out a
-    placeholder of the weight's size instead, which only ``overlap_grad_reduce`` asks for (by an assertion).
-    (Protocol: megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
-
-    Attributes:
-        total_VH: what to add contributions to: ``main_grad`` or a buffer of this call, in the compute format.
+    ``zero_out_wgrad``) has that gradient alone in ``grad``, which DDP adds. (Protocol:
+    megatron.core.tensor_parallel.layers, distributed.distributed_data_parallel.)
     """
 
     def __init__(self, weight_VH: Tensor, compute: torch.dtype) -> None:
@@ -85,23 +73,17 @@ class WeightGradient:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The operands of one call; every (N,) tensor is in the order of processing.
-
-    Attributes:
-        target_N: row of each token's target in this shard; outside of ``[0, true_rows)`` where another rank holds it.
-        scale_N: 1 / temperature in the compute format; None for 1.
-        check: called with each block's hidden states, before they are used.
-    """
+    """The operands of one call; every (N,) tensor is in the order of processing."""
 
     weight_VH: Tensor
     rows: Rows
-    target_N: Tensor
-    scale_N: Tensor | None
+    target_N: Tensor  # row of each target in this shard; outside of ``[0, true_rows)`` where another rank holds it
+    scale_N: Tensor | None  # 1 / temperature in the compute format; None for 1
     shard: VocabularyShard
     precision: Precision
     kernels: Kernels
     plan: TilePlan
-    check: Callable[[Block], None] | None = None
+    check: Callable[[Block], None] | None = None  # called with each block before it is used
 
     def blocks(self) -> Iterator[Block]:
         for block in self.rows.blocks():
@@ -121,7 +103,6 @@ class LinearHead:
         return hidden_BH
 
     def tile_scale(self, rows: slice) -> Tensor | None:
-        """(B,) what is left to scale in the tile of logits."""
         if self.scale_N is None or self.precision.operands_are_exact:
             return None
         return self.scale_N[rows]
@@ -137,13 +118,8 @@ def tile_costs(
     gradients: bool,
     gathered: float = 0.0,
 ) -> TileCosts:
-    """Bytes that a tile takes of the workspace.
-
-    Args:
-        hidden, dtype: size and format of a hidden state.
-        statistics, gradients: what the walk makes.
-        gathered: ``rows.gathered_rows``; 0 where no rank needs the hidden states of another.
-    """
+    """Bytes that a tile takes of the workspace. ``gathered``: ``rows.gathered_rows``; 0 where no hidden states
+    travel."""
     compute, item = precision.compute.itemsize, dtype.itemsize
     part = 4 * compute
     token = 4 * _PARTS * part + hidden * (compute if precision.operands_are_exact else 0)
@@ -156,11 +132,7 @@ def tile_costs(
     spare = compute if statistics and not kernels.keeps_logits else 0
     widened = precision.logits != dtype or (gradients and precision.gradient != dtype)
     return TileCosts(
-        logit=compute + narrow + spare,
-        kept=compute,
-        token=token,
-        column=hidden * compute if widened else 0,
-        part=part,
+        logit=compute + narrow + spare, kept=compute, token=token, column=hidden * compute if widened else 0, part=part
     )
 
 
@@ -184,12 +156,10 @@ class _Buffers:
         return torch.empty(elements, dtype=dtype or self._head.precision.compute, device=self._head.weight_VH.device)
 
     def kept(self, tokens: int, columns: slice) -> Tensor:
-        """The tile of a slice that outlives the others of its block."""
         first = tokens * columns.start
         return self._kept[first : first + tokens * (columns.stop - columns.start)].view(tokens, -1)
 
     def logits(self, tokens: int, columns: slice) -> Tensor:
-        """Where the logits of a tile are written."""
         if self._logits is None:
             return self.kept(tokens, columns)
         return _view(self._logits, tokens, columns)
@@ -251,10 +221,8 @@ def gradients(
 def statistics_and_gradients(
     head: LinearHead, coefficients: Coefficients, weight_gradient: WeightGradient | None
 ) -> tuple[TokenStatistics, Tensor]:
-    """Statistics and gradients block by block: the coefficients of a block are known as soon as its statistics are.
-
-    The logits are computed once where the plan keeps the tiles of a block, and twice otherwise.
-    """
+    """Statistics and gradients block by block: the coefficients of a block are known as soon as its statistics are. The
+    logits are computed once where the plan keeps the tiles of a block, and twice otherwise."""
     sink, buffers, pieces = head.rows.sink(), _Buffers(head), []
 
     def gradient(block: Block) -> Tensor:
@@ -290,7 +258,6 @@ def _parts(head: LinearHead, buffers: _Buffers, block: Block, operand_BH: Tensor
 
 
 def _merged(head: LinearHead, parts: Iterable[Tensor], block: Block) -> Tensor:
-    """(4, B) of all slices together."""
     whole_4B, parts = _nothing(head, block.rows.stop - block.rows.start), iter(parts)
     while some := list(itertools.islice(parts, _PARTS)):
         whole_4B = merge(torch.stack([whole_4B, *some]))
@@ -298,8 +265,6 @@ def _merged(head: LinearHead, parts: Iterable[Tensor], block: Block) -> Tensor:
 
 
 class _BlockGradient:
-    """Gradients of one block."""
-
     def __init__(
         self,
         head: LinearHead,
@@ -314,7 +279,6 @@ class _BlockGradient:
         self._grad_BH = torch.zeros(operand_BH.shape, dtype=head.precision.compute, device=operand_BH.device)
 
     def recomputed(self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None]) -> Tensor:
-        """(B, H) from logits that are computed again."""
         head, token = self._head, self._token(stats, coefficients)
         for columns in head.slices:
             weight_SH = self._buffers.weight(columns, head.precision.logits)
@@ -328,7 +292,6 @@ class _BlockGradient:
     def from_kept(
         self, stats: TokenStatistics, coefficients: tuple[Tensor, Tensor | None], parts: list[Tensor]
     ) -> Tensor:
-        """(B, H) from the tiles that the statistics left behind."""
         head, token = self._head, self._token(stats, coefficients)
         for columns, part_4B in zip(head.slices, parts, strict=True):
             kept_BS = self._buffers.kept(self._operand_BH.shape[0], columns)

@@ -1,9 +1,10 @@
-"""Hidden states block by block: copies that every rank holds, or shards of the sequence gathered while others compute.
+"""How a call is cut into tiles of logits that fit the workspace, and its hidden states block by block.
 
-Under sequence parallelism each rank holds the hidden states of a run of tokens, and the head wants those of some of
-them, on every rank. Only the wanted rows travel, one block ahead of the computation; their gradients are summed over
-the vocabulary shards and go back to their owners one block behind it. A block takes from every rank in proportion to
-what that rank holds, so that little is padded, and the order of processing differs from the caller's.
+A block of tokens meets one slice of the vocabulary after the other, so that the workspace neither grows with the number
+of tokens nor with the vocabulary, and the products keep shapes that run at full speed. Under sequence parallelism only
+the wanted hidden states travel, one block ahead of the computation; their gradients are summed over the vocabulary
+shards and go back to their owners one block behind it. A block takes from every rank in proportion to what that rank
+holds, so that little is padded, and the order of processing differs from the caller's.
 
 Shape suffixes: N = tokens of the call, L = tokens that a rank holds, B = tokens of a block, R = ranks times the most
 tokens that one of them has in a block, H = hidden size.
@@ -12,13 +13,89 @@ tokens that one of them has in a block, H = hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf_ext.head.statistics import VocabularyShard
+
+# Larger blocks win nothing measurable on a CPU; on a GPU they cost memory for each block's hidden states.
+_MOST_TOKENS = 2048
+# On a CPU a tile of the statistics, which go over it several times, should stay in the cache: 2^21 fp32 logits are
+# 8 MiB. Gradients go over it less often, and their three products are faster on wider slices.
+_CPU_TILE_ELEMENTS = 1 << 21
+_CPU_GRADIENT_TILE_ELEMENTS = 1 << 23
+# A narrower slice, a smaller block, or a one-pass head on fewer tokens would make the products slow. A block's gradient
+# of the weight reads and writes V H fp32 numbers, which on a GPU takes longer than the product below ~1,000 tokens.
+_FEWEST_COLUMNS = 128
+_FEWEST_TOKENS = 16
+_FEWEST_ONE_PASS_TOKENS = {"cpu": 128, "cuda": 1024}
+_ONE_PASS_COLUMNS = {"cpu": 4096, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class TileCosts:
+    """Bytes of workspace that a tile takes."""
+
+    logit: int  # for each logit of a tile
+    kept: int  # for each logit of a block that is kept for all slices (one-pass heads)
+    token: int  # for each token of a block (copies of its hidden state, its gradient)
+    column: int  # for each column of a slice (a widened copy of the weight)
+    part: int = 0  # for each slice of a block that is kept, and token (its statistics)
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Tokens of a block (at most) and columns of a slice (at most); ``keeps``: all slices of a block are kept."""
+
+    tokens: int
+    columns: int
+    keeps: bool = False
+
+    def slices(self, true_rows: int) -> list[slice]:
+        return [slice(first, min(first + self.columns, true_rows)) for first in range(0, true_rows, self.columns)]
+
+
+def tile_plan(
+    tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, statistics: bool = True
+) -> TilePlan:
+    """Blocks and slices for a head that forgets a tile before it makes the next, bounded by the workspace down to 16
+    tokens times 128 columns. ``tokens`` and ``rows`` are of the whole call and of a shard, padding included, so that
+    every rank makes the same plan. ``statistics``: the tiles are not for gradients alone."""
+    block = min(tokens, _MOST_TOKENS, max(_FEWEST_TOKENS, workspace_bytes // (2 * max(1, costs.token))))
+    block = _even(tokens, block)
+    columns = (workspace_bytes - block * costs.token) // (block * costs.logit + costs.column)
+    if device_type == "cpu":
+        most = _CPU_TILE_ELEMENTS if statistics else _CPU_GRADIENT_TILE_ELEMENTS
+        columns = min(columns, max(most // block, _FEWEST_COLUMNS))
+    while columns < min(rows, _FEWEST_COLUMNS) and block > _FEWEST_TOKENS:
+        block = max(_FEWEST_TOKENS, block // 2)
+        columns = (workspace_bytes - block * costs.token) // (block * costs.logit + costs.column)
+    columns = max(columns - columns % _FEWEST_COLUMNS, _FEWEST_COLUMNS)
+    return TilePlan(block, max(1, min(columns, rows)))
+
+
+def one_pass_plan(
+    tokens: int, rows: int, costs: TileCosts, workspace_bytes: int, device_type: str, *, force: bool
+) -> TilePlan | None:
+    """The same for a head that keeps a block's tiles until their gradient; None if blocks get too small, unless
+    ``force``d."""
+    columns = max(1, min(rows, _ONE_PASS_COLUMNS.get(device_type, _ONE_PASS_COLUMNS["cuda"])))
+    token = rows * costs.kept + columns * costs.logit + costs.token + -(-rows // columns) * costs.part
+    block = (workspace_bytes - columns * costs.column) // token
+    fewest = _FEWEST_ONE_PASS_TOKENS.get(device_type, _FEWEST_ONE_PASS_TOKENS["cuda"])
+    if block < min(tokens, fewest) and not force:
+        return None
+    return TilePlan(_even(tokens, max(1, min(tokens, block, _MOST_TOKENS))), columns, keeps=True)
+
+
+def _even(total: int, most: int) -> int:
+    """Size of equal pieces of ``total`` that are at most ``most``; 1 for nothing."""
+    pieces = -(-total // most) if total else 1
+    return max(1, -(-total // pieces))
 
 
 class Block(NamedTuple):
@@ -29,40 +106,10 @@ class Block(NamedTuple):
     hidden_BH: Tensor
 
 
-class GradientSink(Protocol):
-    """Takes the gradients of the blocks' hidden states in the order of the blocks."""
-
-    def add(self, block: Block, grad_BH: Tensor) -> None:
-        """Takes this rank's part of a block's gradient; it may be overwritten, and is summed over the ranks."""
-
-    def finish(self) -> Tensor:
-        """The gradient of the tensor that the caller gave, in its format."""
-
-
-class Rows(Protocol):
-    """The hidden states of a call.
-
-    Attributes:
-        count: N.
-        longest: tokens of the largest block.
-    """
-
-    count: int
-    longest: int
-
-    @property
-    def order_N(self) -> Tensor | None:
-        """The caller's place of each token in the order of processing; None where both are the same."""
-
-    def blocks(self) -> Iterator[Block]:
-        """All tokens, block by block."""
-
-    def sink(self) -> GradientSink:
-        """A fresh sink for the gradients of all blocks."""
-
-
 class ReplicatedRows:
-    """Hidden states (N, H) that every rank of the group holds."""
+    """Hidden states (N, H) that every rank of the group holds. ``longest``: tokens of the largest block. ``order_N``:
+    the caller's place of each token in the order of processing; None: the same. A ``sink`` takes this rank's part of
+    the gradients of all blocks, in their order; each may be overwritten, and is summed over the ranks."""
 
     order_N = None
 
@@ -76,13 +123,11 @@ class ReplicatedRows:
             rows = slice(first, min(first + self._tokens, self.count))
             yield Block(number, rows, self._hidden_NH[rows])
 
-    def sink(self) -> GradientSink:
+    def sink(self) -> _ReplicatedSink:
         return _ReplicatedSink(torch.empty_like(self._hidden_NH), self._shard)
 
 
 class _ReplicatedSink:
-    """Sums each block over the ranks while the next one is computed."""
-
     def __init__(self, total_NH: Tensor, shard: VocabularyShard) -> None:
         self._total_NH, self._shard = total_NH, shard
         self._pending: tuple[slice, Tensor, dist.Work] | None = None
@@ -108,11 +153,7 @@ class _ReplicatedSink:
 
 
 def count_rows(rows_N: Tensor, length: int, ranks: int) -> list[int]:
-    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device.
-
-    Raises:
-        ValueError: ``rows_N`` points outside of the ranks' tokens.
-    """
+    """How many of the rows each rank holds, ``length`` tokens a rank. The host waits for the device."""
     owner_N = torch.div(rows_N, max(1, length), rounding_mode="floor")
     counts = torch.bincount(owner_N.clamp(0, ranks), minlength=ranks).tolist()
     if len(counts) > ranks or (rows_N.numel() and int(rows_N.min()) < 0):
@@ -160,7 +201,7 @@ class SequenceShardedRows:
         first = sum(map(sum, self._shares[:number]))
         return slice(first, first + sum(self._shares[number]))
 
-    def sink(self) -> GradientSink:
+    def sink(self) -> _ShardedSink:
         return _ShardedSink(self)
 
     def _gather(self, number: int) -> _Gathered:
@@ -170,7 +211,6 @@ class SequenceShardedRows:
         return _Gathered(padded, self._places(number), self._group)
 
     def mine(self, number: int) -> Tensor:
-        """Which of this rank's L tokens are in a block."""
         first = sum(shares[self._rank] for shares in self._shares[:number])
         return self._mine[first : first + self._shares[number][self._rank]]
 
@@ -195,8 +235,6 @@ class SequenceShardedRows:
 
 
 class _Gathered:
-    """Rows of one block under way to every rank."""
-
     def __init__(self, padded: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> None:
         self._places = places
         self._all = padded.new_empty(padded.shape[0] * group.size(), padded.shape[1])
@@ -234,11 +272,12 @@ class _ShardedSink:
         return self._total_LH
 
 
+Rows = ReplicatedRows | SequenceShardedRows
+
+
 def _shares(counts: Sequence[int], tokens: int) -> list[list[int]]:
     """How many rows each block takes from each rank: about ``tokens`` a block, never more, proportional to ``counts``.
-
-    With fewer tokens a block than ranks it may be more: every rank gives at most one then.
-    """
+    With fewer tokens a block than ranks it may be more: every rank gives at most one then."""
     blocks = -(-sum(counts) // tokens)
     while True:
         shares = [[count * (k + 1) // blocks - count * k // blocks for count in counts] for k in range(blocks)]

@@ -4,12 +4,12 @@ A part of a token's logits ``u`` (a slice of the vocabulary, or a rank's shard) 
 
     m = max u        s = sum exp(u - m)        w = sum exp(u - m) (u - m)        t = u[target], 0 if not in the part
 
-Parts combine without a loss of precision, whatever the size of the logits, because every exponential is at most 1:
-with ``M = max m``, ``d = m - M``: ``s' = sum e^d s``, ``w' = sum e^d (w + d s)``, ``t' = sum t``. Then
+Parts combine without a loss of precision, because every exponential is at most 1: with ``M = max m``, ``d = m - M``:
+``s' = sum e^d s``, ``w' = sum e^d (w + d s)``, ``t' = sum t``. Then
 
     logprob = (t' - M) - ln s'        entropy = ln s' - w' / s'
 
-Shape suffixes: P = parts, N = tokens, V = rows of this rank's shard of the output embedding; 4 = (m, s, w, t).
+Shape suffixes: P = parts, N = tokens, V = rows of this rank's shard, B = tokens of a block; 4 = (m, s, w, t).
 """
 
 from __future__ import annotations
@@ -25,14 +25,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's rows of the output embedding, ``[first, first + true_rows)`` of the true vocabulary.
-
-    Attributes:
-        group: the tensor-parallel group; None where one rank holds the whole vocabulary.
-        first: token id of this rank's first row.
-        true_rows: rows that belong to tokens; the rest of the shard is padding. 0 on a rank of padding alone.
-        vocab_size: size of the true vocabulary over all ranks.
-    """
+    """This rank's rows of the output embedding, ``[first, first + true_rows)`` of the true vocabulary; the rest of the
+    shard is padding. ``group``: the tensor-parallel group; None where one rank holds the whole vocabulary."""
 
     group: dist.ProcessGroup | None
     first: int
@@ -41,11 +35,8 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, weight_VH: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> VocabularyShard:
-        """The shard of this rank: rank r of the group holds rows ``[r V, (r + 1) V)`` of the padded vocabulary.
-
-        Raises:
-            ValueError: ``vocab_size`` does not fit the shards.
-        """
+        """The shard of this rank: rank r of the group holds rows ``[r V, (r + 1) V)`` of the padded vocabulary. Raises
+        ValueError: ``vocab_size`` does not fit the shards."""
         size = group.size() if group is not None else 1
         rank = group.rank() if group is not None else 0
         rows = weight_VH.shape[0]
@@ -56,13 +47,11 @@ class VocabularyShard:
         return cls(group if size > 1 else None, rank * rows, true_rows, total)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduces in place over the ranks; the deadline is the group's."""
         if self.group is not None and tensor.numel():
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> dist.Work | None:
-        """Begins to sum ``tensor`` in place over the ranks; None where there is nothing to wait for."""
         if self.group is None:
             return None
         return dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -82,6 +71,18 @@ class TokenStatistics(NamedTuple):
 
     def select(self, index: slice | Tensor) -> TokenStatistics:
         return TokenStatistics(*(value[index] for value in self))
+
+
+class TokenGradient(NamedTuple):
+    """What the gradient of a tile's logits takes from each of its tokens; all of shape (B,)."""
+
+    maximum_B: Tensor
+    log_sum_B: Tensor
+    coefficient_B: Tensor  # d loss / d log-probability
+    column_B: Tensor  # of the target in the tile; outside of ``[0, S)`` where it lies elsewhere
+    scale_B: Tensor | None = None  # factor of the logits (1 / temperature); None: they are scaled already
+    entropy_coefficient_B: Tensor | None = None  # d loss / d entropy; None: the entropy is constant
+    entropy_B: Tensor | None = None
 
 
 def empty_part(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -111,7 +112,6 @@ def combine(part_4N: Tensor, shard: VocabularyShard) -> TokenStatistics:
 
 
 def _rescaled(maximum: Tensor, total: Tensor, weighted: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """``s`` and ``w`` relative to a reference that is at least the maximum."""
     shift = maximum - reference
     factor = shift.exp()
     return factor * total, factor * (weighted + shift * total)

@@ -1,10 +1,7 @@
-"""The passes over a tile of logits as Triton kernels: each reads the tile once.
+"""The passes over a tile of logits as Triton kernels; importing this module needs the package ``triton``.
 
-The products stay with cuBLAS. On a GPU a tile is larger than the caches, so that a pass costs the memory traffic of the
-tile: 4 bytes a logit for the statistics, 4 read and 2 (bf16) or 4 written for the gradient, against 2 H operations a
-logit in the product that made it.
-
-Shape suffixes as in ``kernels``. Importing this module needs the package ``triton``.
+A tile is larger than a GPU's caches, so that a pass costs its memory traffic: 4 bytes a logit for the statistics, 4
+read and 2 (bf16) or 4 written for the gradient, against 2 H operations a logit in the product that made it.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openrlhf_ext.head.kernels import TokenGradient
+from openrlhf_ext.head.statistics import TokenGradient
 
 _BLOCK = 4096  # columns that a program handles at a time
 _WARPS = 8

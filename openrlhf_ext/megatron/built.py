@@ -1,49 +1,83 @@
 """One rank's share of a decoder on Megatron-core, built and loaded; its weights on their way out.
 
-One code path for CPU (gloo) and GPU (NCCL). Every public method is a collective over all ranks of the model unless it
-says otherwise. Shape suffixes: N = response tokens of a micro-batch that this rank predicts, L = tokens of a
-micro-batch on this rank, H = hidden size.
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes: N = response
+tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H = hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.model.build import (
-    HiddenStateGPTModel,
-    build_model,
-    transformer_config,
-)
-from openrlhf_ext.megatron.model.export import HFExporter
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
-from openrlhf_ext.megatron.model.load import load_hf
-from openrlhf_ext.megatron.model.ownership import Ownership
+from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.overlap import TrainedChunk
-from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.megatron.step.batch import PackedBatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TrainedChunk(DistributedDataParallel):
+    """Megatron's DDP around a model chunk whose head is not a module's forward pass.
+
+    Megatron reduces a bucket of gradients when the hooks of all of its parameters have run, and gathers a bucket of
+    updated parameters in a hook before the module that reads them. The head (``openrlhf_ext.head``) is called with a
+    weight: it adds that weight's gradient to ``main_grad`` itself and hands autograd none, and no module's hook waits
+    for the weight.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        hook = super()._make_backward_post_hook(param)
+
+        def gradient_is_there(*unused: Any) -> None:
+            in_main_grad = param.grad is None and getattr(param, "grad_added_to_main_grad", False)
+            if self.ddp_config.overlap_grad_reduce and in_main_grad:
+                # Megatron's own hook asserts a placeholder of the weight's size in ``grad``
+                # (megatron-core 0.16.1 distributed/distributed_data_parallel.py:435)
+                self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+            else:
+                hook(*unused)
+
+        return gradient_is_there
+
+    def await_parameter(self, parameter: torch.Tensor) -> None:
+        if self.ddp_config.overlap_param_gather:
+            self.param_to_bucket_group[parameter].finish_param_sync()
+
+    def gather_parameters(self) -> None:
+        """Gathers what the last update left to the next forward pass. A collective of the data-parallel ranks."""
+        if not self.ddp_config.overlap_param_gather:
+            return
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)
+
+
+def no_sync(chunks: Sequence[torch.nn.Module]) -> Any:
+    """Megatron's ``no_sync_func``, without which ``overlap_grad_reduce`` reduces gradients at every micro-batch."""
+    functions = [
+        chunk.no_sync for chunk in chunks if isinstance(chunk, TrainedChunk) and chunk.ddp_config.overlap_grad_reduce
+    ]
+    return functions[0] if len(functions) == 1 else functions or None
 
 
 class BuiltModel:
     """This rank's model chunks; a subclass with other parameters overrides how they are made.
 
-    Attributes:
-        chunks: the unwrapped model chunks of this rank (one without virtual pipeline stages), in the order of
-            Megatron's schedules; the last one of the last stage makes hidden states.
-        models: the chunks as Megatron's schedules and optimizer see them: DDP-wrapped when the model is trained.
+    ``chunks`` are unwrapped (one without virtual pipeline stages), in the order of Megatron's schedules; the last one
+    of the last stage makes hidden states. ``models``: they as schedules see them, DDP-wrapped when trained.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -64,17 +98,14 @@ class BuiltModel:
         self.models = [self._wrap(chunk) for chunk in self.chunks]
 
     def read_shape(self) -> ModelShape:
-        """What ``config.json`` says of the model."""
         return read_model_shape(self.settings.model_path)
 
     def build_chunks(self) -> list[HiddenStateGPTModel]:
-        """This rank's model chunks, on its device, parameters not yet loaded."""
         chunks = self.settings.layout.virtual_pipeline_size
         stages = [None] if chunks == 1 else range(chunks)
         return [build_model(self.shape, self.config, stage, converters=self.settings.converters) for stage in stages]
 
     def load_weights(self) -> None:
-        """Fills the chunks from the Hugging Face checkpoint."""
         load_hf(self.chunks, self.shape, self.settings.model_path)
 
     def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:
@@ -103,22 +134,15 @@ class BuiltModel:
         return self.chunks[-1]
 
     def output_embedding(self) -> Tensor:
-        """This rank's shard of the head's weight (last stage only), complete.
-
-        In a train step the head must ask for it here: it is read by no forward pass of a module, so no hook of
-        Megatron's waits until it is gathered.
-        """
+        """This rank's shard of the head's weight (last stage only), complete: no module's forward pass reads it, so no
+        hook of Megatron's waits until it is gathered."""
         weight, chunk = self.last_chunk.output_embedding(), self.models[-1]
         if isinstance(chunk, TrainedChunk):
             chunk.await_parameter(weight)
         return weight
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:
-        """(N, H) what ``loss`` gets of the model's output.
-
-        Args:
-            hidden_LH: final hidden states of this rank's tokens, or of its piece of them under sequence parallelism.
-        """
+        """(N, H) what ``loss`` gets of the model's output (of this rank's piece of it under sequence parallelism)."""
         if self.config.sequence_parallel:
             # every tensor-parallel rank then computes the same with them: the backward pass only splits
             hidden_LH = gather_from_sequence_parallel_region(hidden_LH, tensor_parallel_output_grad=False)
@@ -133,7 +157,6 @@ class BuiltModel:
     # ---- weights out ------------------------------------------------------------------------------------------------
 
     def exporter(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> HFExporter:
-        """This rank's part in exporting the weights, or another ``value`` of each parameter."""
         return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout), value)
 
     def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -141,15 +164,11 @@ class BuiltModel:
         return iter(self.exporter(value))
 
     def export_rows(self) -> Iterator[HFRows]:
-        """The same some rows at a time (``HFExporter.rows``)."""
         return self.exporter().rows()
 
     def write_hf(self, target: str | Path, config_changes: Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk.
-
-        Returns:
-            On rank 0 size in bytes of every file by its name; on the others, which may return long before, nothing.
-        """
+        """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk. Returns on
+        rank 0 the size in bytes of every file by its name; on the others, which may return long before, nothing."""
         rows = self.export_rows()
         if dist.get_rank() == 0:
             tensors = hf_tensors(self.shape)

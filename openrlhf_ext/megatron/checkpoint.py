@@ -3,8 +3,7 @@
 Megatron's ``sharded_state_dict`` says which box of which global tensor a parameter is. The optimizer's state is stored
 in the same coordinates: the distributed optimizer keeps a range of each parameter's elements on each data-parallel
 rank, and every rank writes its own ranges. So nothing is gathered to save (Megatron's ``fully_reshardable`` format
-gathers all optimizer states of a replica in the host memory of each of its ranks), nothing is exchanged to load, and
-the files (``openrlhf_ext.checkpoints``) are safetensors and JSON, which cannot run code when they are read.
+gathers all optimizer states of a replica in the host memory of each of its ranks), and nothing is exchanged to load.
 
     <folder>/index.json                which piece of which tensor is in which file
     <folder>/state.json                steps of optimizer and schedule, layout, shape of the model
@@ -44,13 +43,13 @@ from openrlhf_ext.checkpoints import (
     TensorReader,
     write_pieces,
 )
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
-from openrlhf_ext.megatron.deadlines.gate import wait_for_all
-from openrlhf_ext.megatron.decoder import MegatronModel
-from openrlhf_ext.megatron.layers.converter import LayerConverter
-from openrlhf_ext.megatron.layers.known import KNOWN
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
+from openrlhf_ext.megatron.policy import MegatronModel
+from openrlhf_ext.megatron.settings import KNOWN
+from openrlhf_ext.megatron.watchdog import wait_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +59,16 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class ParameterBlock:
-    """A box of a global tensor that this rank holds.
-
-    Attributes:
-        parameter: the local parameter; the block is elements ``start`` to ``start + block.numel`` of it (a gated MLP's
-            first weight is two blocks).
-        padded: whether other layouts pad the global tensor to other sizes (the vocabulary).
-        copy_of: 0 if no other model-parallel rank stores the block.
-    """
+    """A box of a global tensor that this rank holds: elements ``start`` to ``start + block.numel`` of the local
+    parameter (a gated MLP's first weight is two blocks)."""
 
     parameter: Tensor
     block: Block
     start: int
-    padded: bool
-    copy_of: int
+    padded: bool  # whether other layouts pad the global tensor to other sizes (the vocabulary)
+    copy_of: int  # 0 if no other model-parallel rank stores the block
 
     def elements(self) -> Tensor:
-        """The block's elements, flat, sharing the parameter's memory."""
         return self.parameter.detach().view(-1)[self.start : self.start + self.block.numel]
 
 
@@ -93,11 +85,7 @@ class OptimizerRange:
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
-    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks.
-
-    Raises:
-        CheckpointError: Megatron does not know the place of a parameter.
-    """
+    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks."""
     blocks = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
     known = {id(b.parameter) for b in blocks}
     names = [n for chunk in model.chunks for n, p in chunk.named_parameters() if id(p) not in known]
@@ -132,10 +120,8 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBl
 
 def optimizer_ranges(optimizer: MegatronOptimizer | None) -> dict[int, OptimizerRange]:
     """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros before the first step.
-
     Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and ``master`` for the fp32 copy of a
-    parameter of less precision.
-    """
+    parameter of less precision."""
     return {id(p): r for part in _single_optimizers(optimizer) for p, r in _ranges(part)}
 
 
@@ -208,7 +194,6 @@ def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
-    """Sets the number of updates, which Adam's bias correction depends on."""
     for inner in (part.optimizer for part in _single_optimizers(optimizer)):
         if inner is not None and _steps_in_state(inner):
             for state in inner.state.values():
@@ -232,30 +217,19 @@ class Snapshot:
     state: dict[str, Any] | None
 
     def write(self, folder: Path, name: str) -> list[FileEntry]:
-        """Writes this rank's files of ``folder/name`` and returns their entries, relative to ``folder``.
-
-        Raises:
-            CheckpointError: the operating system refused.
-        """
+        """Writes this rank's files of ``folder/name`` and returns their entries, relative to ``folder``."""
         entries = [
             write_pieces(folder, f"{name}/{_rank_file(self.rank)}.safetensors", self.pieces),
             write_plain(folder, f"{name}/{_rank_file(self.rank)}.json", self.random_states),
         ]
         if self.index is not None:
-            entries += [
-                self.index.write(folder, f"{name}/{INDEX}"),
-                write_plain(folder, f"{name}/{STATE}", self.state),
-            ]
+            entries += [self.index.write(folder, f"{name}/{INDEX}"), write_plain(folder, f"{name}/{STATE}", self.state)]
         return entries
 
 
 def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, copy: bool) -> Snapshot:
-    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete.
-
-    Args:
-        extra: plain values of the owner, returned by :func:`load_checkpoint`; rank 0's are kept.
-        copy: copy the tensors to host memory, so that training may go on while they are written.
-    """
+    """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete. ``extra``:
+    plain values, rank 0's of which are kept. ``copy``: to host memory, so that training may go on."""
     rank = dist.get_rank()
     pieces = [(piece, t.to("cpu", copy=True) if copy else t) for piece, t in _own_pieces(model)]
     files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
@@ -289,23 +263,22 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
         own_range = ranges.get(id(block.parameter))
         if own_range is not None and (mine or distributed):
-            for name, start, end, tensor in _state_of(block, own_range):
-                yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
+            yield from _state_pieces(block, own_range)
 
 
 def _converter_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
-    """The state of layer converters."""
     for name, tensor in model.converter_state().items():
         shape = tuple(tensor.shape)
         yield BlockRange.whole(Block(name, shape, (0,) * len(shape), shape)), tensor
 
 
-def _state_of(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[str, int, int, Tensor]]:
-    """(name of the state, start and end in the block, its elements) of what is held of the block."""
+def _state_pieces(block: ParameterBlock, held: OptimizerRange) -> Iterator[tuple[BlockRange, Tensor]]:
+    """What is held of the optimizer's state of the block."""
     low, high = max(held.start, block.start), min(held.end, block.start + block.block.numel)
     if low < high:
         for name, tensor in sorted(held.tensors.items()):
-            yield name, low - block.start, high - block.start, tensor[low - held.start : high - held.start]
+            piece = BlockRange(_named(block.block, f"optimizer.{name}"), low - block.start, high - block.start)
+            yield piece, tensor[low - held.start : high - held.start]
 
 
 def _named(block: Block, prefix: str) -> Block:
@@ -322,15 +295,9 @@ def _rank_file(rank: int) -> str:
 def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     """Overwrites the model's weights, optimizer and schedule with those of ``folder``, written in any layout.
 
-    Learning rates and the like follow the present options; only the counts of steps are restored. Random states are
-    restored if the layout is the one that wrote them (with dropout 0, as here, nothing that is trained depends on
-    them). A collective: no rank returns before all have loaded.
-
-    Returns:
-        ``extra`` of :func:`take_snapshot`.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model or type, or cannot be read; on every rank.
+    Learning rates and the like follow the present options; only the counts of steps are restored, and random states if
+    the layout is the one that wrote them. A collective: no rank returns before all have loaded. Returns ``extra`` of
+    :func:`take_snapshot`. Raises CheckpointError, on every rank: another model or type, or unreadable.
     """
     problem, asked, state = None, set(), {}
     try:
@@ -353,11 +320,12 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
 
 
 def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
-    """Fills weights and optimizer state; returns the names of the tensors that were read."""
     ranges = optimizer_ranges(model.optimizer)
     asked: set[str] = set()
     for block in parameter_blocks(model):
-        for piece, target in _wanted(block, ranges.get(id(block.parameter))):
+        held = ranges.get(id(block.parameter))
+        states = [] if held is None else _state_pieces(block, held)
+        for piece, target in ((BlockRange.whole(_named(block.block, "model")), block.elements()), *states):
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked
@@ -375,11 +343,7 @@ def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:
 def _load_converter(
     converter: LayerConverter | type[LayerConverter], every: dict[str, tuple[BlockRange, Tensor]], reader: TensorReader
 ) -> set[str]:
-    """Fills a converter's state; returns the names of the tensors that were read, or are not needed.
-
-    Raises:
-        CheckpointError: it was written with other options of the converter, or by other layers.
-    """
+    """Fills a converter's state; returns the names of the tensors that were read, or are not needed."""
     stored, prefix = reader.index.tensors, f"{converter.name}."
     pieces = {key: held for key, held in every.items() if key.startswith(prefix)}
     unread = {key for key in stored if key.startswith(prefix)}
@@ -409,14 +373,6 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
         model.scheduler.step(0)  # the present schedule's rate at that step
 
 
-def _wanted(block: ParameterBlock, held: OptimizerRange | None) -> Iterator[tuple[BlockRange, Tensor]]:
-    """Every piece this rank needs of the block, and where its elements go."""
-    yield BlockRange.whole(_named(block.block, "model")), block.elements()
-    if held is not None:
-        for name, start, end, tensor in _state_of(block, held):
-            yield BlockRange(_named(block.block, f"optimizer.{name}"), start, end), tensor
-
-
 def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:
     ours = asdict(model.shape)
     different = [f"{k} {v!r}, the model has {ours.get(k)!r}" for k, v in state["shape"].items() if ours.get(k) != v]
@@ -434,7 +390,6 @@ def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> N
 
 
 def random_states() -> dict[str, Any]:
-    """States of every random generator that training may draw from in this process."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -1,8 +1,7 @@
 """The critic of one rank: values of the states before each response token, and its train step.
 
 A decoder whose vocabulary projection is replaced by one linear output, on the last stage of any layout. Every public
-method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``decoder``: B =
-sequences, N = response tokens, H = hidden size.
+method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``policy``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,25 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.decoder import MegatronModel
-from openrlhf_ext.megatron.model.accounting import new_value_head
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, new_value_head
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
-from openrlhf_ext.megatron.step.agreement import gather_tokens
-from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
+from openrlhf_ext.megatron.policy import MegatronModel
+from openrlhf_ext.megatron.step.batch import PackedBatch, SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
-from openrlhf_ext.megatron.step.packing import PackedBatch
-from openrlhf_ext.megatron.step.schedule import one, planned_rows
+from openrlhf_ext.megatron.step.schedule import gather_tokens, one, planned_rows
 from openrlhf_ext.options.sections import Critic
 
 logger = logging.getLogger(__name__)
 
 
 class MegatronCritic(MegatronModel):
-    """A value model on Megatron-core, this rank's share of it."""
-
     def read_shape(self) -> ModelShape:
-        """The checkpoint's decoder with a value head."""
         return read_value_shape(self.settings.model_path, self.settings.value_head)
 
     def load_weights(self) -> None:
@@ -65,10 +57,7 @@ class MegatronCritic(MegatronModel):
 
     @torch.no_grad()
     def values(self, batch: SequenceBatch) -> Tensor:
-        """fp32 (N,) values at the response tokens of this data-parallel rank, on every rank of the replica.
-
-        Each is the value of the state before its token: the prompt and the response up to there.
-        """
+        """fp32 (N,) values at this data-parallel rank's response tokens, of the states before them, on every rank."""
         (values_N,) = self.schedule.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
         return values_N
 
@@ -80,24 +69,14 @@ class MegatronCritic(MegatronModel):
 
     def train_step(self, batch: SequenceBatch, targets: ValueTargets, more: bool = False) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``targets``.
-
-        Args:
-            more: another train step follows, see ``optimizer_step``.
-
-        Returns:
-            ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of the whole mini-batch, the
-            same on every rank.
-
-        Raises:
-            NonFiniteUpdateError: the loss or the gradient norm is not finite.
-        """
+        Returns ``loss/value``, ``value/clip_fraction``, ``value/grad_norm`` and ``value/lr`` of all of it, the same on
+        every rank. ``more``: see ``optimizer_step``. Raises NonFiniteUpdateError."""
         metrics = self.accumulate_gradients(batch, targets)
         if not math.isfinite(metrics["loss/value"]):
             raise NonFiniteUpdateError(f"the critic's train step gave the loss {metrics['loss/value']}")
         return metrics | {f"value/{name}": number for name, number in self.optimizer_step(more).items()}
 
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
-        """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
         clip, targets = self.value_clip, targets.select(planned_rows(plan)).to(self.device)
@@ -117,16 +96,12 @@ class MegatronCritic(MegatronModel):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier.
-
-        transformers finds the value head under the name ``score`` only. Returns what ``write_hf`` does.
-        """
-        return self.write_hf(target, self._hf_config_changes())
-
-    def _hf_config_changes(self) -> dict[str, Any]:
-        return {
+        """Writes an HF checkpoint: OpenRLHF's and ours read it as a critic, transformers as a sequence classifier,
+        which finds the value head under the name ``score`` only. Returns what ``write_hf`` does."""
+        changes = {
             "architectures": [self.shape.family.critic_class],
             "id2label": {"0": "value"},  # one label: transformers derives num_labels from it
             "label2id": {"value": 0},
             "value_head_prefix": self.shape.value_head,
         }
+        return self.write_hf(target, changes)

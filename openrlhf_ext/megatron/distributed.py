@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from openrlhf_ext.megatron.deadlines.nccl_calls import keep_nccl_calls
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
+from openrlhf_ext.megatron.watchdog import keep_nccl_calls
 
 JOIN_TIMEOUT_S = 600.0
 
@@ -36,7 +36,6 @@ def initialize_distributed(layout: ParallelLayout, timeout_s: float, seed: int) 
 
 
 def build_groups(layout: ParallelLayout, timeout_s: float) -> None:
-    """Builds Megatron's groups over the default process group; ``timeout_s`` is that of their collectives."""
     virtual = layout.virtual_pipeline_size
     parallel_state.initialize_model_parallel(
         layout.tensor_parallel_size,
@@ -54,11 +53,7 @@ def build_groups(layout: ParallelLayout, timeout_s: float) -> None:
 
 @contextmanager
 def fake_rank(layout: ParallelLayout, rank: int) -> Iterator[None]:
-    """In the body this process is ``rank`` of the layout: Megatron's groups exist, collectives do nothing.
-
-    Raises:
-        RuntimeError: the process has a process group already.
-    """
+    """In the body this process is ``rank`` of the layout: Megatron's groups exist, collectives do nothing."""
     if dist.is_initialized():
         raise RuntimeError("a fake rank needs a process without a process group, this one has one")
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,22 +1,18 @@
-"""How the ranks of a run are arranged: the one place that knows the order of ranks.
-
-Ranks are ordered tp-cp-ep-pp-dp (tensor parallelism varies fastest, data parallelism slowest), because OpenRLHF's actor
-group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank. Who belongs to which replica, stage and tensor
-group is asked of ``ParallelLayout``, and not computed from a rank's number anywhere else.
-"""
+"""How the ranks of a run are arranged, tp-cp-ep-pp-dp (tensor parallelism varies fastest), because OpenRLHF's actor
+group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank. No other place knows the order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from openrlhf_ext.options.sections import Megatron
 
 RANK_ORDER = "tp-cp-ep-pp-dp"
 
 
-@dataclass(frozen=True)
-class RankPlace:
+class RankPlace(NamedTuple):
     """Coordinates of a rank: within its tensor- and context-parallel groups, its pipeline stage, its replica."""
 
     tensor: int
@@ -38,18 +34,13 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, options: Megatron, ranks: int) -> ParallelLayout:
-        """How a model with these options is laid out over so many ranks."""
         return cls(
             ranks, options.tensor_parallel_size, options.pipeline_parallel_size, options.context_parallel_size,
             options.sequence_parallel_enable, options.virtual_pipeline_size,
         )  # fmt: skip
 
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The rules that these degrees break: the fields concerned, and what is wrong.
-
-        Args:
-            name: what the user calls a field.
-        """
+        """The rules that are broken: the fields concerned, and what is wrong. ``name``: what the user calls a field."""
         world, tp, pp, cp, sp, vp = (name(field.name) for field in fields(self))
         size, world_size = self.model_parallel_size, self.world_size
         if world_size % size:
@@ -75,9 +66,11 @@ class ParallelLayout:
         return self.world_size // self.model_parallel_size
 
     def place(self, rank: int) -> RankPlace:
+        tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
+        sizes = {"tp": tp, "cp": cp, "ep": 1, "pp": pp, "dp": self.data_parallel_size}
         rest, at = rank, {}
         for axis in RANK_ORDER.split("-"):
-            rest, at[axis] = divmod(rest, self._sizes[axis])
+            rest, at[axis] = divmod(rest, sizes[axis])
         return RankPlace(at["tp"], at["cp"], at["pp"], at["dp"])
 
     def ranks(
@@ -90,28 +83,12 @@ class ParallelLayout:
     ) -> tuple[int, ...]:
         """The global ranks with these coordinates, ascending; None takes all of an axis."""
         wanted = (tensor, context, stage, replica)
-
-        def matches(place: RankPlace) -> bool:
-            found = (place.tensor, place.context, place.stage, place.replica)
-            return all(one in (None, other) for one, other in zip(wanted, found, strict=True))
-
-        return tuple(rank for rank in range(self.world_size) if matches(self.place(rank)))
+        places = {rank: zip(wanted, self.place(rank), strict=True) for rank in range(self.world_size)}
+        return tuple(rank for rank, pairs in places.items() if all(want in (None, found) for want, found in pairs))
 
     def answers_for_replica(self, rank: int) -> bool:
-        """Whether the rank is the one of its replica whose answers the driver takes: the first."""
         return rank == self.ranks(replica=self.place(rank).replica)[0]
 
     @property
     def near_ranks(self) -> int:
-        """How many neighboring ranks talk in every layer, and should be on one node: tensor times context parallel."""
         return self.tensor_parallel_size * self.context_parallel_size
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {
-            "tp": self.tensor_parallel_size,
-            "cp": self.context_parallel_size,
-            "ep": 1,
-            "pp": self.pipeline_parallel_size,
-            "dp": self.data_parallel_size,
-        }

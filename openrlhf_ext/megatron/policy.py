@@ -1,7 +1,7 @@
-"""The policy of one rank: forward pass for log-prob and entropy, train step, weights in and out.
+"""A decoder that computes and is trained, what policy and critic have in common; and the policy: log-probs, train step.
 
-Every public method is a collective over all ranks of the policy unless it says otherwise. Shape suffixes as in
-``step.schedule``: B = sequences, N = response tokens.
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes as in
+``step.schedule``: B = sequences, N = response tokens, H = hidden size.
 """
 
 from __future__ import annotations
@@ -10,22 +10,107 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss
-from openrlhf_ext.megatron.decoder import MegatronModel
-from openrlhf_ext.megatron.memory.frozen import FrozenCopy
-from openrlhf_ext.megatron.model.load import load_hf
-from openrlhf_ext.megatron.step.agreement import gather_tokens
-from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms
-from openrlhf_ext.megatron.step.packing import PackedBatch
-from openrlhf_ext.megatron.step.schedule import one, planned_rows
+from openrlhf_ext.megatron.built import BuiltModel, no_sync
+from openrlhf_ext.megatron.host_memory import FrozenCopy
+from openrlhf_ext.megatron.layers import kept_bytes
+from openrlhf_ext.megatron.model.hf_weights import load_hf
+from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, build_optimizer, build_scheduler, gradient_norms
+from openrlhf_ext.megatron.step.schedule import Schedule, gather_tokens, one, planned_rows
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Algorithm, Loss, LossBatch
+
+_FIXED_TOKENS = 128
+
+
+class MegatronModel(BuiltModel):
+    """This rank's share of a decoder with its schedule and its optimizer (None for a model that is never trained)."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self.schedule = Schedule(self)
+        self.optimizer: MegatronOptimizer | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
+        if settings.optimizer is not None:
+            self.optimizer = build_optimizer(self.models, settings.optimizer, settings.megatron, self.dtype)
+            self.scheduler = build_scheduler(self.optimizer, settings.optimizer, settings.updates)
+            self.config.grad_scale_func = self.optimizer.scale_loss
+            self.config.no_sync_func = no_sync(self.models)
+            self.gather_parameters()
+        self.config.finalize_model_grads_func = _add_up_grads
+        for converter in settings.converters:
+            converter.start(self.chunks, self.compute_once)
+
+    # ---- layer converters -------------------------------------------------------------------------------------------
+
+    def converter_state(self) -> dict[str, Tensor]:
+        return {
+            f"{converter.name}.{name}": tensor
+            for converter in self.settings.converters
+            for name, tensor in converter.state(self.chunks).items()
+        }
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that layers keep on this rank besides parameters while they compute. Not a collective."""
+        return sum(kept_bytes(self.settings.converters, chunk.decoder) for chunk in self.chunks)
+
+    def compute_once(self, training: bool) -> None:
+        """A forward pass over a fixed sequence in every micro-batch that schedules want, for what layers make of it."""
+        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _FIXED_TOKENS, np.int32)
+        batch = sequence_batch([tokens], [((1, len(tokens)),)])
+
+        def nothing(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return hidden_NH.new_zeros(()), one(self.device), {}
+
+        plan = [[0] for _ in self.schedule.plan(batch, forward_only=True)]
+        self.schedule.run(batch, plan, nothing, forward_only=True, training=training)
+        self.schedule.take_count()  # no tokens of the run's
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Clears gradients before the micro-batches of a step. Not a collective."""
+        optimizer, _ = self._training_parts()
+        for model in self.models:
+            if isinstance(model, DistributedDataParallel):
+                model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def _training_parts(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        if self.optimizer is None or self.scheduler is None:
+            raise ValueError(f"{self.settings.model_path} was built without an optimizer, so it cannot be trained")
+        return self.optimizer, self.scheduler
+
+    def optimizer_step(self, more: bool = False) -> dict[str, float]:
+        """One update with the gradients of a schedule; the schedule moves first, so that no update is lost to rate 0.
+        Returns ``grad_norm`` (before clipping) and ``lr``. ``more``: another train step follows. With
+        ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until then only a schedule
+        may read them. Raises NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
+        """
+        optimizer, scheduler = self._training_parts()
+        scheduler.step(1)
+        _, grad_norm, _ = optimizer.step()
+        metrics = {"grad_norm": float(grad_norm or 0.0), "lr": optimizer.param_groups[0]["lr"]}
+        if not more:
+            self.gather_parameters()
+        return metrics
+
+
+def _add_up_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs) -> None:
+    """Megatron's gradient reduction without its division by a token count: the shares carry their denominators."""
+    finalize_model_grads(model, None, **kwargs)
 
 
 class MegatronPolicy(MegatronModel):
@@ -46,21 +131,16 @@ class MegatronPolicy(MegatronModel):
         return super().response_states(hidden_LH, part)
 
     def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
-        """Log-prob and entropy of this rank's response tokens of a micro-batch, from ``response_states``."""
-        return linear_logprob_entropy(states, **self._head_operands(part, temperature), **self._head_resources(part))
+        return linear_logprob_entropy(states, **self._head_arguments(part, temperature))
 
-    def _head_operands(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
+    def _head_arguments(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
+        gathers = self.config.sequence_parallel
         return {
             "weight_VH": self.output_embedding(),
             "target_T": part.targets_N,
             "temperature": temperature,
             "vocab_size": self.shape.vocab_size,
             "process_group": parallel_state.get_tensor_model_parallel_group(),
-        }
-
-    def _head_resources(self, part: PackedBatch) -> dict[str, Any]:
-        gathers = self.config.sequence_parallel
-        return {
             "workspace_bytes": self.settings.megatron.head_workspace_mib << 20,
             "sequence_rows": part.hidden_N if gathers else None,
             "rows_per_rank": part.piece_counts if gathers else None,
@@ -72,19 +152,10 @@ class MegatronPolicy(MegatronModel):
     def train_step(
         self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm, more: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``.
-
-        The shares of all micro-batches and ranks add up to the loss of the whole mini-batch, because ``shaped`` carries
-        the whole mini-batch's denominators.
-
-        Args:
-            more: another train step follows, see ``optimizer_step``.
-
-        Returns:
-            The metrics of the whole mini-batch, the same on every rank.
-
-        Raises:
-            NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not finite.
+        """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``, which
+        carries the whole mini-batch's denominators, so that the shares of all micro-batches and ranks add up. Returns
+        the metrics of the mini-batch, the same on every rank. ``more``: see ``optimizer_step``. Raises
+        NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not finite.
         """
         metrics = self.accumulate_gradients(batch, shaped, algorithm)
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
@@ -95,7 +166,6 @@ class MegatronPolicy(MegatronModel):
         return metrics | self.optimizer_step(more)
 
     def accumulate_gradients(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
-        """Forward and backward over all micro-batches and the gradient reduction, without the optimizer step."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
@@ -112,8 +182,8 @@ class MegatronPolicy(MegatronModel):
     def _loss(self, part: PackedBatch, states: Tensor, shaped: LossBatch, algorithm: Algorithm) -> tuple[Tensor, Loss]:
         """What to differentiate on this rank, and the loss of the micro-batch with its metrics.
 
-        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits.
-        A context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
+        Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits. A
+        context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
         whole loss, of which only its own log-probs lead back to its hidden states.
         """
         temperature = self.settings.rollout.temperature
@@ -125,16 +195,14 @@ class MegatronPolicy(MegatronModel):
         head = linear_token_loss(
             states,
             token_loss=lambda logprob_B, rows: terms(logprob_B, part.places_N[rows]),
-            **self._head_operands(part, temperature),
-            **self._head_resources(part),
+            **self._head_arguments(part, temperature),
         )
         return head.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def host_copy(self, path: str) -> FrozenCopy:
-        """The weights of a checkpoint of this shape, this rank's share of them in host memory, with converters' state
-        of their own. Called before the first train step."""
+        """A checkpoint of this shape in host memory, with converters' state. Called before the first train step."""
         state = self.converter_state().values()
         if path == self.settings.model_path:
             return FrozenCopy(self.chunks, state=state)

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Train
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A model, its layout and how it computes.
-
-    Attributes:
-        model_path: folder of the checkpoint.
-        rollout: its temperature is that of log-probs and entropies; micro-batches of passes without gradients.
-        train: micro-batches of training; the seed.
-        converters: of the decoder's layers, applied in this order.
-        optimizer: Adam, its schedule and the largest norm; None: a model that is never trained.
-        updates: optimizer steps of the whole run.
-        host_copies: folders of frozen models of the same shape that score in this one's place, kept in host memory, by
-            name.
-        value_head: of a critic: HF name of the head; ``value_head_prefix`` of the checkpoint's config.json wins.
-    """
+    """A model, its layout and how it computes."""
 
     model_path: str
     layout: ParallelLayout
     megatron: Megatron = Megatron()
-    rollout: Rollout = Rollout()
-    train: Train = Train()
-    converters: tuple[LayerConverter, ...] = ()
-    optimizer: Actor | Critic | None = None
-    updates: int = 1
-    host_copies: Mapping[str, str] = field(default_factory=dict)
-    value_head: str = "score"
+    rollout: Rollout = Rollout()  # temperature of log-probs; micro-batches without gradients
+    train: Train = Train()  # micro-batches of training; the seed
+    converters: tuple[LayerConverter, ...] = ()  # of the decoder's layers, in this order
+    optimizer: Actor | Critic | None = None  # None: a model that is never trained
+    updates: int = 1  # optimizer steps of the whole run
+    host_copies: Mapping[str, str] = field(default_factory=dict)  # folders of frozen models of the same shape
+    value_head: str = "score"  # of a critic: HF name; ``value_head_prefix`` of the checkpoint's config.json wins
 
     def tokens_per_micro_batch(self, forward_only: bool) -> int | None:
         """Tokens that a rank's micro-batches are filled up to; None: they hold a number of samples."""
@@ -43,3 +33,12 @@ class ModelSettings:
             return None
         tokens = self.train.max_tokens_per_gpu
         return (self.rollout.max_tokens_per_gpu or tokens) if forward_only else tokens
+
+
+KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers,)
+
+
+def layer_converters(config: Any) -> tuple[LayerConverter, ...]:
+    """Of the policy's decoder, from the sections of a ``RunConfig``, in the order in which they are applied."""
+    recipe = config.fp8.training_recipe
+    return () if recipe is None else (FP8Layers(recipe),)

@@ -1,9 +1,8 @@
-"""What the Ray actors of all models have in common: one rank each, every RPC a collective.
+"""What the Ray actors of all models have in common: one rank each, every RPC a collective; and those that train.
 
-They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs nothing.
-
-The driver imports these modules for their classes, and rank 0 says where to meet before the others start: what needs
-Megatron imports it inside of its methods, after ``load_libraries`` has done so while the engines start.
+They speak the protocol of OpenRLHF's actors, but do not import OpenRLHF, of which a rank needs nothing. The driver
+imports these modules for their classes, and rank 0 says where to meet before the others start: what needs Megatron
+imports it inside of its methods, after ``load_libraries`` has done so while the engines start.
 """
 
 from __future__ import annotations
@@ -11,19 +10,29 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
 import torch
 import torch.distributed as dist
 
+from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
+from openrlhf_ext.checkpoints.store import write_receipt
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.megatron.deadlines.watchdog import start_watchdog
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.watchdog import phase, start_watchdog
 from openrlhf_ext.rollout.process import own_identity
 from openrlhf_ext.stores import open_store
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.critic import MegatronCritic
+    from openrlhf_ext.megatron.host_memory import Swap
+    from openrlhf_ext.megatron.policy import MegatronPolicy
 
 
 class RankActor:
@@ -49,16 +58,13 @@ class RankActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where the ranks meet. Not a collective."""
         return self._address
 
     def load_libraries(self) -> None:
-        """Imports what ``init_model`` needs, which says it if that fails. Not a collective."""
         with without_collection():
             import_module("openrlhf_ext.megatron.policy")
 
     def join(self, settings: ModelSettings) -> dict[str, Any]:
-        """Joins the process group of the model; returns what the process is."""
         from openrlhf_ext.megatron.distributed import initialize_distributed
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -68,16 +74,12 @@ class RankActor:
         return {"rank": dist.get_rank(), "phases": address, **own_identity()}
 
     def empty_cache(self) -> None:
-        """Hands cached device memory back."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list:
-        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it.
-
-        All ranks of a replica come to the same answers: those of the first one go back, the others give None, because
-        the caller fetches what all of them return.
-        """
+        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it. The caller
+        fetches what all ranks return, so only the first of a replica answers."""
         ((name, values),) = all_data.items()
         answers = [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
         return answers if self.is_first_of_replica else [None] * len(answers)
@@ -107,3 +109,105 @@ def _local_rank() -> str:
     if os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"):
         return str(ray.get_gpu_ids()[0])
     return "0"
+
+
+class TrainedActor(RankActor):
+    """In a colocated run a model is on the device while it is needed: a method begins with ``reload_states`` of what it
+    needs, and ends with ``release_model``."""
+
+    _writing: Future | None = None
+    _writer: ThreadPoolExecutor | None = None
+
+    def hold(self, model: MegatronPolicy | MegatronCritic, sleeps: bool) -> None:
+        """Call once, when the model is built. ``sleeps``: whether others need the memory (``ds.enable_sleep``)."""
+        from openrlhf_ext.megatron.host_memory import ModelStates
+
+        self._model, self.sleeps = model, sleeps
+        self.states = ModelStates(model.models, model.optimizer, model.device, model.settings.converters)
+        self.offloads: list[Swap] = []
+        self.reloads: list[Swap] = []
+
+    def offload_states(self, *kinds: str) -> None:
+        """Moves states (``megatron.host_memory.KINDS``; none named: all) to host memory. Not a collective."""
+        self.offloads.append(self.states.offload(*kinds))
+
+    def reload_states(self, *kinds: str) -> None:
+        self.reloads.append(self.states.reload(*kinds))
+
+    def release_model(self) -> None:
+        if self.sleeps:
+            self.offload_states()
+
+    def take_swaps(self) -> dict[str, float]:
+        """What moved since the last call; nothing if the model does not sleep."""
+        offloads, reloads = self.offloads, self.reloads
+        self.offloads, self.reloads = [], []
+        if not self.sleeps:
+            return {}
+        return {
+            "offload/freed_mib": sum(swap.measured_bytes for swap in offloads) / 2**20,
+            "offload/seconds": sum(swap.seconds for swap in offloads),
+            "offload/reload_seconds": sum(swap.seconds for swap in reloads),
+        }
+
+    def whole_model(self) -> MegatronPolicy | MegatronCritic:
+        self.reload_states()
+        return self._model
+
+    def save_model(self, path: str) -> dict[str, int]:
+        """Writes the model as an HF checkpoint; returns the sizes of its files on rank 0."""
+        self.reload_states("parameters")
+        return self._model.save_hf(path)
+
+    # ---- resumable checkpoints --------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        """Plain values; rank 0's are kept."""
+        return {}
+
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Takes back what ``extra_state`` gave."""
+
+    def save_state(self, folder: str, name: str, background: bool) -> list[FileEntry] | None:
+        """Writes this rank's part of the model ``name``; the files written. In the ``background`` it returns None as
+        soon as the state is copied to host memory; ``has_saved`` and a receipt in the folder (``write_receipt``)
+        tell when it is written."""
+        from openrlhf_ext.megatron.checkpoint import take_snapshot
+
+        with phase("collecting a checkpoint"):
+            snapshot = take_snapshot(self.whole_model(), self.extra_state(), copy=background)
+        if not background:
+            entries = snapshot.write(Path(folder), name)
+            self.release_model()
+            return entries
+        self.release_model()
+        self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        part = f"{name}-{dist.get_rank()}"
+        self._writing = self._writer.submit(
+            lambda: write_receipt(Path(folder), part, snapshot.write(Path(folder), name))
+        )
+        return None
+
+    def has_saved(self, wait: bool) -> bool:
+        """Whether the last background save is written; ``wait`` makes sure that it is. Raises CheckpointError."""
+        if self._writing is None:
+            raise RuntimeError("has_saved() tells of a background save, and none was begun")
+        if done := wait or self._writing.done():
+            self._writing.result()
+        return done
+
+    def sees(self, path: str) -> bool:
+        return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
+
+    def check_checkpoint(self, folder: str) -> list[str]:
+        """What is wrong with this rank's share of a checkpoint's files: together the ranks read all. Raises
+        CheckpointError."""
+        shares = deal_files(read_manifest(Path(folder)).files, dist.get_world_size())
+        return check_files(Path(folder), shares[dist.get_rank()])
+
+    @phase("loading a checkpoint")
+    def load_state(self, folder: str, name: str) -> None:
+        from openrlhf_ext.megatron.checkpoint import load_checkpoint
+
+        self.load_extra_state(load_checkpoint(self.whole_model(), Path(folder) / name))
+        self.release_model()

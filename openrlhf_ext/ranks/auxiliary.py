@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from openrlhf_ext.algorithms.segments import plain
-from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import SequenceBatch
-from openrlhf_ext.ranks.actor import RankActor
-from openrlhf_ext.ranks.messages import CriticMiniBatch
-from openrlhf_ext.ranks.trained import TrainedActor
+from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets
+from openrlhf_ext.megatron.watchdog import phase
+from openrlhf_ext.ranks.actor import RankActor, TrainedActor
+
+
+@dataclass(frozen=True)
+class CriticMiniBatch:
+    batch: SequenceBatch
+    targets: ValueTargets
 
 
 class CriticActor(TrainedActor):
-    """One rank of the critic. Every RPC is a collective: the group calls it on all ranks."""
-
     def init_model(self, settings: ModelSettings, max_epochs: int, sleeps: bool) -> dict[str, Any]:
-        """Builds the rank's model and optimizer; returns what the process is."""
         from openrlhf_ext.megatron.critic import MegatronCritic
 
         info = self.join(settings)
@@ -37,11 +39,8 @@ class CriticActor(TrainedActor):
 
     @phase("training the critic")
     def fit(self, mini_batches: list[CriticMiniBatch]) -> dict[str, float]:
-        """One optimizer step per mini-batch, ``max_epochs`` times over; means over the steps, the same on every rank.
-
-        Args:
-            mini_batches: this replica's part of every optimizer step.
-        """
+        """One optimizer step per mini-batch, ``max_epochs`` times over; means over the steps, the same on every
+        rank."""
         self.reload_states()
         todo = mini_batches * self.max_epochs
         steps = [
@@ -57,7 +56,6 @@ class FrozenActor(RankActor):
     """One rank of a language model that scores completions and is never trained."""
 
     def init_model(self, settings: ModelSettings) -> dict[str, Any]:
-        """Builds the rank's model; returns what the process is."""
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
         info = self.join(settings)

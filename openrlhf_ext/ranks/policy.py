@@ -6,7 +6,7 @@ Shape suffixes: N = response tokens of this replica's sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,13 @@ import torch.distributed as dist
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
-from openrlhf_ext.megatron.deadlines.watchdog import phase
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
-from openrlhf_ext.ranks.messages import SleepModes, TrainingShard
+from openrlhf_ext.megatron.watchdog import phase
+from openrlhf_ext.ranks.actor import TrainedActor
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, device_bytes, state_bytes
-from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, timed
-from openrlhf_ext.ranks.trained import TrainedActor
+from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, StepProfile, timed
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -39,43 +38,55 @@ _VISIBLE = 0.01
 is about as long as the rate, so a hundred parameters get to the next value."""
 
 
+@dataclass(frozen=True)
+class SleepModes:
+    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``.
+    ``engine_share``: of the GPU's memory, that an engine takes on a policy rank's GPU; None: engines have their own."""
+
+    policy: bool = False
+    engines: bool = False
+    engine_share: float | None = None
+
+
+@dataclass
+class TrainingShard:
+    """One data-parallel rank's part of every optimizer step, each with the whole step's denominators; ``seed``: of
+    random choices."""
+
+    mini_batches: list[LossBatch]
+    seed: int
+
+
 class PolicyActor(TrainedActor):
     """One rank of the policy. Every RPC is a collective: the group calls it on all ranks."""
 
     def init_model(
         self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
-        """Builds the rank's model and optimizer and joins the weight-sync group; returns what the process is."""
-        about = self.join(settings)
-        self._build(settings, sync, max_epochs, engines, sleeping)
-        return about
-
-    @phase("building the policy")
-    def _build(
-        self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
-    ) -> None:
         from openrlhf_ext.megatron.policy import MegatronPolicy
 
-        self.policy = MegatronPolicy(settings)
-        self.timers = PhaseTimers()
-        # the ranks meet in the reduction: what one waits there is not its own time
-        self.policy.config.finalize_model_grads_func = self.timers.without(self.policy.config.finalize_model_grads_func)
-        self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
-        self.max_epochs, self.sleeping = max_epochs, sleeping
-        self.hold(self.policy, sleeping.policy)
+        about = self.join(settings)
+        self.timers, self.max_epochs, self.sleeping = PhaseTimers(), max_epochs, sleeping
         self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
         self.version, self.is_ahead, self.has_moved = 0, False, False
-        self.publisher = WeightPublisher(self.policy, sync, engines)
-        self._check_memory(sleeping)
-        self.publisher.connect()
+        with phase("building the policy"):
+            self.policy = MegatronPolicy(settings)
+            # the ranks meet in the reduction: what one waits there is not its own time
+            model = self.policy.config
+            model.finalize_model_grads_func = self.timers.without(model.finalize_model_grads_func)
+            self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
+            self.hold(self.policy, sleeping.policy)
+            self.publisher = WeightPublisher(self.policy, sync, engines)
+            self._check_memory(sleeping)
+            self.publisher.connect()
+        return about
 
     @property
     def _parameters(self) -> list[Parameter]:
         return [parameter for chunk in self.policy.chunks for parameter in chunk.parameters()]
 
     def _check_memory(self, sleeping: SleepModes) -> None:
-        """Raises SharedGpuTooSmall if an engine on this rank's GPU leaves too little."""
         device, settings = device_bytes(), self.policy.settings
         if device is None or sleeping.engine_share is None:
             return
@@ -88,14 +99,10 @@ class PolicyActor(TrainedActor):
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
 
     def start_profile(self, ranks: tuple[int, ...]) -> None:
-        """Profiles this rank, if it is one of these, until ``finish_profile``. Not a collective."""
         if dist.get_rank() in ranks:
-            from openrlhf_ext.ranks.profile import StepProfile
-
             self.profile = StepProfile()
 
     def finish_profile(self, folder: str, step: int) -> dict[str, Any] | None:
-        """What ``StepProfile.finish`` says, and the rank; None if this rank is not profiled. Not a collective."""
         if (profile := self.__dict__.pop("profile", None)) is None:
             return None
         rank = dist.get_rank()
@@ -116,32 +123,26 @@ class PolicyActor(TrainedActor):
     @phase("forward")
     @timed("logprob")
     def forward(self, batch: SequenceBatch) -> list[np.ndarray]:
-        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none.
-
-        The replica keeps the sequences: they are what the next ``fit`` is about.
-        """
+        """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none. The
+        replica keeps the sequences: they are what the next ``fit`` is about."""
         self.reload_states("parameters")
         self.batch = batch
         return [plain(values_N) for values_N in self.policy.logprobs(batch)]
 
     @phase("reference log-probs")
     def reference_logprobs(self, batch: SequenceBatch) -> np.ndarray:
-        """(N,) log-probs of the response tokens under the starting weights."""
         return self._frozen_logprobs("reference", batch)
 
     @phase("guide log-probs")
     def guide_logprobs(self, batch: SequenceBatch) -> np.ndarray:
-        """(N,) log-probs of the response tokens under the guide."""
         return self._frozen_logprobs("guide", batch)
 
     def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
-        """(N,) log-probs of the response tokens under one of ``settings.host_copies``."""
         self.reload_states("parameters")
         with self.host_copies[name].swapped_in():
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:
-        """Takes this replica's part of the next ``fit``, about the sequences of the last ``forward``."""
         self.shard = shard
 
     @phase("training")
@@ -175,12 +176,8 @@ class PolicyActor(TrainedActor):
     @phase("weight sync")
     @timed("sync")
     def send_weights(self) -> dict[str, float]:
-        """Sends the weights to all engines and proves that they sample from them.
-
-        Raises:
-            EnginesAtFault: on every rank, with the positions of the engines that died, failed or hung; the call can be
-                repeated when they have been replaced.
-        """
+        """Sends the weights to all engines and proves that they sample from them. Raises EnginesAtFault on every rank;
+        the call can be repeated when these have been replaced."""
         self.reload_states("parameters")
         report = self.publisher.publish(self.version + 1, self.has_moved)
         self.version, self.is_ahead, self.has_moved = self.version + 1, False, False
@@ -195,7 +192,6 @@ class PolicyActor(TrainedActor):
 
     @phase("probe of the weight sync")
     def prove_sync(self) -> dict[str, float]:
-        """Compares the engines' log-probs of a fixed text with the policy's; raises WeightSyncMismatch."""
         self.reload_states("parameters")
         gauge = self.publisher.prove(self.version, before_asking=self._make_room, wake=self.sleeping.engines)
         return {"weight_sync/probe_diff": gauge, "weight_sync/version": float(self.version)}
@@ -208,7 +204,7 @@ class PolicyActor(TrainedActor):
 
     @phase("connecting new engines")
     def replace_engines(self, engines: list, fresh: list[int]) -> None:
-        """Goes on with these engines; those at the positions ``fresh`` get the present weights."""
+        """Those at the positions ``fresh`` get the present weights."""
         self.publisher.replace_engines(engines)
         if fresh:
             self.reload_states("parameters")
@@ -218,7 +214,6 @@ class PolicyActor(TrainedActor):
     # ---- resumable checkpoints (TrainedActor)
 
     def extra_state(self) -> dict[str, Any]:
-        """How many times the weights were sent."""
         return {"version": self.version}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -237,17 +232,12 @@ def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[
 def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int) -> LossBatch:
     """A replica's part of a mini-batch with its tokens chosen anew, if the algorithm chooses by the current policy.
 
-    The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after a
-    rollout only. Before each later one the ranks compute the log-probs of their parts again and choose together: they
-    add up a few sums and counts, no rank sees another's tokens. A collective.
-
-    Args:
-        batch: the replica's sequences.
-        shaped: what the driver prepared for them.
-        seed: of random choices in the first update; later ones have their own, the same on all ranks.
-        update: number of the optimizer update since the rollout; 0 is made by the policy of the old log-probs.
+    The driver chooses tokens with the old log-probs, which are those of the current policy in the first update after
+    a rollout (``update`` 0) only. Before each later one the ranks compute the log-probs of their parts again and
+    choose together: they add up a few sums and counts, no rank sees another's tokens. A collective; random choices
+    are the same on all ranks.
     """
-    from openrlhf_ext.megatron.step.agreement import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
+    from openrlhf_ext.megatron.step.schedule import agreed, sum_over_replicas  # Megatron: see ranks/actor.py
 
     if update == 0 or not shaped.algorithm.needs_prepare:
         return shaped

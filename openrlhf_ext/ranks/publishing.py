@@ -1,12 +1,8 @@
-"""One policy rank's part in handing the weights to the rollout engines.
+"""One policy rank's part in handing the weights to the rollout engines; rank 0 holds the connection to them.
 
-Rank 0 holds the connection to the engines. How a bucket of Hugging Face tensors comes together there is for the
-transport's staging buffers to say:
-
-- all ranks of the replica see them: every rank copies its own part of the bucket to its place;
-- otherwise every rank sends its part to rank 0 as one message.
-
-Either way the next bucket is put together while the one before is under way to the engines.
+Either all ranks of the replica see the transport's staging buffers, and every rank copies its own part of a bucket
+to its place; or every rank sends its part to rank 0 as one message. The next bucket is put together while the one
+before is under way to the engines.
 """
 
 from __future__ import annotations
@@ -21,16 +17,14 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.megatron.deadlines.gate import Gate, wait_for_all
 from openrlhf_ext.megatron.step.batch import sequence_batch
+from openrlhf_ext.megatron.watchdog import Gate, wait_for_all
 from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
-from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
-from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
-from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
-from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, WeightSyncMismatch
+from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport, WeightSender
 from openrlhf_ext.rollout.sync.stream import follow_stream
 
 if TYPE_CHECKING:
@@ -41,15 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights reach the rollout engines and how the arrival is proved.
-
-    Attributes:
-        transport: see `find_transport`.
-        workers: of an engine.
-        options: size of buckets; limit of connecting, of one update, and of one probe.
-        tolerance: see `check_sync`, nats.
-        probe: tokens that policy and engines score after every update.
-    """
+    """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``, tokens that both sides
+    score to a ``tolerance`` in nats."""
 
     transport: str
     workers: int
@@ -59,20 +46,11 @@ class SyncSettings:
 
 
 class WeightPublisher:
-    """Sends one policy's weights; every public method is a collective of all its ranks and raises on all or none.
-
-    Attributes:
-        plan: what every update consists of.
-    """
+    """Sends one policy's weights by one ``plan``; every public method is a collective and raises on all ranks or
+    none."""
 
     def __init__(self, policy: MegatronPolicy, settings: SyncSettings, engines: Sequence[Any]) -> None:
-        """
-        Args:
-            policy: this rank's share; its parameters are read at every update.
-            settings: how to send.
-            engines: Ray handles of the rollout engines, the same list on every rank.
-        """
-        from openrlhf_ext.megatron.model.export import Part  # Megatron: see ranks/actor.py
+        from openrlhf_ext.megatron.model.hf_weights import Part  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
         self._exporter = policy.exporter()
@@ -92,22 +70,13 @@ class WeightPublisher:
         self._baseline: float | None = None
 
     def connect(self) -> None:
-        """Bring rank 0 and all engines together."""
         self._together(self._sender.connect)
 
     def publish(self, version: int, trained: bool) -> SendReport | None:
-        """Replace the weights of all engines; the report on rank 0, None elsewhere.
-
-        Args:
-            version: number of these weights.
-            trained: since the last update there were steps long enough to move some parameter.
-
-        Raises:
-            WeightSyncMismatch: an engine does not hold what was sent; or not a bit has changed since the last update
-                although the policy was trained.
-            EnginesAtFault: with the positions of the engines that died, failed or hung.
-            WeightSyncError: the update did not arrive for another reason; engines refuse to generate until one does.
-        """
+        """Replace the weights of all engines; the report on rank 0, None elsewhere. ``trained``: since the last update
+        there were steps long enough to move some parameter. Raises WeightSyncMismatch: an engine does not hold what
+        was sent, or not a bit has changed although it should; EnginesAtFault; WeightSyncError: engines refuse to
+        generate until an update arrives."""
         self._together(lambda: None if self._sender.connected else self._sender.connect())
         return self._send(self._sender, version, lambda report: self._require_change(report, version, trained))
 
@@ -118,11 +87,7 @@ class WeightPublisher:
         self._sender = self._make_sender(self._engines)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
-        """Give the present weights to the engines at the positions `fresh`, and prove it; the others are not disturbed.
-
-        Raises:
-            EnginesAtFault: with positions among all engines.
-        """
+        """Give the present weights to these engines, and prove it; EnginesAtFault has positions among all engines."""
         sender = self._make_sender([self._engines[i] for i in fresh])
         try:
             self._together(sender.connect)
@@ -140,23 +105,12 @@ class WeightPublisher:
         before_asking: Callable[[], None] = lambda: None,
         wake: bool = False,
     ) -> float:
-        """Compare the engines' log-probs of the probe with the policy's.
+        """Compare the engines' log-probs of the probe with the policy's: `check_sync`, nats; 0 on ranks other than 0.
 
         What the first call finds, when engines have the weights that they read from the disk, is the baseline of the
-        later ones: above `limit_of_probe` they are said, above the tolerance they end the run.
-
-        Args:
-            version: of the weights, for messages.
-            which: positions of the engines to ask; None: all.
-            before_asking: called on every rank when the policy's own log-probs are there.
-            wake: the engines sleep: wake them up before they are asked.
-
-        Returns:
-            What `check_sync` returns, nats; 0 on ranks other than 0.
-
-        Raises:
-            WeightSyncMismatch: it exceeds the tolerance.
-            EnginesAtFault: an engine died or did not answer; its position counts among those asked.
+        later ones (`limit_of_probe`). ``before_asking`` is called on every rank when the policy's own log-probs are
+        there; engines that sleep are woken up by ``wake``. Raises WeightSyncMismatch; EnginesAtFault with positions
+        among those asked (``which``).
         """
         policy, settings = self._policy, self._settings
         tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s
@@ -182,7 +136,6 @@ class WeightPublisher:
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
-        """Used on rank 0."""
         settings = self._settings
         return WeightSender(
             settings.transport, self.plan, self._staging, engines, settings.workers,
@@ -211,7 +164,6 @@ class WeightPublisher:
         self._last_sums = report.sums
 
     def _fill(self, bucket: Bucket, content: Tensor | None) -> None:
-        """This rank's part in filling a bucket (``stream.Fill``)."""
         parts = self._parts[bucket.index]
         targets = None if content is None else [slot.view(content) for slot in bucket.slots]
         if not self._exporter.takes_part:
@@ -223,11 +175,8 @@ class WeightPublisher:
             self._exporter.write(parts, targets)
 
     def _together(self, function: Callable[[], Any], everywhere: bool = False) -> Any:
-        """Run on rank 0, or on this rank too; if it fails on any rank, every rank raises.
-
-        Ranks that have nothing to do do not wait in a collective: on a GPU that would take computing time from an
-        engine that shares it.
-        """
+        """Run on rank 0, or on this rank too; if it fails on any rank, every rank raises. Ranks that have nothing to do
+        do not wait in a collective: on a GPU that would take computing time from an engine that shares it."""
         result, error = None, None
         if everywhere or dist.get_rank() == 0:
             try:
@@ -245,7 +194,6 @@ class WeightPublisher:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error in a form that other ranks can receive."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # the type cannot be pickled: its text can

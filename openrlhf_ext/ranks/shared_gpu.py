@@ -1,7 +1,5 @@
 """Whether a policy rank and the engine that shares its GPU fit into its memory together, before either runs out of it.
-
-vLLM takes its share of the whole device for itself, whatever others hold: what it leaves must hold the rest.
-"""
+vLLM takes its share of the whole device for itself, whatever others hold: what it leaves must hold the rest."""
 
 from __future__ import annotations
 
@@ -28,13 +26,9 @@ def shared_parts(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What a shared GPU holds while the engine samples, and while the policy is trained, activations apart.
 
-    The sum that a run checks at its start, and that ``plan`` and ``--dry_run`` make beforehand.
-
-    Args:
-        engine: what the engine holds while it is awake.
-        states: parameters, gradients and optimizer states of the rank, what its layers keep.
-        staging: buffers from which weights are sent.
-        policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
+    A run checks this sum at its start, ``plan`` and ``--dry_run`` make it beforehand. ``states`` are parameters,
+    gradients and optimizer states of the rank and what its layers keep, ``staging`` the buffers from which weights
+    are sent.
     """
     both = {"buffers of the weight sync": staging, "CUDA contexts and NCCL (estimate)": RESERVE_BYTES}
     resident = {"the engine asleep (estimate)": ASLEEP_BYTES} if engine_sleeps else engine
@@ -47,15 +41,8 @@ class SharedGpuTooSmall(RuntimeError):
 
 @dataclass(frozen=True)
 class SharedGpu:
-    """What stays on a GPU that a policy rank and an engine share, in bytes.
-
-    Attributes:
-        device: all of its memory.
-        engine: share that the engine takes while it is awake.
-        states: parameters, gradients and optimizer states of the rank, what its layers keep.
-        staging: buffers from which weights are sent.
-        policy_sleeps, engine_sleeps: whether that side gives up its memory while the other works.
-    """
+    """What stays on a GPU of ``device`` bytes that a policy rank and an engine, which takes a share while it is awake,
+    share."""
 
     device: int
     engine: float
@@ -65,7 +52,6 @@ class SharedGpu:
     engine_sleeps: bool
 
     def check(self) -> None:
-        """Raises SharedGpuTooSmall when sampling or training cannot fit, activations apart."""
         sampling, training = shared_parts(
             {f"the engine ({self.engine:g} of the device)": int(self.engine * self.device)},
             {"parameters, gradients and optimizer states": self.states},
@@ -101,12 +87,7 @@ def device_bytes() -> int | None:
 
 
 def state_bytes(parameters: int, itemsize: int, replicas: int) -> int:
-    """Parameters, fp32 gradients and Adam's states of a rank; fp32 parameters are their own master weights.
-
-    Args:
-        parameters: entries of this rank's parameters.
-        itemsize: of one.
-        replicas: ranks over which the optimizer's states are divided.
-    """
+    """Parameters, fp32 gradients and Adam's states, over so many replicas, of a rank; fp32 parameters are their own
+    master weights."""
     optimizer = 8 if itemsize == 4 else 12
     return parameters * (itemsize + 4) + optimizer * parameters // replicas

@@ -1,8 +1,6 @@
-"""A user's agent under the failure policy of reward functions.
-
-The agent's file is imported into the rollout engine, as OpenRLHF does it: its code waits with ``await`` and is not
-killable. Code that blocks (``time.sleep``, a long computation) stops the engine's event loop, and the deadline with it.
-"""
+"""A user's agent under the failure policy of reward functions. The agent's file is imported into the rollout engine, as
+OpenRLHF does it: its code waits with ``await`` and is not killable. Code that blocks (``time.sleep``, a long
+computation) stops the engine's event loop, and the deadline with it."""
 
 from __future__ import annotations
 
@@ -13,37 +11,39 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from openrlhf_ext.compat import AgentExecutorBase, MultiTurnAgentExecutor
-from openrlhf_ext.rewards.errors import (
+from openrlhf_ext.rewards.executor import GradedExecutor
+from openrlhf_ext.rewards.grading import (
     FailurePolicy,
+    InvalidAnswer,
     RewardError,
     RewardFailureLimit,
     RewardInvalid,
     RewardRaised,
+    RewardResult,
     RewardTimeout,
+    finite_number,
+    parse_answer,
 )
-from openrlhf_ext.rewards.executor import GradedExecutor
-from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, finite_number, parse_answer
-from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder
+from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, Sampling
 from openrlhf_ext.user_code import told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
+_ROOM = 256  # tokens of the episode after the prompt
 
 
 class GradedAgentExecutor(GradedExecutor):
     """Runs an agent, with a deadline for its own code, and lets no response leave without a finite reward.
 
-    A response whose reward is not a finite number, and an agent that raises or passes the deadline, are failures. A
-    failed response gets ``failures.failure_value``; where the agent gave none, the last turn that it generated takes
-    the place of the response. An agent that fails before it has generated anything ends the run.
-
-    Args:
-        timeout_s: longest time that the agent may spend outside of ``llm_engine.generate`` at a stretch.
+    A reward that is not a finite number, and an agent that raises or spends more than ``timeout_s`` outside of
+    ``generate`` at a stretch, are failures, which get ``failures.failure_value``; where there is no response, the
+    last turn that was generated takes its place, and without one the run ends.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
@@ -192,14 +192,9 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """OpenRLHF's convention: a Python file with a class ``AgentExecutor``.
-
-    What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the
-    tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131).
-
-    Raises:
-        ValueError: there is no such file, no such class in it, or ``execute`` does not take what it is given.
-    """
+    """OpenRLHF's convention: a Python file with a class ``AgentExecutor``; or ValueError. What a
+    ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the
+    tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
     spec = importlib.util.spec_from_file_location("agent_module", path)
     if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
         raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
@@ -304,3 +299,46 @@ def _place(task: asyncio.Task[Any]) -> str:
         places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
         coroutine = coroutine.cr_await
     return " -> ".join(places) or "an unknown place"
+
+
+def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:
+    """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError,
+    RewardFailureLimit."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + _ROOM
+    request = GroupRequest(prompt, label, 1, Sampling(1.0, 1.0, _ROOM // 2, length))
+    executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))
+    (response,) = asyncio.run(executor.respond(request, tokenizer, _MadeEngine(tokenizer, completion)))
+    return (
+        f"{completion!r} made as the answer to the first prompt, at each turn: turns {len(response.actions)}, reward "
+        f"{response.reward:g}, score {response.score:g}, {int((~response.sampled_T).sum())} tokens of the environment"
+    )
+
+
+class _NoFailure(FailurePolicy):
+    """The first failure is the answer."""
+
+    def tolerate(self, error: RewardError) -> None:
+        raise error
+
+
+class _MadeEngine:
+    """What executors know of an engine."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._text = text
+        self._ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    def sampling_params(self, sampling: Sampling, **arguments: Any) -> SimpleNamespace:
+        return SimpleNamespace(temperature=sampling.temperature, top_p=sampling.top_p, seed=None, **arguments)
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, **_: Any) -> SimpleNamespace:
+        ids = self._ids[: sampling_params.max_tokens]
+        completion = SimpleNamespace(
+            token_ids=ids, text=self._text, finish_reason="stop" if len(ids) == len(self._ids) else "length",
+            stop_reason=None, logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids],
+            weight_versions=[(0, 0, len(ids))],
+        )  # fmt: skip
+        return SimpleNamespace(prompt_token_ids=prompt_token_ids, outputs=[completion])

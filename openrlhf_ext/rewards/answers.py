@@ -1,7 +1,5 @@
-"""Final answers of mathematical completions and labels: find them, compare them.
-
-Numbers are compared exactly as fractions; other answers as normalized text. Symbolic equality is not attempted.
-"""
+"""Final answers of mathematical completions and labels: find them, compare them. Numbers are compared exactly as
+fractions; other answers as normalized text. Symbolic equality is not attempted."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def answers_equal(first: str, second: str) -> bool:
 
 def surely_different(first: str, second: str) -> bool:
     """Whether both are whole numbers and not the same one, or one has a word for a power of ten and the other has not.
-
-    math-verify drops the text behind a number: to it 5 million is 5.
-    """
+    math-verify drops the text behind a number: to it 5 million is 5."""
     if sorted(_SCALE.findall(first)) != sorted(_SCALE.findall(second)):
         return True
     left, right = (_number(normalized(answer)) for answer in (first, second))
@@ -61,10 +57,8 @@ def surely_different(first: str, second: str) -> bool:
 
 
 def normalized(answer: str) -> str:
-    """An answer without spaces, units, dollar and per cent signs, thousands separators, full stop, LaTeX dressing.
-
-    A unit is one of the words for measures, money, time and counted things that stand behind the numbers of textbooks.
-    """
+    """An answer without spaces, units, dollar and per cent signs, thousands separators, full stop, LaTeX dressing. A
+    unit is one of the words for measures, money, time and counted things that stand behind the numbers of textbooks."""
     text = _LATEX_TEXT.sub(r" \1", answer)
     if len(text) <= _LONGEST_NUMBER:
         text = _UNIT.sub("", text)

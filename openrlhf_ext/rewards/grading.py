@@ -1,15 +1,20 @@
-"""Grades of completions: what grades them, and how a reward function's answer becomes one.
+"""Grades of completions: what grades them, how a reward function's answer becomes one, and what can go wrong.
 
-Grading workers import this: no torch, no numpy here.
+``RewardError`` and its subclasses concern one sample: a :class:`FailurePolicy` counts and tolerates them. The other
+errors concern the grader itself and always propagate. All of them pickle, because they cross Ray actors. Grading
+workers import this: no torch, no numpy here.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 FAILED_KEY = "reward_failed"
 """In ``extra_logs``: 1 for a sample that could not be graded."""
@@ -21,18 +26,13 @@ LARGEST = 1e15
 RESERVED_LOG_KEYS = frozenset(
     {"group_reward_std", "kl", "logprobs_diff", "response_clip_ratio", "return", "reward", "score", FAILED_KEY}
 )
+_SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The grade of one completion.
-
-    Attributes:
-        reward: what the policy is trained on; finite.
-        score: correctness, used for accuracy and dynamic filtering; the reward where the function gives none.
-        extra_logs: the function's own per-sample numbers; finite.
-        seconds: time spent in the reward function, without queueing.
-    """
+    """The grade of one completion, all of it finite: what the policy is trained on; correctness, for accuracy and
+    dynamic filtering; the function's own numbers; the time spent in it, without queueing."""
 
     reward: float
     score: float
@@ -47,16 +47,8 @@ class Grader(Protocol):
         """Begin whatever takes time before the first sample; returns at once."""
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
-        """Grade one sample.
-
-        Args:
-            query: prompt and completion as one text, special tokens kept.
-            completion: what the model wrote, without the token that ended it; None: what follows the prompt in the
-                query.
-
-        Raises:
-            RewardError: that sample cannot be graded.
-        """
+        """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one text, special tokens
+        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query."""
 
     async def aclose(self) -> None:
         """Release processes and connections."""
@@ -67,15 +59,9 @@ class InvalidAnswer(ValueError):
 
 
 def parse_answer(answer: Any, seconds: float = 0.0) -> RewardResult:
-    """Turn a reward function's return value for one sample into a :class:`RewardResult`.
-
-    Args:
-        answer: ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``; ``scores`` and ``extra_logs`` are optional.
-            Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one.
-
-    Raises:
-        InvalidAnswer: missing ``rewards``, wrong type or size, NaN, above 1e15, reserved or non-string log key.
-    """
+    """A reward function's ``{"rewards": ..., "scores": ..., "extra_logs": {...}}``, of which the last two are optional.
+    Each number may be an int, float, bool, numpy scalar, a tensor or array of one element, or a list of one. Raises
+    InvalidAnswer."""
     if not isinstance(answer, Mapping):
         raise InvalidAnswer(
             f"returned {_described(answer)}; it must return a dict with the key 'rewards' and optionally 'scores' and "
@@ -145,3 +131,89 @@ def _described(value: Any) -> str:
     if shape is not None and tuple(shape):
         return f"a {type(value).__name__} of shape {tuple(shape)}"
     return f"{str(value)[:200]!r} ({type(value).__name__})"
+
+
+class RewardError(Exception):
+    """A completion could not be graded. Carries the sample, special tokens kept, to reproduce the failure."""
+
+    def __init__(self, message: str, prompt: str = "", completion: str = "", label: Any = None) -> None:
+        super().__init__(message, prompt, completion, label)
+        self.message = message
+        self.prompt = prompt
+        self.completion = completion
+        self.label = label
+
+    def __str__(self) -> str:
+        sample = (("prompt", self.prompt), ("completion", self.completion), ("label", self.label))
+        return "\n".join([self.message, *(f"  {name}: {_shown(value)}" for name, value in sample)])
+
+
+class RewardRaised(RewardError):
+    """The reward function raised; the message holds its traceback."""
+
+
+class RewardInvalid(RewardError):
+    """The reward function returned something that is not a finite reward in the agreed form."""
+
+
+class RewardTimeout(RewardError):
+    """The reward function passed its deadline, or the sample waited too long for a free worker."""
+
+
+class RewardWorkerDied(RewardError):
+    """The worker process ended while it graded this sample (segmentation fault, ``os._exit``, out of memory)."""
+
+
+class RewardServerError(RewardError):
+    """A reward server could not be reached or answered with an error, retries included."""
+
+
+class RewardImportError(RuntimeError):
+    """The user's reward file cannot be used: it does not import, or has no ``reward_func``."""
+
+
+class RewardPoolClosed(RuntimeError):
+    """The grader was closed while the sample waited or was being graded."""
+
+
+class RewardFailureLimit(RuntimeError):
+    """More samples failed to be graded than the run tolerates; the message holds the last failure."""
+
+
+class FailurePolicy:
+    """Reports each failure with its prompt and completion, counts it, and ends the run at one more than
+    ``max_failures`` (None tolerates any number). The reward of a failed sample is ``failure_value``, its score 0."""
+
+    def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
+        if max_failures is not None and max_failures < 0:
+            raise ValueError(f"--reward.max_failures must be at least 0, got {max_failures}")
+        self._max_failures = max_failures
+        self.failure_value = failure_value
+        self.count = 0
+        self._unreported: list[str] = []
+
+    def take_messages(self) -> list[str]:
+        """What failed since the last call, with prompt and completion, for the process that the user watches."""
+        messages, self._unreported = self._unreported, []
+        return messages
+
+    def tolerate(self, error: RewardError) -> None:
+        """Log and count a failure. Raises RewardFailureLimit: this failure is one too many."""
+        self.count += 1
+        self._unreported.append(f"{type(error).__name__}: {error}")
+        tolerated = "any number" if self._max_failures is None else self._max_failures
+        logger.error("grading failed (%d of %s tolerated): %s", self.count, tolerated, error)
+        if self._max_failures is not None and self.count > self._max_failures:
+            raise RewardFailureLimit(
+                f"{self.count} samples could not be graded; the run tolerates {self._max_failures} "
+                f"(--reward.max_failures). The last failure: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _shown(value: Any) -> str:
+    """``repr`` of a value, its middle left out where it is very long."""
+    text = repr(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"

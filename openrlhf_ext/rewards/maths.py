@@ -1,8 +1,8 @@
 """A ready-made reward function file for mathematical answers: ``--reward.remote_url openrlhf_ext/rewards/maths.py``.
 
-The stated answer of the completion is compared with that of the label: as text and number first, then symbolically by
-math-verify, which can hang or fail away from the main thread. A grading worker calls it on its main thread and kills it
-at the deadline. Reward and score are 1 for an equal answer and 0 otherwise.
+Answers are compared as text and number first, then symbolically by math-verify, which can hang or fail away from the
+main thread: a grading worker calls it there and kills it at the deadline. Reward and score are 1 for an equal
+answer, else 0.
 """
 
 from __future__ import annotations

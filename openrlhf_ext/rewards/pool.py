@@ -1,33 +1,212 @@
-"""A pool of worker processes around the user's reward function, with a deadline for every call."""
+"""Worker processes around the user's reward function, with a deadline for every call."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
+import os
 import queue
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.errors import (
+from openrlhf_ext.rewards.grading import (
     RewardError,
     RewardImportError,
     RewardInvalid,
     RewardPoolClosed,
     RewardRaised,
+    RewardResult,
     RewardTimeout,
     RewardWorkerDied,
 )
-from openrlhf_ext.rewards.grading import RewardResult
-from openrlhf_ext.rewards.process import WorkerDied, WorkerHung, WorkerProcess
+from openrlhf_ext.rewards.worker import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
+
+# The worker gets this process's import path, so that it finds what a function called in this process would find.
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from openrlhf_ext.rewards.worker import main; "
+    "main(*map(int, sys.argv[2:6]), sys.argv[6])"
+)
+# What programs need to run and to find their files; `*` ends a prefix. Nothing with a secret in it.
+USUAL_VARIABLES = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "PYTHON*", "VIRTUAL_ENV",
+    "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "OMP_*", "MKL_*", "TOKENIZERS_PARALLELISM", "HF_HOME",
+    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "NO_PROXY", "no_proxy", "REWARD_*",
+)  # fmt: skip
+_LIVENESS_POLL_S = 0.5  # a worker that died while a child of it keeps the connection open sends no end-of-file
+_STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
+_REAP_S = 10.0
+_STACK_BYTES = 8192
 _CLOSE_S = 15.0
+
+
+class WorkerHung(Exception):
+    """The worker gave no answer before the deadline; the text is its Python stack at that moment."""
+
+
+class WorkerDied(Exception):
+    """The worker process ended; the text says how, with its Python stack if it crashed."""
+
+
+@dataclass
+class _Running:
+    """``stack_file`` receives the Python stack of a crash or on request; the number of a ``killed`` one may be
+    reused."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    stack_file: IO[bytes]
+    killed: bool = False
+
+
+class WorkerProcess:
+    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any. The
+    owning thread must live as long as the process: Linux ends the process with the thread that started it."""
+
+    def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
+        self._reward_path = reward_path
+        self._start_timeout_s = start_timeout_s
+        self._memory_mib = memory_mib
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._kill_lock = threading.Lock()
+        self._stopped = False
+        self._running: _Running | None = None
+
+    @property
+    def pid(self) -> int | None:
+        running = self._running
+        return running.process.pid if running is not None and running.process.poll() is None else None
+
+    def start(self) -> None:
+        """Start (or replace) the process and wait until it has imported the user's file. Raises RewardImportError,
+        RewardPoolClosed."""
+        running = self._spawn()
+        try:
+            reply = self._receive(running, self._start_timeout_s)
+        except WorkerHung as hung:
+            self.kill()
+            raise RewardImportError(
+                f"importing the reward file {self._reward_path} did not finish within {self._start_timeout_s:g} s; "
+                f"it was here:\n{hung}"
+            ) from None
+        except WorkerDied as died:
+            raise RewardImportError(f"importing the reward file {self._reward_path}: {died}") from None
+        if reply[0] == "import_error":
+            self.kill()
+            raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
+
+    def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
+        """The worker's reply to one sample. Raises WorkerHung: the process still runs, kill it; WorkerDied."""
+        if (running := self._running) is None:
+            raise RuntimeError("start() comes before ask()")
+        try:
+            running.connection.send((query, prompt, label, completion))
+        except OSError:
+            raise WorkerDied(self._how_it_died(running)) from None
+        return self._receive(running, timeout_s)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and every process it started in its session, and wait for its end."""
+        with self._kill_lock:
+            running = self._running
+            if running is None or running.killed:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGKILL)
+            try:
+                running.process.wait(_REAP_S)
+            except subprocess.TimeoutExpired:
+                logger.error("grading worker %d did not end within %g s of SIGKILL", running.process.pid, _REAP_S)
+            running.killed = True
+
+    def _spawn(self) -> _Running:
+        with self._lock:
+            if self._stopped:
+                raise RewardPoolClosed("the reward pool is closed")
+            if self._running is not None:
+                self._running.connection.close()
+                self._running.stack_file.close()
+            ours, theirs = Pipe()
+            stack_file = tempfile.TemporaryFile()
+            fds = (theirs.fileno(), stack_file.fileno())
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path),
+                     *map(str, (*fds, os.getpid(), self._memory_mib)), self._reward_path],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    start_new_session=True,  # Ctrl-C reaches the driver only; killpg reaches all of the worker
+                    env={"OMP_NUM_THREADS": "1", **_variables(self._environment)},
+                )  # fmt: skip
+            self._running = _Running(process, ours, stack_file)
+            return self._running
+
+    def _receive(self, running: _Running, timeout_s: float) -> tuple[str, Any]:
+        connection, deadline = running.connection, time.monotonic() + timeout_s
+        try:
+            while not connection.poll(max(0.0, min(_LIVENESS_POLL_S, deadline - time.monotonic()))):
+                if running.process.poll() is not None and not connection.poll():
+                    raise WorkerDied(self._how_it_died(running))
+                if time.monotonic() >= deadline:
+                    raise WorkerHung(_current_stack(running))
+            return connection.recv()
+        except (EOFError, OSError):
+            raise WorkerDied(self._how_it_died(running)) from None
+
+    def _how_it_died(self, running: _Running) -> str:
+        self.kill()
+        stack = _read_stack(running)
+        return f"the worker process {_how_it_ended(running.process.returncode)}" + (f"\n{stack}" if stack else "")
+
+
+def _variables(names: tuple[str, ...]) -> dict[str, str]:
+    """Those of this process's variables that a worker gets."""
+    patterns = (*USUAL_VARIABLES, *names)
+    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)}
+
+
+def _current_stack(running: _Running) -> str:
+    """Ask the worker for its Python stack; works while its interpreter lock is held by native code."""
+    with contextlib.suppress(ProcessLookupError):
+        running.process.send_signal(STACK_SIGNAL)
+    deadline = time.monotonic() + _STACK_WAIT_S
+    before, stack = "", _read_stack(running)
+    while (not stack or stack != before) and time.monotonic() < deadline:  # it is still being written
+        time.sleep(_STACK_POLL_S)
+        before, stack = stack, _read_stack(running)
+    return stack or "(no Python stack could be read)"
+
+
+def _read_stack(running: _Running) -> str:
+    return os.pread(running.stack_file.fileno(), _STACK_BYTES, 0).decode(errors="replace").rstrip()
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exited with status {code}"
+    hint = ", often the kernel's out-of-memory killer" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 @dataclass(frozen=True)
@@ -47,13 +226,8 @@ class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
     The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them.
-    Each worker imports the file once. A worker that passes the deadline or dies is replaced. Usable from any thread and
-    any event loop; a context manager.
-
-    Args:
-        options: ``reward.remote_url`` is the user's Python file; processes, deadline of a call, memory, environment.
-        start_timeout_s: deadline for importing the file.
-        queue_timeout_s: a sample that waited longer than this for a worker fails instead of being graded.
+    A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
+    ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """
 
     def __init__(self, options: Reward, *, start_timeout_s: float = 120.0, queue_timeout_s: float = 600.0) -> None:
@@ -71,21 +245,13 @@ class RewardPool:
         self._closed = False
 
     def start(self) -> None:
-        """Begin to start the workers and return at once; the first sample waits for them. Idempotent.
-
-        Raises:
-            RewardImportError: there is no such file.
-            RewardPoolClosed: the pool was closed.
-        """
+        """Begin to start the workers, which the first sample waits for. Idempotent. Raises RewardImportError,
+        RewardPoolClosed."""
         with self._lock:
             self._start_locked()
 
     def check(self) -> None:
-        """Start the workers and wait until each has imported the user's file.
-
-        Raises:
-            RewardImportError: with the traceback of the import.
-        """
+        """Start the workers and wait until each has imported the user's file. Raises RewardImportError."""
         self.start()
         for started in self._started:
             started.result()
@@ -99,13 +265,7 @@ class RewardPool:
         return job.future
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
-        """Grade one sample; arguments as of ``Grader.grade``.
-
-        Raises:
-            RewardRaised, RewardInvalid, RewardTimeout, RewardWorkerDied: this sample could not be graded.
-            RewardImportError: the file cannot be used.
-            RewardPoolClosed: the pool was closed meanwhile.
-        """
+        """As ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
         return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
 
     def close(self) -> None:

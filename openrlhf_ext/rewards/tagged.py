@@ -1,12 +1,10 @@
 """The mathematics reward of the conflict paper, in its two published forms.
 
 M. Simoni et al., "GTPO: Stabilizing Group Relative Policy Optimization via Gradient and Entropy Control", arXiv
-2508.03772: mode ``paper`` is its appendix 8.2, mode ``official`` the authors' released ``reward_math.py``. They differ
-in what earns partial format credit, in whether ``</answer>`` must end the text, and in whether a wrong format forfeits
-the accuracy.
-
-A text is searched as ``re.search`` with ``DOTALL`` would, but with ``str.find``: the lazy patterns need quadratic time
-on a text that repeats an opening tag, which a policy finds soon enough.
+2508.03772: mode ``paper`` is its appendix 8.2, mode ``official`` the authors' released ``reward_math.py``. They
+differ in what earns partial format credit, in whether ``</answer>`` must end the text, and in whether a wrong format
+forfeits the accuracy. A text is searched as ``re.search`` with ``DOTALL`` would, but with ``str.find``: the lazy
+patterns need quadratic time on a text that repeats an opening tag, which a policy finds soon enough.
 """
 
 from __future__ import annotations
@@ -34,17 +32,13 @@ class TaggedReward:
 
 
 def tagged_reward(completion: str, gold: str, mode: str = "paper") -> TaggedReward:
-    """Grade a completion of the form ``<reasoning>...</reasoning><answer>...</answer>``.
+    """Grade a completion of the form ``<reasoning>...</reasoning><answer>...</answer>``, without prompt and
+    end-of-sequence.
 
-    Args:
-        completion: the text, without the prompt and without end-of-sequence tokens.
-        gold: the bare answer, such as what follows ``####`` in GSM8K.
-        mode: ``paper`` compares the first answer block with the gold string literally, whatever surrounds it;
-            ``official`` wants the answer block to end the text and a complete format, and then accepts a number
-            within 1e-2 + 1e-5 |gold| or any answer that contains the gold string.
-
-    Raises:
-        ValueError: an unknown mode, or a blank gold answer, which every text would contain.
+    ``paper`` compares the first answer block with the gold string literally, whatever surrounds it; ``official``
+    wants the answer block to end the text and a complete format, and then accepts a number within 1e-2 + 1e-5 |gold|
+    or any answer that contains the gold string. Raises ValueError: a blank gold answer, which every text would
+    contain.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -54,11 +48,8 @@ def tagged_reward(completion: str, gold: str, mode: str = "paper") -> TaggedRewa
 
 
 def gold_answer(label: str) -> str:
-    """What stands after the last ``####`` of a label, or the whole label, stripped.
-
-    Raises:
-        ValueError: nothing stands there.
-    """
+    """What stands after the last ``####`` of a label, or the whole label, stripped. Raises ValueError: nothing stands
+    there."""
     answer = label.rpartition("####")[2].strip()
     if not answer:
         raise ValueError(f"a label must be an answer or end in '#### answer', got {label!r}")

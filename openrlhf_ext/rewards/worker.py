@@ -41,14 +41,8 @@ are prompt and completion as one text"""
 
 
 def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, reward_path: str) -> None:
-    """Serve one pool until the connection closes.
-
-    Args:
-        connection_fd: inherited socket to the pool.
-        stack_fd: inherited file that receives the Python stack on a crash or on request.
-        parent_pid: process to die with.
-        memory_mib: what this process, and each that it starts, may take for itself.
-    """
+    """Serve one pool until the connection closes. ``stack_fd``: inherited file that receives the Python stack on a
+    crash or on request; ``memory_mib``: what this process, and each that it starts, may take for itself."""
     die_with(parent_pid)
     # RLIMIT_DATA counts private writable memory; RLIMIT_AS would count what CUDA only reserves
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
@@ -67,15 +61,8 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
-    """Import the file and return its ``reward_func(queries, prompts, labels, **kwargs)``.
-
-    A function that takes it gets ``completions`` too: what the model wrote, without the token that ended it, whatever
-    that token is called in this model's vocabulary.
-
-    Raises:
-        AttributeError: the file defines no callable ``reward_func``.
-        Exception: whatever the file raises while it is imported.
-    """
+    """The file's ``reward_func(queries, prompts, labels, **kwargs)``; one that takes it gets ``completions`` too: what
+    the model wrote, without the token that ended it. Raises AttributeError: there is none; whatever the file raises."""
     module = _import_file(reward_path)
     function = getattr(module, "reward_func", None)
     if not callable(function):
@@ -167,8 +154,7 @@ def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def _signalled_with_parent(how: signal.Signals) -> bool:
-    """Ask the Linux kernel for a signal when the parent ends; SIGKILL reaches native code that holds the interpreter
-    lock."""
+    """By the Linux kernel; SIGKILL reaches native code that holds the interpreter lock."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how) == 0
 
 

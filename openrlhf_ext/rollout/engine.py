@@ -1,28 +1,32 @@
-"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a probe.
-
-The driver imports this module for the class, and starts engines before it does anything that takes long: vLLM is
-imported by the engine's own process, in the constructor.
-"""
+"""The rollout actor: OpenRLHF's vLLM actor with weight sync by buckets, deadlines, seeds, and a probe. The driver
+imports this module for the class; vLLM is imported by the engine's own process, in the constructor."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging import version as packaging_version
 
 from openrlhf_ext import compat
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, GenerationTimeout, InvalidWeights
-from openrlhf_ext.rollout.process import describe_process, log_tail, take_down_with_me
-from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling
+from openrlhf_ext.rollout.process import describe_process, log_tail
+from openrlhf_ext.rollout.response import (
+    EngineDied,
+    EngineStartError,
+    GenerationTimeout,
+    GroupRequest,
+    InvalidWeights,
+    Response,
+    Sampling,
+    TokenVersions,
+    count_tokens,
+)
 from openrlhf_ext.rollout.sync.base import Link
-from openrlhf_ext.rollout.sync.checksum import Receipt, together
-from openrlhf_ext.rollout.sync.plan import BucketPlan
-from openrlhf_ext.rollout.timers import OverlapTimer
-from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, together
 
 if TYPE_CHECKING:
     import vllm
@@ -34,20 +38,48 @@ _FIRST = -2
 """Priority of the probe; ordinary requests have 0, and go in the order of their arrival."""
 
 
-class _Request(NamedTuple):
-    """A request in vLLM's queue, whose ``output`` is to be got."""
+class OverlapTimer:
+    """Length of the union of intervals, in seconds. Not thread-safe: one event loop, one clock."""
 
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._running = 0
+        self._since = 0.0
+        self._total = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._running == 0:
+            self._since = self._now()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._total += self._now() - self._since
+
+    @property
+    def count(self) -> int:
+        return self._running
+
+    def take(self) -> float:
+        """Seconds since the last `take`, an activity still going on included."""
+        now = self._now()
+        total = self._total + (now - self._since if self._running else 0.0)
+        self._total, self._since = 0.0, now
+        return total
+
+
+class _Request(NamedTuple):
     output: Any
     params: SamplingParams
 
 
 class RolloutEngine(compat.RolloutRayActor):
-    """One vLLM engine in a Ray actor; `ray.remote` of this class is what `create_rollout_engines` starts.
-
-    It is OpenRLHF's actor (`generate`, `pause_generation`, `sleep`, ...) with: groups of graded completions as flat
-    arrays, weights by buckets with a version, refusal to sample from weights that arrived incompletely, a deadline per
-    request, and what the driver asks about.
-    """
+    """One vLLM engine in a Ray actor: OpenRLHF's (`generate`, `pause_generation`, `sleep`, ...) with groups of graded
+    completions as flat arrays, weights by buckets, refusal to sample from weights that arrived incompletely,
+    deadlines."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it; OpenRLHF's actor has it so
         self,
@@ -61,26 +93,20 @@ class RolloutEngine(compat.RolloutRayActor):
         request_timeout_s: float,
         **engine_args: Any,
     ) -> None:
-        """
+        """Raises EngineStartError, with the error text of the process that failed.
+
         Args:
-            executor_factory: makes what turns a prompt into graded completions, a `rewards.executor.GradedExecutor`;
-                picklable.
-            fast_tokenizer: which of the model's tokenizers the executor gets.
-            bundle_indices, num_gpus: as OpenRLHF's actor.
+            executor_factory: picklable; makes a `rewards.executor.GradedExecutor`.
+            bundle_indices, num_gpus, *args, **engine_args: as OpenRLHF's actor.
             in_process: run the engine on a thread of this process (needs one worker per engine and
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
-            bf16_layers: make linear layers FP8 but in these decoder layers, and prove it now and after every update
-                (`rollout.fp8`); None: no FP8.
-            request_timeout_s: deadline of every request, in seconds.
-            *args, **engine_args: vLLM's engine arguments (`model`, `dtype`, `max_model_len`, ...).
-
-        Raises:
-            EngineStartError: with the error text of the process that failed.
+            bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
+                (`worker_extension`); None: quantize nothing.
         """
         with without_collection():
             import vllm
 
-            from openrlhf_ext.rollout import fp8, worker_extension
+            from openrlhf_ext.rollout import worker_extension
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
@@ -92,7 +118,7 @@ class RolloutEngine(compat.RolloutRayActor):
             **engine_args,
         }
         if bf16_layers is not None:
-            self.kwargs = fp8.with_fp8(self.kwargs, bf16_layers)
+            self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
         self._in_process = in_process
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
@@ -114,17 +140,9 @@ class RolloutEngine(compat.RolloutRayActor):
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, multi_modal_data: Any = None
     ) -> vllm.RequestOutput:
-        """One request, as agent executors make it.
-
-        Returns:
-            vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each completion has
-            ``weight_versions``, see `token_versions`.
-
-        Raises:
-            GenerationTimeout: it did not finish within the engine's `request_timeout_s`.
-            InvalidWeights: the weights are, or became meanwhile, those of an incomplete update.
-            EngineDied: vLLM's process is gone; with the end of its log.
-        """
+        """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each completion has
+        ``weight_versions`` (`TokenVersions`). Raises GenerationTimeout; InvalidWeights: the weights are, or became
+        meanwhile, those of an incomplete update; EngineDied."""
         self._require_valid_weights()
         params = _final_only(sampling_params)
         begun_with = self._weight_version
@@ -145,11 +163,8 @@ class RolloutEngine(compat.RolloutRayActor):
             completion.weight_versions = spans if len(lengths) == 1 else [(begun_with, 0, length)]
 
     def sampling_params(self, sampling: Sampling, *, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """vLLM's parameters of a completion of `max_tokens` tokens at most.
-
-        OpenRLHF's `min_tokens` of 1 makes vLLM exclude EOS from the first token's distribution, which is then not the
-        policy's; a completion is at least its EOS anyway.
-        """
+        """OpenRLHF's `min_tokens` of 1 makes vLLM exclude EOS from the first token's distribution, which is then not
+        the policy's; a completion is at least its EOS anyway."""
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -186,11 +201,8 @@ class RolloutEngine(compat.RolloutRayActor):
     # ---- weights
 
     async def discard_weights(self) -> None:
-        """Give up all memory without a copy of the weights: the next thing to come is an update, which brings new ones.
-
-        vLLM saves the buffers (vllm 0.29.0 v1/worker/gpu_worker.py:242), which no update brings. Until one is complete,
-        generation is refused.
-        """
+        """Give up all memory without a copy of the weights; generation is refused until an update is complete. vLLM
+        saves the buffers (vllm 0.29.0 v1/worker/gpu_worker.py:242), which no update brings."""
         self._weight_error = "its weights were given up for an update, which has not come"
         self._resumes = False  # it is woken up afterwards
         await self.sleep(level=2)
@@ -202,22 +214,14 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.wake_up(tags=["weights"])
 
     async def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
-        """Let this engine's workers join the sender's group."""
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
     async def receive_weights(self, version: int) -> Receipt:
-        """Take part in the sender's update: load every tensor, then drop what the old weights left in the cache.
-
-        Requests in flight stand still meanwhile and go on with the new weights, from recomputed keys and values; if the
-        update does not complete, they stand still until one does. If `probe_logprobs` has been asked before, the same
-        probe is put in front of them: asked after they go on, it would wait until one of them ends.
-
-        Returns:
-            What the engine holds now, for the sender to compare.
-
-        Raises:
-            WeightSyncError: the update did not complete; until one does, generation is refused.
-        """
+        """Load every tensor, then drop what the old weights left in the cache. Requests in flight stand still meanwhile
+        and go on with the new weights, from recomputed keys and values; if the update does not complete
+        (WeightSyncError), they stand still, and generation is refused, until one does. If `probe_logprobs` has been
+        asked before, the same probe is put in front of them: asked after they go on, it would wait until one of them
+        ends."""
         async with self._updating:
             if self._weight_error is None:  # else it stands still since an update that failed
                 self._resumes = not await self.llm.is_paused()
@@ -243,10 +247,8 @@ class RolloutEngine(compat.RolloutRayActor):
         return together(load_s, sums)
 
     async def _change_version(self, version: int) -> None:
-        """Everything sampled so far came from the old weights; the engine stands still, so the counts are final.
-
-        (An engine in another process has by now answered two calls, behind the tokens it sampled before.)
-        """
+        """The engine stands still, so the counts are final: one in another process has by now answered two calls,
+        behind the tokens it sampled before."""
         tokens = await self.sampled_tokens()
         self._weight_version = version
         if self._generating.count == 0:
@@ -254,7 +256,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._versions.change(version, tokens)
 
     async def sampled_tokens(self) -> dict[str, int]:
-        """How many tokens every unfinished request has so far, by request id."""
+        """Of every unfinished request so far, by request id."""
         if self._in_process:
             return await self.llm.count_tokens()
         return count_tokens(self.llm.output_processor)
@@ -265,15 +267,13 @@ class RolloutEngine(compat.RolloutRayActor):
             raise RuntimeError("vLLM could not reset its prefix cache: blocks are still in use")
 
     async def weight_version(self) -> int:
-        """Version of the weights that are being sampled from; 0 for those from the disk."""
+        """Of the weights that are being sampled from; 0 for those from the disk."""
         return self._weight_version
 
     async def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob of every token but the first, at temperature 1, in order.
-
-        All but the last come from a computation of the whole prompt. vLLM does not read its prefix cache for that, so
-        the last one is computed as generation would do it: on top of whatever the cache holds.
-        """
+        """Log-prob of every token but the first, at temperature 1. All but the last come from a computation of the
+        whole prompt, for which vLLM does not read its prefix cache; the last one is computed on top of whatever that
+        holds, as in generation."""
         self._require_valid_weights()
         if self._probe_tokens != tuple(token_ids):
             self._probe_tokens, self._queued_probe = tuple(token_ids), None
@@ -284,11 +284,8 @@ class RolloutEngine(compat.RolloutRayActor):
         return [entry[token].logprob for token, entry in scored] + [last.outputs[0].logprobs[0][token_ids[-1]].logprob]
 
     async def continuation(self, token_ids: Sequence[int], length: int, seed: int) -> tuple[list[int], list[float]]:
-        """What the model itself says after a text, past its end too: (length,) tokens sampled at temperature 1.
-
-        Returns:
-            The tokens, and their log-probs.
-        """
+        """What the model itself says after a text, past its end too: (length,) tokens at temperature 1, and
+        log-probs."""
         said = {"max_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": seed, "logprobs": 0}
         request = await self._add_request(list(token_ids), _FIRST, **said)
         output: Any = await self._finish(request.output.get(), request.params)
@@ -297,7 +294,7 @@ class RolloutEngine(compat.RolloutRayActor):
         return list(completion.token_ids), logprobs
 
     async def _queue_probe(self) -> tuple[_Request, _Request]:
-        """Put the probe in front of vLLM's queue: first what reads the prefix cache, then what fills it."""
+        """First what reads the prefix cache, then what fills it."""
         *prefix, final = self._probe_tokens
         greedy: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
         last = await self._add_request(prefix, _FIRST, logprobs=1, logprob_token_ids=[final], **greedy)
@@ -320,13 +317,9 @@ class RolloutEngine(compat.RolloutRayActor):
     # ---- what the controller asks
 
     async def rollout_stats(self) -> dict[str, Any]:
-        """Counts since the last call.
-
-        Returns:
-            generated_tokens, generated_sequences; generation_s: time with at least one request in progress;
-            exposed_grading_s: time in which responses were awaited and nothing was being generated; reward_failures:
-            messages of gradings that failed.
-        """
+        """Counts since the last call. generation_s: time with at least one request in progress; exposed_grading_s: time
+        in which responses were awaited and nothing was being generated; reward_failures: messages of gradings that
+        failed."""
         generation_s, response_s = self._generating.take(), self._responding.take()
         stats = {
             "generated_tokens": self._num_tokens,
@@ -343,16 +336,13 @@ class RolloutEngine(compat.RolloutRayActor):
         await self.llm.is_sleeping()
 
     async def process_info(self) -> dict[str, Any]:
-        """Which process this actor is, pids of its child processes, and its log files (`describe_process`)."""
         return describe_process()
 
 
 def _final_only(asked: SamplingParams) -> SamplingParams:
     """The same parameters for a request whose output is wanted once, at its end, with no alternatives to its tokens.
-
     Beside a request with `logprob_token_ids`, the probe, vLLM fills the columns of alternatives with token 0 at -inf
-    (vllm 0.29.0 v1/sample/sampler.py:196), which hides a sampled token 0. `logprobs=0` has no such column.
-    """
+    (vllm 0.29.0 v1/sample/sampler.py:196), which hides a sampled token 0. `logprobs=0` has no such column."""
     from vllm.sampling_params import RequestOutputKind
 
     params = asked.clone()
@@ -364,25 +354,12 @@ def _final_only(asked: SamplingParams) -> SamplingParams:
 
 async def _start(engine_args: vllm.AsyncEngineArgs, in_process: bool, bf16_layers: Sequence[int] | None) -> Any:
     try:
-        llm = await (_start_here(engine_args) if in_process else _start_process(engine_args))
+        from openrlhf_ext.rollout.in_process import start_engine
+
+        llm = await start_engine(engine_args, in_process)
         if bf16_layers is not None:
-            await llm.collective_rpc("prove_fp8", args=(list(bf16_layers),))
+            await llm.collective_rpc("prove_quantized", args=(list(bf16_layers),))
         return llm
     except Exception as error:
         log = "" if in_process else f"\nThe end of this process's log:\n{log_tail()}"
         raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}{log}") from error
-
-
-async def _start_here(engine_args: vllm.AsyncEngineArgs) -> Any:
-    from openrlhf_ext.rollout.in_process import InProcessEngine
-
-    return await InProcessEngine.start(engine_args)
-
-
-async def _start_process(engine_args: vllm.AsyncEngineArgs) -> Any:
-    import vllm
-
-    llm = vllm.AsyncLLMEngine.from_engine_args(engine_args)
-    await llm.is_sleeping()
-    take_down_with_me()
-    return llm

@@ -1,9 +1,8 @@
-"""vLLM's engine on a thread of the rollout actor, instead of in a process of its own.
+"""vLLM's engine on a thread of the rollout actor, and engines for completions outside of a run.
 
-vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds of CPU at start.
-On a machine without CUDA and with one worker per engine, that process buys nothing. This class steps vLLM's public
-synchronous `LLMEngine` and offers the part of AsyncLLM's interface that OpenRLHF's actor and ours use. An error of the
-engine then also is an error with a traceback here, not "see stack trace above" in another process's log.
+vLLM's AsyncLLM always spawns a second process, which imports everything once more: 8 to 10 seconds of CPU at start,
+which buys nothing without CUDA and with one worker per engine. `InProcessEngine` steps vLLM's synchronous `LLMEngine`
+and offers the part of AsyncLLM's interface that is used here; its errors have a traceback in this process.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from vllm import LLMEngine, RequestOutput, SamplingParams
+from vllm import AsyncEngineArgs, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from openrlhf_ext.rollout.errors import EngineDied
-from openrlhf_ext.rollout.token_versions import count_tokens
+from openrlhf_ext.rollout.process import take_down_with_me
+from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GenerationTimeout, count_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class InProcessEngine:
 
     @classmethod
     async def start(cls, engine_args: EngineArgs) -> InProcessEngine:
-        """Load the model and begin to serve. Raises what vLLM raises."""
         self = cls()
         self._thread.start()
 
@@ -56,7 +55,6 @@ class InProcessEngine:
 
     @property
     def output_processor(self) -> Any:
-        """vLLM's output processor, which counts unfinished requests."""
         return self._engine.output_processor
 
     async def generate(
@@ -82,7 +80,6 @@ class InProcessEngine:
         return PendingOutput(finished)
 
     async def count_tokens(self) -> dict[str, int]:
-        """Tokens so far of every unfinished request, by the id it was made with."""
         return await self._call(lambda: count_tokens(self._engine.output_processor))
 
     async def collective_rpc(
@@ -91,7 +88,6 @@ class InProcessEngine:
         return await self._call(lambda: self._engine.collective_rpc(method, timeout, args, kwargs))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached keys and values; with `reset_running_requests` those of unfinished requests too."""
         return await self._call(lambda: self._engine.reset_prefix_cache(reset_running_requests))
 
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
@@ -134,7 +130,6 @@ class InProcessEngine:
         self._commands.put(None)
 
     async def _call(self, function: Callable[[], _T]) -> _T:
-        """Run `function` on the engine's thread, between two steps."""
         command = _Command(function)
         self._commands.put(command)
         return await asyncio.wrap_future(command.result)
@@ -170,7 +165,7 @@ class InProcessEngine:
                 finished.set_result(output)
 
     def _refuse_all(self, reason: EngineDied) -> None:
-        """The engine is lost: fail what is waiting, and everything that is still asked."""
+        """Fail what is waiting, and everything that is still asked."""
         logger.error("%s", reason)
         for finished in list(self._outputs.values()):
             if not finished.done():
@@ -180,8 +175,6 @@ class InProcessEngine:
 
 
 class PendingOutput:
-    """The output of a request that is in the engine's queue."""
-
     def __init__(self, finished: Future[RequestOutput]) -> None:
         self._finished = finished
 
@@ -190,8 +183,6 @@ class PendingOutput:
 
 
 class _Command:
-    """A function for the engine's thread, and where its result goes."""
-
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.result: Future[Any] = Future()
@@ -202,3 +193,80 @@ class _Command:
             self.result.set_result(self._function())
         except Exception as error:
             self.result.set_exception(error)
+
+
+async def start_engine(engine_args: AsyncEngineArgs, in_process: bool) -> Any:
+    """An engine on a thread of this process, or in processes that end with this one; raises what vLLM raises."""
+    if in_process:
+        return await InProcessEngine.start(engine_args)
+    llm = AsyncLLMEngine.from_engine_args(engine_args)
+    await llm.is_sleeping()
+    take_down_with_me()
+    return llm
+
+
+class OfflineEngine:
+    """Completes prompts with the weights of the disk. What is asked for together is queued before the engine steps, and
+    nothing cached is left from before: what is batched with what, and so every rounding, depends on the request
+    alone."""
+
+    def __init__(self, llm: Any, stall_timeout_s: float) -> None:
+        self._llm, self._stall_timeout_s, self._asked = llm, stall_timeout_s, 0
+
+    @classmethod
+    async def start(cls, engine_args: dict[str, Any], timeout_s: float) -> OfflineEngine:
+        """Load the model with `launch.offline_engine_args`; `launch.engine_env` has to be in the environment before
+        this module is imported. ``timeout_s`` also is the longest time in which no completion finishes. Raises
+        EngineStartError."""
+        in_process, model = engine_args.pop("in_process", False), engine_args["model"]
+        try:
+            llm = await asyncio.wait_for(start_engine(AsyncEngineArgs(**engine_args), in_process), timeout_s)
+        except TimeoutError as error:
+            raise EngineStartError(f"vLLM did not load {model} within {timeout_s:g} s (--engine_timeout_s)") from error
+        except Exception as error:
+            raise EngineStartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        return cls(llm, timeout_s)
+
+    async def complete(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,
+        stop_token_ids: list[int],
+    ) -> list[list[int]]:  # fmt: skip
+        """Sampled token ids of one completion for each prompt, in order, the one that ended it included; seeds are
+        below 2**63. Raises GenerationTimeout: nothing finished for ``stall_timeout_s``; EngineDied."""
+        params = [
+            SamplingParams(
+                temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop_token_ids=stop_token_ids,
+                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for seed in seeds
+        ]  # fmt: skip
+        try:
+            requests = await asyncio.wait_for(self._queue(prompts, params), self._stall_timeout_s)
+        except TimeoutError as error:
+            raise GenerationTimeout(
+                f"vLLM did not take {len(prompts)} requests within {self._stall_timeout_s:g} s: the engine hangs"
+            ) from error
+        outputs = [asyncio.ensure_future(request.get()) for request in requests]
+        for number, finished in enumerate(asyncio.as_completed(outputs)):
+            try:
+                await asyncio.wait_for(finished, self._stall_timeout_s)
+            except TimeoutError as error:
+                raise GenerationTimeout(
+                    f"no completion finished for {self._stall_timeout_s:g} s, {len(outputs) - number} of "
+                    f"{len(outputs)} are missing: the engine hangs, or --engine_timeout_s is too short for "
+                    f"{max_tokens} tokens"
+                ) from error
+        return [list(output.result().outputs[0].token_ids) for output in outputs]
+
+    async def _queue(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        requests = []
+        for prompt, each in zip(prompts, params, strict=True):
+            self._asked += 1
+            prompt_tokens = TokensPrompt(prompt_token_ids=prompt)
+            requests.append(await self._llm.add_request(str(self._asked), prompt_tokens, each))
+        await self._llm.resume_generation()
+        return requests
+
+    def close(self) -> None:
+        self._llm.shutdown()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf_ext.fp8.toolkit import cuda_home
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout.engine import RolloutEngine
-from openrlhf_ext.rollout.errors import EngineStartError
+from openrlhf_ext.rollout.response import EngineStartError
 
 logger = logging.getLogger(__name__)
 _SAY_SO_S = 15.0  # of waiting
@@ -33,21 +32,14 @@ _OTHER_CALLS = 100
 
 
 class EngineFleet(list):
-    """Handles of the engines, in order. A new engine takes the place of an old one in the list itself.
-
-    Whoever keeps the list sees it; a copy that went to another process is an ordinary list.
-    """
+    """Handles of the engines, in order; a new engine takes the place of an old one in the list itself. Whoever keeps it
+    sees that; a copy that went to another process is an ordinary list."""
 
     def __init__(self, start: Callable[[int], Any], num_engines: int) -> None:
-        """
-        Args:
-            start: begins to start engine number i, as it was the first time, and returns its handle.
-        """
         super().__init__(start(index) for index in range(num_engines))
         self._start = start
 
     def start_anew(self, index: int) -> Any:
-        """Start another engine in the place of one whose actor has been killed; returns its handle."""
         self[index] = self._start(index)
         return self[index]
 
@@ -57,11 +49,8 @@ class EngineFleet(list):
 
 @dataclass(frozen=True)
 class EnginePlaces:
-    """Bundles of which engines take a fifth of each: the policy's (colocated), or bundles of GPUs of their own.
-
-    Attributes:
-        bundles: in the order in which workers take them, those of an engine next to each other.
-    """
+    """Bundles of which engines take a fifth of each, in the order in which workers take them: the policy's, or of their
+    own."""
 
     group: PlacementGroup
     bundles: Sequence[int]
@@ -80,23 +69,16 @@ def create_rollout_engines(
     fast_tokenizer: bool = True,
     batch_invariant: bool = False,
     bf16_layers: Sequence[int] | None = None,
+    more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineFleet:
-    """Start engines and return their handles at once; `wait_until_ready` waits for them.
+    """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError, EngineStartError.
 
     Args:
-        model_path: Hugging Face checkpoint (directory or hub name).
         options: of these engines, with `dtype`, `max_requests` and `gpu_memory_utilization` set.
-        max_model_len: prompt plus response, in tokens.
-        executor_factory, fast_tokenizer, request_timeout_s: see `RolloutEngine`.
-        use_gpu: whether they run on GPUs.
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None: engines on CPU that go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
-        bf16_layers: FP8 in the linear layers of all decoder layers but these, counted from 0; None: no FP8.
-
-    Raises:
-        ValueError: an option does not fit the machine.
-        EngineStartError: the cluster cannot hold the engines.
+        more_env: of the engines' processes, beside `engine_env`.
     """
     engine_args = {
         "model": model_path,
@@ -121,11 +103,6 @@ def create_rollout_engines(
     if not use_gpu:
         engine_args |= cpu_engine_args(options)
         placements = _cpu_placements(options, places)
-    elif bf16_layers is not None and options.dtype == "fp32":
-        raise ValueError(
-            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
-            "vllm.dtype bf16, or switch fp8.rollout_enable off"
-        )
     elif places is None:
         raise ValueError("engines on GPUs need a placement group, one bundle for each worker")
     else:
@@ -134,9 +111,7 @@ def create_rollout_engines(
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)
-    environment = engine_env(
-        use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant, fp8=bf16_layers is not None
-    )
+    environment = {**engine_env(use_gpu=use_gpu, model_path=model_path, batch_invariant=batch_invariant), **more_env}
 
     def start(index: int) -> Any:
         placing, extra = placements[index]
@@ -148,13 +123,8 @@ def create_rollout_engines(
     return EngineFleet(start, options.num_engines)
 
 
-def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False, fp8: bool = False) -> dict[str, str]:
-    """Environment of an engine's process; it has to be there before vLLM is imported.
-
-    Args:
-        model_path: where the model comes from; a directory needs no hub.
-        batch_invariant: see `create_rollout_engines`.
-    """
+def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False) -> dict[str, str]:
+    """Environment of an engine's process, to be there before vLLM is imported. A model in a directory needs no hub."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -164,12 +134,6 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
         environment["HF_HUB_OFFLINE"] = "1"
     if use_gpu and batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
-    if fp8:
-        # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
-        # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
-        environment["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
-    if fp8 and use_gpu:
-        environment |= _compiling()
     if not use_gpu:
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -180,25 +144,8 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False,
     return environment
 
 
-def _compiling() -> dict[str, str]:
-    """What DeepGEMM needs to compile its kernels, at the first batches."""
-    environment = {
-        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.29.0 kernels/linear/__init__.py:439)
-        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
-        # the environment's ninja; Ray puts the node's own PATH in
-        "PATH": f"{os.path.dirname(sys.executable)}:${{PATH}}",
-    }
-    if (toolkit := cuda_home()) is not None:
-        environment["CUDA_HOME"] = str(toolkit)
-    return environment
-
-
 def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "rollout engine") -> None:
-    """Wait until every engine serves; messages call one ``name``.
-
-    Raises:
-        EngineStartError: one failed, with that process's own error text; or `timeout_s` passed.
-    """
+    """Wait until every engine serves; messages call one ``name``. Raises EngineStartError."""
     pending = {engine.ping.remote(): index for index, engine in enumerate(engines)}
     started = time.monotonic()
     while pending:
@@ -230,10 +177,6 @@ def _free() -> dict[str, float]:
     return {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
 
 
-def _cluster_total(resource: str) -> float:
-    return ray.cluster_resources().get(resource, 0.0)
-
-
 def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, int]:
     """The size of a step; what is not asked for gives way to what is, because every sequence of a step has a token."""
     sequences, tokens = options.max_num_seqs, options.max_num_batched_tokens
@@ -250,7 +193,7 @@ def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, 
 
 
 def cpu_engine_args(options: Vllm) -> dict[str, Any]:
-    """Arguments of every engine on CPU; ``in_process`` says whether it can run on a thread."""
+    """``in_process`` says whether the engine can run on a thread."""
     return {
         "kv_cache_memory_bytes": options.kv_cache_mib << 20,  # vLLM's default is 92 % of the machine's memory
         "in_process": options.tensor_parallel_size == 1,
@@ -261,6 +204,26 @@ def cpu_engine_args(options: Vllm) -> dict[str, Any]:
     }
 
 
+def offline_engine_args(
+    model_path: str, dtype: str, max_model_len: int, options: Vllm, gpu_share: float | None
+) -> dict[str, Any]:
+    """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on CPU."""
+    use_gpu = gpu_share is not None
+    engine_args = {
+        "model": model_path,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enable_prefix_caching": True,  # a problem's samples share its prompt
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **batch_limits(use_gpu, options, max_model_len),
+    }
+    if use_gpu:
+        return engine_args | {"gpu_memory_utilization": gpu_share}
+    return engine_args | {"enforce_eager": True, **cpu_engine_args(options)}
+
+
 _Placement = tuple[dict[str, Any], dict[str, Any]]
 """Ray options of an actor, and constructor arguments that depend on its place."""
 
@@ -268,18 +231,13 @@ _Placement = tuple[dict[str, Any], dict[str, Any]]
 def _cpu_placements(options: Vllm, places: EnginePlaces | None) -> list[_Placement]:
     num_engines = options.num_engines
     if places is not None:
-        first = places.bundles[:: options.tensor_parallel_size]
-        slots = [
-            PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=bundle) for bundle in first
-        ]
-        return [
-            ({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0})
-            for slot in slots[:num_engines]
-        ]
-    if num_engines > _cluster_total("CPU"):
+        bundles = places.bundles[:: options.tensor_parallel_size][:num_engines]
+        slots = [PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=one) for one in bundles]
+        return [({"num_cpus": _SHARE, "num_gpus": 0, "scheduling_strategy": slot}, {"num_gpus": 0}) for slot in slots]
+    if num_engines > (cpus := ray.cluster_resources().get("CPU", 0.0)):
         raise EngineStartError(
             f"{num_engines} rollout engines need {num_engines} CPUs, the Ray cluster has "
-            f"{_cluster_total('CPU'):g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
+            f"{cpus:g}: start fewer engines, or Ray with more CPUs (it does not check that they exist)"
         )
     return [({"num_cpus": 1, "num_gpus": 0}, {"num_gpus": 0}) for _ in range(num_engines)]
 
@@ -287,18 +245,15 @@ def _cpu_placements(options: Vllm, places: EnginePlaces | None) -> list[_Placeme
 def _gpu_placements(options: Vllm, places: EnginePlaces) -> list[_Placement]:
     """OpenRLHF's placement: one bundle per worker, an engine's bundles next to each other."""
     workers = options.tensor_parallel_size
-    actor_gpus = _SHARE if workers == 1 else 0
+    actor_gpus, backend = (_SHARE, "uni") if workers == 1 else (0, "ray")
     placements = []
     for index in range(options.num_engines):
         mine = list(places.bundles[index * workers : (index + 1) * workers])
-        bundles = mine if workers > 1 else None
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=places.group,
-            placement_group_capture_child_tasks=True,
-            placement_group_bundle_index=mine[0],
+            placement_group=places.group, placement_group_capture_child_tasks=True, placement_group_bundle_index=mine[0]
         )
         placing = {"num_cpus": actor_gpus, "num_gpus": actor_gpus, "scheduling_strategy": strategy}
-        backend = "uni" if workers == 1 else "ray"
+        bundles = mine if workers > 1 else None
         extra = {"bundle_indices": bundles, "num_gpus": _SHARE, "distributed_executor_backend": backend}
         placements.append((placing, extra))
     return placements

@@ -1,10 +1,9 @@
-"""The proof that the engines sample from the policy's weights: both score the same fixed text.
+"""The proof that the engines sample from the policy's weights: both score the same fixed text after every weight sync.
 
-Run after every weight sync. The text is what the model says itself at the start of the run: a language model finds
-random tokens so unlikely (log-probs of -15 to -20) that two sound implementations differ there by tenths of nats in
-bf16. A policy may also leave the text while it learns. So differences of unlikely tokens count in proportion to their
-log-prob. The engine's last value is computed from its prefix cache where the text is longer than a cache block, so
-that keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
+The text is what the model says itself at the start of the run: random tokens are so unlikely (log-probs of -15 to
+-20) that two sound implementations differ there by tenths of nats in bf16. A policy may also leave the text while it
+learns, so differences of unlikely tokens count in proportion to their log-prob. The engine's last value is computed
+from its prefix cache, so that keys and values of older weights show too (`RolloutEngine.probe_logprobs`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
+from openrlhf_ext.rollout.sync.plan import WeightSyncMismatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +31,23 @@ _ONE_OF_ALL = 4.0
 
 
 def end_of_probe(logprobs: Sequence[float]) -> int:
-    """Where to cut a sampled text, tokens: after one whose probability is near one half, among the last ones.
-
-    The last token alone is scored on top of the prefix cache, and one that is certain is certain under any weights.
-
-    Args:
-        logprobs: of the sampled tokens.
-    """
+    """Where to cut a sampled text: after one of the last tokens whose probability is near one half. The last token
+    alone is scored on top of the prefix cache, and one that is certain is certain under any weights."""
     first = max(0, len(logprobs) - _LAST_TOKENS)
     return 1 + min(range(first, len(logprobs)), key=lambda i: abs(math.exp(logprobs[i]) - 0.5))
 
 
 def limit_of_probe(tolerance: float, baseline: float | None) -> float:
-    """The difference above which something is odd.
-
-    Two implementations of one model differ by their rounding, which grows with the model: at the start, when both
-    sides have the weights from the disk, any difference up to the tolerance is taken for that. Later ones are expected
-    near it.
-
-    Args:
-        tolerance: what rounding may make of any model, nats.
-        baseline: what was found at the start, nats; None: this is the start.
-    """
+    """The difference above which something is odd, nats. Rounding grows with the model: at the start (``baseline``
+    None), with the weights from the disk, any up to ``tolerance`` is taken for that; later ones are expected near
+    the baseline."""
     return tolerance if baseline is None else min(tolerance, _GROWTH * baseline + _SLACK * tolerance)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the log-probs that two models give to the same tokens, nats; less below -5 (`relative_difference`).
-
-    Attributes:
-        mean: over all tokens.
-        last: of the last token.
-        worst: position of the largest one.
-    """
+    """Between the log-probs that two models give to the same tokens, nats (`relative_difference`): mean over all, that
+    of the last one, position of the largest."""
 
     mean: float
     last: float
@@ -78,15 +60,13 @@ class Difference:
 
 
 def relative_difference(one_N: Tensor, other_N: Tensor) -> Difference:
-    """How far apart two models are beside their rounding: in full down to a log-prob of -5, below in proportion to it.
+    """How far apart two models' (N,) log-probs of the same tokens are beside their rounding: in full down to a log-prob
+    of -5, below in proportion to it; infinite or NaN if one of them is not finite.
 
     bf16 keeps 8 bits of any number, so what it makes of an unlikely token's log-prob grows with that. Weighed by
-    probability instead, the difference of a policy that had left the text was that of its few likeliest tokens, which
-    reached 0.11 nats (tests/rollout/wide_model.py with other prompts, update 251; 0.02 on average in this form).
-
-    Args:
-        one_N, other_N: (N,) log-probs of the same tokens under both, N at least 1. One that is not finite makes the
-            difference infinite or NaN.
+    probability instead, the difference of a policy that had left the text was that of its few likeliest tokens,
+    which reached 0.11 nats (tests/rollout/wide_model.py with other prompts, update 251; 0.02 on average in this
+    form).
     """
     one_N, other_N = (values.detach().double().cpu().flatten() for values in (one_N, other_N))
     share_N = (one_N - other_N).abs() / (torch.maximum(one_N, other_N).neg() / _UNLIKELY).clamp(min=1.0)
@@ -100,25 +80,12 @@ def check_sync(
     version: int,
     limit: float | None = None,
 ) -> float:
-    """Largest difference between the policy's and any engine's log-probs of the probe (`Difference.size`).
+    """Largest difference between the policy's (T-1,) log-probs of tokens 1..T-1 of the probe at temperature 1 and any
+    engine's (`Difference.size`), nats.
 
-    Above the limit it is odd, and said; above the tolerance no rounding explains it. Checksums prove the weights of
-    every update, so what is left for the probe to stop is what they cannot see: an engine that computes something else
-    from the right weights (another temperature, other positions), or reads keys and values of old ones.
-
-    Args:
-        policy_logprobs: (T-1,) log-prob of tokens 1..T-1 of the probe at temperature 1.
-        engine_logprobs: the same from each engine.
-        tolerance: what rounding may make of any model, nats.
-        version: number of the weights just sent, for the message.
-        limit: what is expected of this model, nats (`limit_of_probe`); None: the tolerance.
-
-    Returns:
-        The largest difference over the engines, nats.
-
-    Raises:
-        WeightSyncMismatch: some difference exceeds `tolerance` or is not a number; with both numbers.
-        ValueError: the lengths differ, or there is no engine.
+    Above ``limit`` (None: none) it is odd, and said; above ``tolerance`` no rounding explains it:
+    WeightSyncMismatch. The weights are proved by checksums; this finds an engine that computes something else from
+    them (another temperature, other positions), or reads keys and values of old ones.
     """
     policy_N = policy_logprobs.detach().double().cpu().flatten()
     lengths = [len(engine) for engine in engine_logprobs]
@@ -144,7 +111,6 @@ def check_sync(
 def _describe(
     policy: Sequence[float], engines: Sequence[Sequence[float]], found: Sequence[Difference], tolerance: float
 ) -> str:
-    """A line for each engine."""
     lines = []
     for index, (engine, difference) in enumerate(zip(engines, found, strict=True)):
         verdict = "ok" if difference.size <= tolerance else "MISMATCH"

@@ -20,20 +20,14 @@ _guards: list[subprocess.Popen] = []
 
 @cache
 def machine_id() -> str:
-    """Equal in two processes if and only if process ids, and /proc, mean the same in both.
-
-    That is one start of one kernel, and one container. Host names do not tell: cloned machines and containers of
-    different nodes may have the same one.
-    """
+    """Equal in two processes if and only if process ids, and /proc, mean the same in both: one start of one kernel, and
+    one container. Host names do not tell: cloned machines and containers of different nodes may have the same one."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def own_identity() -> dict[str, Any]:
-    """Of this process: ``pid``; ``host`` name, for people; ``machine`` (:func:`machine_id`).
-
-    Of the Ray actor that it is: ``actor`` and ``node``, ids in hexadecimal; None elsewhere.
-    """
+    """``pid``; ``host`` name, for people; ``machine``; the ``actor`` that it is and its ``node``, Ray's ids or None."""
     import ray  # not at the top: vLLM's workers import this, and have no use for it
 
     context = ray.get_runtime_context() if ray.is_initialized() else None
@@ -47,7 +41,7 @@ def own_identity() -> dict[str, Any]:
 
 
 def log_files() -> list[Path]:
-    """The files that standard output and error of this process and its children go to; terminals are left out."""
+    """Where standard output and error of this process and its children go; terminals are left out."""
     targets = {Path(os.readlink(f"/proc/self/fd/{descriptor}")) for descriptor in (1, 2)}
     return sorted(target for target in targets if target.is_file())
 
@@ -72,10 +66,8 @@ def ray_log_tail(pid: int) -> str:
 
 
 def take_down_with_me() -> None:
-    """Have every present descendant killed when this process ends, however it ends.
-
-    vLLM's engine process does not notice that the actor that started it was killed, and keeps its memory.
-    """
+    """Have every present descendant killed when this process ends, however it ends. vLLM's engine process does not
+    notice that the actor that started it was killed, and keeps its memory."""
     descendants = " ".join(str(child.pid) for child in psutil.Process().children(recursive=True))
     if not descendants:
         return

@@ -1,6 +1,7 @@
-"""What is asked of an engine, and what comes back: a group of graded completions as flat arrays.
+"""What is asked of an engine, and what comes back: a group of graded completions as flat arrays; and how rollout fails.
 
-Importable without Ray, vLLM and torch. Shape suffixes: S = tokens of a sequence, T = its completion tokens.
+Importable without Ray, vLLM and torch; every error survives the way through Ray with its message.
+Shape suffixes: S = tokens of a sequence, T = its completion tokens.
 """
 
 from __future__ import annotations
@@ -13,32 +14,91 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf_ext.rollout.token_versions import Span
-
+Span = tuple[int, int, int]
+"""(version of the weights, first token, end)"""
 SPANS_KEY = "weight_versions"
 """Where a response carries the spans of its whole token sequence; tokens that were not sampled are in none."""
 
 
-def derived_seed(*numbers: int) -> int:
-    """A seed below 2**63 that is a function of these numbers, the first of which may be a seed itself.
+class RolloutError(RuntimeError):
+    """A rollout engine cannot do what it was asked."""
 
-    A group's is derived from the run's seed and the group's number, a completion's from its group's and its place in
-    the group, a later turn's from its completion's: a group that is asked for again draws the same samples, and two
-    groups of one prompt draw different ones.
+
+class EngineStartError(RolloutError):
+    """An engine did not start; the message holds its own error, ``engines`` the positions among those waited for."""
+
+    def __init__(self, message: str, engines: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.engines = tuple(engines)
+
+
+class EngineDied(RolloutError):
+    """The engine inside a rollout actor stopped working; the message holds its last words."""
+
+
+class NotFP8(RolloutError):
+    """Linear layers of an engine do not compute in FP8 as they were asked to, or some do that should not."""
+
+
+class InvalidWeights(RolloutError):
+    """A weight update did not complete, so that the engine refuses to sample until a later one does."""
+
+
+class GenerationTimeout(RolloutError):
+    """A request did not finish before its deadline; the message says what the engine was doing."""
+
+
+class TokenVersions:
+    """Which weights each token was sampled with, when they change in the middle of requests (not in vLLM 0.29).
+
+    At every update the engine stands still; what each unfinished request has got by then was sampled with the
+    weights before, the rest with those after. A completion's versions are spans ``(version, start, end)`` of its
+    tokens, in order, without gaps. A request that was made but had not reached vLLM when an update ended counts as
+    begun with the weights before: its tokens may be younger than stated, never older.
     """
+
+    def __init__(self) -> None:
+        self._changes: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens by then, new version)
+
+    def change(self, version: int, tokens: Mapping[str, int]) -> None:
+        """The weights are now those of ``version``; ``tokens`` so far of every unfinished request, by request id."""
+        for request, count in tokens.items():
+            self._changes.setdefault(request, []).append((count, version))
+
+    def take(self, request: str, begun_with: int, num_tokens: int) -> list[Span]:
+        """Spans of a finished request that began when the weights were of version ``begun_with``; forgets it."""
+        spans, version, start = [], begun_with, 0
+        for count, next_version in self._changes.pop(request, ()):
+            if count > start:
+                spans.append((version, start, count))
+            version, start = next_version, count
+        return [*spans, (version, start, num_tokens)] if num_tokens > start else spans
+
+    def forget_all(self) -> None:
+        self._changes.clear()
+
+
+def count_tokens(output_processor: Any) -> dict[str, int]:
+    """Tokens so far of every unfinished request of vLLM's output processor, by the id it was made with."""
+    return {
+        state.external_req_id: state.detokenizer.num_output_tokens()
+        for state in output_processor.request_states.values()
+        if state.detokenizer is not None
+    }
+
+
+def derived_seed(*numbers: int) -> int:
+    """A seed below 2**63 that is a function of these numbers: a group's of the run's seed and its number, a
+    completion's of its group's and its place, a later turn's of its completion's. A group that is asked for again
+    draws the same samples."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled.
-
-    Attributes:
-        temperature, top_p: as vLLM's.
-        max_new_tokens: longest completion; None = what ``max_len`` leaves after the prompt.
-        max_len: longest sequence, prompt and completion together.
-    """
+    """How completions are sampled. ``max_new_tokens`` None is what ``max_len``, of prompt and completion together,
+    leaves after the prompt."""
 
     temperature: float
     top_p: float
@@ -48,13 +108,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt, of which ``samples`` graded completions are wanted.
-
-    Attributes:
-        seed: of the group; None = the engine's own random numbers.
-        guide_samples: how many of them a guide's engines make (``driver.guided``, which asks each engine for its part);
-            an engine makes all that it is asked for.
-    """
+    """One prompt, of which ``samples`` graded completions are wanted; an engine makes all that it is asked for, a
+    guide's the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed`` None: the engine's own random
+    numbers."""
 
     prompt: str
     label: Any
@@ -76,7 +132,6 @@ class Response:
         logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it does not tell.
         actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
         versions: which weights sampled what, as ranges of ``tokens_S``; empty if that is not known.
-        reward, score: what is trained on, and correctness.
         truncated: cut at the length limit without end of sequence.
         extra_logs: the reward function's own numbers, and ``reward_failed``.
         from_guide: sampled by the guide, whose weights have no versions that count.
@@ -132,21 +187,14 @@ class Response:
 
 
 def _cut(spans: Iterable[tuple[int, int]], length: int) -> Iterable[tuple[int, int]]:
-    """The parts of ``spans`` below ``length``."""
     return ((int(start), min(int(stop), length)) for start, stop in spans if start < length)
 
 
 class ResponseRecorder:
     """Stands in for the engine while one response is made, and afterwards says which weights its tokens came from.
-
-    Everything that executors know of an engine works; only the outputs of ``generate`` are noted in passing.
-    """
+    ``seed`` is of the response, from which every request without one gets a seed of its own."""
 
     def __init__(self, engine: Any, seed: int | None = None) -> None:
-        """
-        Args:
-            seed: of the response, from which every request without one gets a seed of its own.
-        """
         self._engine, self._seed, self._turns = engine, seed, 0
         self._sampled: list[tuple[list[int], list[Span]]] = []
 
@@ -164,10 +212,8 @@ class ResponseRecorder:
         return output
 
     def annotate(self, response: Any) -> Any:
-        """Adds ``SPANS_KEY`` to a response in OpenRLHF's form; one of another form is left alone.
-
-        An action whose tokens no request returned counts as sampled with the oldest weights of the whole response.
-        """
+        """Adds ``SPANS_KEY`` to a response in OpenRLHF's form; one of another form is left alone. An action whose
+        tokens no request returned counts as sampled with the oldest weights of the whole response."""
         if isinstance(response, dict) and "action_ranges" in response and self._sampled:
             oldest = min((version for _, spans in self._sampled for version, _, _ in spans), default=0)
             tokens = response["observation_tokens"]
@@ -179,7 +225,6 @@ class ResponseRecorder:
         return response
 
     def _spans_of(self, tokens: list[int], oldest: int) -> list[Span]:
-        """Spans of an action's tokens, which may have been cut short; each request is used once."""
         for index, (sampled, spans) in enumerate(self._sampled):
             if sampled[: len(tokens)] == tokens:
                 del self._sampled[index]

@@ -1,27 +1,279 @@
-"""What vLLM's workers learn: to join a weight-sync group and to replace their weights from it.
+"""What vLLM's workers learn: to replace their weights from a weight-sync group, to sum what they hold, and FP8 layers.
 
 vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
-names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM.
+names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM. On GPUs vLLM's own
+``fp8_per_block`` quantizes at the start and at every reload (vllm 0.29.0
+model_executor/layers/quantization/online/fp8.py:259): fp32 scales of 128x128 of a weight and of 1x128 of
+activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of
+our own takes its place; importing this module registers it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.config.quantization import resolve_quantization_config
+from vllm.model_executor.kernels.linear import (
+    FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
+    Fp8BlockScaledMMLinearKernel,
+)
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from openrlhf_ext.fp8.quantize import BLOCK, E4M3, Grid, Quantized, quantize
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
-from openrlhf_ext.rollout.fp8 import require_fp8
-from openrlhf_ext.rollout.held_weights import HeldWeights
+from openrlhf_ext.rollout.response import NotFP8
 from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
-from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, words
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
+PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
+_LISTED = 5
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
+
+
+def with_quantized_layers(engine_args: dict[str, Any], bf16_layers: Sequence[int]) -> dict[str, Any]:
+    """vLLM's engine arguments with FP8 linear layers in all decoder layers but these, counted from 0."""
+    # vLLM asks for every part of a fused projection by its own name (compressed_tensors/utils.py:66)
+    ignore = {"ignore": [rf"re:.*\blayers\.{number}\." for number in bf16_layers]}
+    if not current_platform.is_cpu():
+        return {**engine_args, "quantization": PER_BLOCK, "quantization_config": ignore}
+    overrides = {**engine_args.get("hf_overrides", {}), "quantization_config_dict_json": json.dumps(ignore)}
+    return {**engine_args, "quantization": EMULATED, "hf_overrides": overrides}
+
+
+# ---- emulation
+
+
+@register_quantization_config(EMULATED)
+class EmulatedConfig(OnlineQuantizationConfig):
+    """vLLM's ``fp8_per_block`` with the emulated layers in the place of its own."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float32, *super().get_supported_act_dtypes()]
+
+    @classmethod
+    def from_config_dict_json(cls, text: str) -> EmulatedConfig:
+        """From ``{"ignore": [names]}``, the only way past vLLM's own class (model_loader/weight_utils.py:312)."""
+        args = resolve_quantization_config(PER_BLOCK, json.loads(text))
+        assert args is not None, f"vLLM knows {PER_BLOCK}"
+        return cls(args)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        method = super().get_quant_method(layer, prefix)
+        return EmulatedLinear() if isinstance(method, Fp8PerBlockOnlineLinearMethod) else method
+
+
+class EmulatedLinear(Fp8PerBlockOnlineLinearMethod):
+    """Operands are rounded to FP8 and multiplied in fp32. Weights lie on the meta device until a layer's last one has
+    come."""
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Leaves out vLLM's choice of a kernel, which fails without AMX."""
+        super(Fp8PerBlockOnlineLinearMethod, self).create_weights(layer, *args, **kwargs)
+        layer.weight_block_size = self.weight_block_size
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        weight = quantize(layer.weight, E4M3, Grid.TILES)
+        replace_parameter(layer, "weight", weight.codes_RC)
+        replace_parameter(layer, "weight_scale_inv", weight.scale_inv)
+        layer._already_called_process_weights_after_loading = True
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., K) to (..., N), in the data type of x."""
+        x_TK = quantize(x.reshape(-1, x.shape[-1]), E4M3, Grid.ROWS).values()
+        w_NK = Quantized(layer.weight, layer.weight_scale_inv, Grid.TILES).values()
+        y_TN = (x_TK @ w_NK.t()).to(x.dtype)
+        return (y_TN if bias is None else y_TN + bias).view(*x.shape[:-1], -1)
+
+
+# ---- proof
+
+
+def require_fp8(model: nn.Module, bf16_layers: Sequence[int]) -> None:
+    """Looks at every linear layer of a worker's model; raises NotFP8 with names of modules, kernels, and a remedy."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    wanted = {name for name in linear if (found := _LAYER.search(name)) and int(found[1]) not in bf16_layers}
+    problems = [f"{name}: {why}" for name in linear if (why := _problem(linear[name], name in wanted)) is not None]
+    if not wanted:
+        problems.append(f"no linear layer is to be FP8: of {len(linear)}, all are outside of decoder layers or in BF16")
+    if is_deep_gemm_e8m0_used():
+        problems.append("DeepGEMM rounds scales to powers of two: set VLLM_USE_DEEP_GEMM_E8M0=0 before vLLM's import")
+    if problems:
+        more = f"\n- and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise NotFP8(
+            "fp8.rollout_enable: linear layers of the engine are not as asked for:\n- "
+            + "\n- ".join(problems[:_LISTED])
+            + more
+        )
+
+
+def _problem(module: Any, wanted: bool) -> str | None:
+    method, weight = module.quant_method, module.weight
+    if not wanted:
+        plain = isinstance(method, UnquantizedLinearMethod) and weight.dtype != E4M3
+        return None if plain else f"{type(method).__name__} quantizes it, although it is to stay in BF16"
+    if not isinstance(method, Fp8PerBlockOnlineLinearMethod):
+        return f"{type(method).__name__} computes it, which is not FP8 with scales of blocks"
+    kernel = method if isinstance(method, EmulatedLinear) else method.fp8_linear
+    if not _quantizes_activations(kernel):
+        return (
+            f"kernel {type(kernel).__name__} leaves activations in BF16; take GPUs of compute capability 9.0 or more, "
+            "on which vLLM has DeepGEMM and CUTLASS (see VLLM_DISABLED_KERNELS), or switch fp8.rollout_enable off"
+        )
+    scales, shape = module.weight_scale_inv, tuple(-(-side // BLOCK) for side in weight.shape)
+    if weight.dtype != E4M3 or scales.dtype != torch.float32 or tuple(scales.shape) != shape:
+        return (
+            f"kernel {type(kernel).__name__} has a weight of {weight.dtype} {tuple(weight.shape)} with scales of "
+            f"{scales.dtype} {tuple(scales.shape)}, should be {E4M3} with torch.float32 {shape}"
+        )
+    return None
+
+
+def _quantizes_activations(kernel: Any) -> bool:
+    """Not Marlin, Humming, nor vLLM's kernel for CPUs (``CPUFp8BlockScaledMMKernel``, "W8A16")."""
+    if isinstance(kernel, EmulatedLinear | FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
+        return True  # FlashInfer's takes BF16 and quantizes it inside (kernels/linear/scaled_mm/flashinfer.py:88)
+    return isinstance(kernel, Fp8BlockScaledMMLinearKernel) and kernel.apply_input_quant
+
+
+class _Rows(NamedTuple):
+    """Rows [start, stop) of a parameter; None: to its end."""
+
+    module: torch.nn.Module
+    parameter: str
+    start: int
+    stop: int | None
+
+    @property
+    def values(self) -> Tensor:
+        return getattr(self.module, self.parameter).detach()[self.start : self.stop]
+
+
+class HeldWeights:
+    """Where a worker's model holds the tensors of a plan, to sum their bits after an update.
+
+    vLLM fuses tensors into one parameter (q, k and v; gate and up), cuts parameters into shards, holds keys and
+    values several times where there are more workers than heads, and pads vocabularies. What is held in the tensor's
+    own data type and in rows is summed in place; weights that vLLM quantizes, where they will be held, once a layer
+    has all of its tensors and before it quantizes them. For the rest it is the sum of what arrived.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:
+        self._tensors, self._workers = plan.tensors, workers
+        self._modules = dict(model.named_modules())
+        self._fused = {
+            part: (fused, parts.index(part), len(parts))
+            for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
+            for part in parts
+        }
+        places = [(spec, rows) for spec in plan.tensors if (rows := self._place(spec[0])) is not None]
+        self._rows = {spec[0]: rows for spec, rows in places if self._can_sum(rows.values, spec)}
+        self._quantized = {spec[0]: (rows, spec[1]) for spec, rows in places if self._will_be_quantized(rows, spec)}
+        for rows, _ in self._quantized.values():
+            self._sum_before_quantizing(rows.module)
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._arrived: dict[str, Tensor] = {}
+
+    def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass an update on; sum those of its tensors that will be held in another form."""
+        self._arrived.clear()
+        self._before.clear()
+        shapes = {name: shape for name, shape, _ in self._tensors}
+        for name, tensor in stream:
+            if name not in self._rows and name not in self._quantized:
+                whole = words(tensor, shapes[name], self._workers)
+                assert whole is not None, "whole tensors arrive contiguous"
+                self._arrived[name] = bit_sum(whole)
+            yield name, tensor
+
+    def sums(self) -> list[tuple[int, int, bool]]:
+        """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's order."""
+        found = []
+        for name, shape, _ in self._tensors:
+            if name in self._rows:
+                values = self._rows[name].values
+                held = words(values, shape, self._workers)
+                assert held is not None, f"vLLM moved the values of {name}"
+                found.append((bit_sum(held), values.numel(), False))
+            elif name in self._quantized:
+                nothing = torch.zeros((), dtype=torch.int64, device=self._quantized[name][0].values.device)
+                found.append((*self._before.get(name, (nothing, 0)), False))
+            else:
+                found.append((self._arrived[name], torch.Size(shape).numel(), True))
+        sums = torch.stack([total for total, _, _ in found]).tolist()
+        return [(total, entries, received) for total, (_, entries, received) in zip(sums, found, strict=True)]
+
+    def _place(self, name: str) -> _Rows | None:
+        path, _, parameter = name.rpartition(".")
+        return self._direct(path, parameter) or self._part_of_fused(path, parameter)
+
+    def _can_sum(self, values: Tensor, spec: Spec) -> bool:
+        _, shape, dtype = spec
+        fits = values.dtype == dtype and values.dim() == len(shape) and not values.is_meta and values.numel()
+        return bool(fits) and words(values, shape, self._workers) is not None
+
+    def _will_be_quantized(self, rows: _Rows, spec: Spec) -> bool:
+        quantized = isinstance(getattr(rows.module, "quant_method", None), Fp8PerBlockOnlineLinearMethod)
+        if not quantized or rows.parameter != "weight":
+            return False
+        return self._can_sum(torch.empty(rows.values.shape, dtype=spec[2]), spec)
+
+    def _sum_before_quantizing(self, module: Any) -> None:
+        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.29.0 model_loader/reload/layerwise.py:362
+        loads all tensors of a layer, then has it processed.)"""
+        method = module.quant_method
+        # of the class: there may be an earlier plan's in its place
+        process = type(method).process_weights_after_loading
+
+        def sum_and_process(layer: torch.nn.Module) -> None:
+            for name, (rows, shape) in self._quantized.items():
+                if rows.module is layer:
+                    held = words(rows.values, shape, self._workers)
+                    assert held is not None, f"vLLM moved the values of {name}"
+                    self._before[name] = bit_sum(held), rows.values.numel()
+            process(method, layer)
+
+        method.process_weights_after_loading = sum_and_process
+
+    def _direct(self, path: str, parameter: str) -> _Rows | None:
+        module: Any = self._modules.get(path)
+        if not isinstance(getattr(module, parameter, None), Tensor):
+            return None
+        if isinstance(module, VocabParallelEmbedding):
+            return _Rows(module, parameter, 0, module.shard_indices.num_org_elements)
+        if getattr(module, "num_kv_head_replicas", 1) > 1:  # one tensor, of which only some rows are held several times
+            return None
+        return _Rows(module, parameter, 0, None)
+
+    def _part_of_fused(self, path: str, parameter: str) -> _Rows | None:
+        parent, _, leaf = path.rpartition(".")
+        fused, number, parts = self._fused.get(leaf, ("", 0, 0))
+        module: Any = self._modules.get(f"{parent}.{fused}")
+        sizes = getattr(module, "output_partition_sizes", [])
+        if len(sizes) != parts or not isinstance(getattr(module, parameter, None), Tensor):
+            return None
+        start = sum(sizes[:number])
+        return _Rows(module, parameter, start, start + sizes[number])
 
 
 class WeightSyncExtension:
@@ -35,15 +287,8 @@ class WeightSyncExtension:
     _held: HeldWeights
     _bf16_layers: list[int] | None = None
 
-    def prove_fp8(self, bf16_layers: list[int]) -> None:
-        """Look at every linear layer, now and after every update.
-
-        Args:
-            bf16_layers: decoder layers that are not FP8.
-
-        Raises:
-            NotFP8: see `require_fp8`.
-        """
+    def prove_quantized(self, bf16_layers: list[int]) -> None:
+        """Look at every linear layer, now and after every update; raises NotFP8 (`require_fp8`)."""
         self._bf16_layers = bf16_layers
         require_fp8(self.model_runner.get_model(), bf16_layers)
 
@@ -57,21 +302,15 @@ class WeightSyncExtension:
         self._held = HeldWeights(self.model_runner.get_model(), agreed, workers)
 
     def disconnect_weight_receiver(self) -> None:
-        """Leave the group; a no-op outside of one."""
         if self._weight_receiver is not None:
             self._weight_receiver.close()
             self._weight_receiver = None
 
     def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """Receive and load a whole update.
-
-        After an error the weights are a mixture of two versions: the caller must not sample until an update succeeds
-        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error the
-        group has to be connected anew.
-
-        Returns:
-            Seconds spent loading and summing, the rest having been spent waiting for weights; `HeldWeights.sums`.
-        """
+        """Receive and load a whole update: seconds spent loading and summing, and `HeldWeights.sums`. After an error
+        the weights are a mixture of two versions: the caller must not sample until an update succeeds
+        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error
+        the group has to be connected anew."""
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
@@ -79,7 +318,7 @@ class WeightSyncExtension:
             self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version)))
             repack_tied_heads(self.model_runner.get_model())
             if self._bf16_layers is not None:
-                self.prove_fp8(self._bf16_layers)
+                self.prove_quantized(self._bf16_layers)
             sums = self._held.sums()
         except Exception as error:
             if not isinstance(error, WeightStreamAborted):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.files import read_plain, write_plain
 
 
 def round_trip(folder, state):

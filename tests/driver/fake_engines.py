@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from openrlhf_ext.rollout.errors import EngineDied, EngineStartError, InvalidWeights
 from openrlhf_ext.rollout.process import own_identity
-from openrlhf_ext.rollout.response import GroupRequest, Response
+from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GroupRequest, InvalidWeights, Response
 
 
 class _Process:

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from openrlhf_ext.cli.doctor import find_listeners
-from openrlhf_ext.driver import access, cluster
+from openrlhf_ext.driver import cluster
 from openrlhf_ext.driver.cluster import RaySession
 from tests.patience import PATIENCE_S
 
@@ -108,7 +108,7 @@ def test_no_port_of_a_local_run_answers_at_another_address_of_this_machine(run):
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=PATIENCE_S).close()
     with pytest.raises(ConnectionError, match="does not answer"):
-        access.check_token(f"{other_addresses()[0]}:{run.port}", PATIENCE_S)
+        cluster.check_token(f"{other_addresses()[0]}:{run.port}", PATIENCE_S)
 
 
 def test_who_has_not_the_token_is_refused_and_who_has_it_joins(run, tmp_path):
@@ -123,16 +123,16 @@ def test_who_has_not_the_token_is_refused_and_who_has_it_joins(run, tmp_path):
 
 
 def test_a_driver_that_joins_says_at_once_what_is_wrong_with_its_token(run, tmp_path):
-    access.check_token(run.address, PATIENCE_S)
-    with access.ray_settings({"RAY_AUTH_MODE": "disabled"}):
-        with pytest.raises(access.TokenRefused, match="asks for a token, and this process has none: set RAY_AUTH_MODE"):
-            access.check_token(run.address, PATIENCE_S)
-    with access.ray_settings({"RAY_AUTH_TOKEN": "0" * 64}):
-        with pytest.raises(access.TokenRefused, match="asks for another token than this process has"):
-            access.check_token(run.address, PATIENCE_S)
-    with access.ray_settings({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}):
-        with pytest.raises(access.TokenRefused, match="asks for a token, which cannot be read"):
-            access.check_token(run.address, PATIENCE_S)
+    cluster.check_token(run.address, PATIENCE_S)
+    with cluster.ray_settings({"RAY_AUTH_MODE": "disabled"}):
+        with pytest.raises(cluster.TokenRefused, match="a token, and this process has none: set RAY_AUTH_MODE"):
+            cluster.check_token(run.address, PATIENCE_S)
+    with cluster.ray_settings({"RAY_AUTH_TOKEN": "0" * 64}):
+        with pytest.raises(cluster.TokenRefused, match="asks for another token than this process has"):
+            cluster.check_token(run.address, PATIENCE_S)
+    with cluster.ray_settings({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}):
+        with pytest.raises(cluster.TokenRefused, match="asks for a token, which cannot be read"):
+            cluster.check_token(run.address, PATIENCE_S)
 
 
 def test_the_token_is_in_one_file_that_only_the_user_reads(run):

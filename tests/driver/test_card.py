@@ -11,7 +11,7 @@ import yaml
 
 from openrlhf_ext import __version__
 from openrlhf_ext.config import build_config
-from openrlhf_ext.driver.card import CARD, write_card
+from openrlhf_ext.driver.about import CARD, write_card
 from openrlhf_ext.reporting import MetricsWriter
 
 SNAPSHOT = "/cache/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32"

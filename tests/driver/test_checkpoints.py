@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, check_files, read_manifest, write_file
-from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.checkpoints.files import read_plain
 from openrlhf_ext.checkpoints.store import write_receipt
 from openrlhf_ext.driver import checkpoints
 from openrlhf_ext.driver.checkpoints import Checkpointer

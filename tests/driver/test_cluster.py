@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 from openrlhf_ext.driver import cluster
 from openrlhf_ext.driver.cluster import MixedCluster, RaySession, start_with_retries
 from openrlhf_ext.driver.waits import DeadlineExceeded
-from openrlhf_ext.rewards.errors import RewardFailureLimit
+from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.process import own_identity
 from tests.megatron.test_watchdog import monitors
 from tests.patience import PATIENCE_S

@@ -9,6 +9,7 @@ import ray
 
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver.cluster import RaySession
+from openrlhf_ext.driver.processes import fp8_env
 from openrlhf_ext.driver.settings import worker_env
 from openrlhf_ext.rollout.launch import engine_env
 from tests.driver.ray_workers import Engine
@@ -36,7 +37,7 @@ def test_the_settings_reach_every_process(task):
     """An engine's workers are actors of another driver, vLLM's engine process: they inherit all that the engine has."""
     config = load_config([*task.options("out"), "--train.full_determinism_enable"])
     invariant = config.train.full_determinism_enable
-    environment = engine_env(use_gpu=True, model_path="", batch_invariant=invariant, fp8=True)
+    environment = engine_env(use_gpu=True, model_path="", batch_invariant=invariant) | fp8_env(True)
     with RaySession(policy_ranks=1, engines=1, env=worker_env(config), verbose=False):
         rank = ray.remote(Engine).options(num_cpus=1).remote()
         engine = ray.remote(Engine).options(num_cpus=1, runtime_env={"env_vars": environment}).remote()

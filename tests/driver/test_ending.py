@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.ending import last_words, results
+from openrlhf_ext.driver.about import last_words, results
 from openrlhf_ext.reporting import MetricsWriter
 
 

@@ -13,15 +13,13 @@ import pytest
 import ray
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.engines import EngineLost, EngineSupervisor, engines_at_fault, is_engine_fault
-from openrlhf_ext.driver.gpu_sharing import GpuSharing
+from openrlhf_ext.driver.engines import EngineLost, EngineSupervisor, GpuSharing, engines_at_fault, is_engine_fault
 from openrlhf_ext.driver.rollouts import GroupRequests
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines
-from openrlhf_ext.rollout.errors import EngineDied, InvalidWeights
 from openrlhf_ext.rollout.launch import EngineFleet
-from openrlhf_ext.rollout.response import GroupRequest, Sampling
+from openrlhf_ext.rollout.response import EngineDied, GroupRequest, InvalidWeights, Sampling
 from openrlhf_ext.rollout.sync.base import EngineFailed, EnginesAtFault, WeightStreamAborted
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import MisbehavingEngine, NotStarting, SleepyEngine, outcome

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext import fp8 as formats
 from openrlhf_ext.config import load_config
+from openrlhf_ext.driver.processes import fp8_env
 from openrlhf_ext.driver.settings import worker_env
-from openrlhf_ext.fp8 import toolkit
 from openrlhf_ext.rollout.launch import engine_env
 from tests.e2e.jobs import Task
 
@@ -25,7 +26,7 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "nvidia" / "cu13"
     (folder / "include").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(toolkit, "_USUAL", tmp_path / "absent")
+    monkeypatch.setattr(formats, "_USUAL", tmp_path / "absent")
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv(INCLUDE, raising=False)
@@ -61,18 +62,16 @@ def test_the_checks_for_a_gpu_set_it_too(cuda: Path) -> None:
 
 
 def test_deep_gemm_finds_a_compiler(cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = engine_env(use_gpu=True, model_path="", fp8=True)
+    environment = fp8_env(use_gpu=True)
     assert environment["CUDA_HOME"] == str(cuda)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:${{PATH}}"
     assert environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] == "0"
-    assert not {"CUDA_HOME", "PATH"} & (
-        engine_env(use_gpu=True, model_path="").keys() | engine_env(use_gpu=False, model_path="", fp8=True).keys()
-    )
+    assert not {"CUDA_HOME", "PATH"} & (engine_env(use_gpu=True, model_path="").keys() | fp8_env(use_gpu=False).keys())
     monkeypatch.setenv("CUDA_HOME", "/own")
-    assert engine_env(use_gpu=True, model_path="", fp8=True)["CUDA_HOME"] == "/own"
+    assert fp8_env(use_gpu=True)["CUDA_HOME"] == "/own"
     monkeypatch.delenv("CUDA_HOME")
     compiler = tmp_path / "bin" / "nvcc"
     compiler.parent.mkdir()
     compiler.touch(0o755)
     monkeypatch.setenv("PATH", str(compiler.parent))
-    assert "CUDA_HOME" not in engine_env(use_gpu=True, model_path="", fp8=True)
+    assert "CUDA_HOME" not in fp8_env(use_gpu=True)

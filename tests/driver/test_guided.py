@@ -9,8 +9,7 @@ import pytest
 import ray
 
 from openrlhf_ext.driver.engines import EngineSupervisor
-from openrlhf_ext.driver.guided import GuidedRequests
-from openrlhf_ext.driver.rollouts import Group, GroupRequests, PromptStream, Rollouts
+from openrlhf_ext.driver.rollouts import Group, GroupRequests, GuidedRequests, PromptStream, Rollouts
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rollout.launch import EngineFleet
 from openrlhf_ext.rollout.response import GroupRequest

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from openrlhf_ext.checkpoints.plain import read_plain, write_plain
+from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.experience import Experience

@@ -16,9 +16,8 @@ from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import job
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.preflight import check_files, findings
+from openrlhf_ext.driver.preflight import check_files, findings, try_user_code
 from openrlhf_ext.driver.settings import build_algorithm
-from openrlhf_ext.driver.user_trial import try_user_code
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 from tests.e2e.estimators import OWN_METHOD
 from tests.e2e.jobs import Task

@@ -49,6 +49,13 @@ def test_engines_leave_out_the_layers_that_training_leaves_out_of_each_model(tas
     assert processes.bf16_layers(load_config(task.options("out")), str(deeper)) is None
 
 
+def test_engines_on_gpus_need_bf16(task):
+    assert processes.fp8_env(use_gpu=True)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+    config = load_config(task.options("out", fp8__rollout_enable=True, vllm__dtype="fp32"))
+    with pytest.raises(ValueError, match="fp8.rollout_enable on GPUs needs vllm.dtype bf16.*got fp32"):
+        processes._create_engines(config, True, None, policy_path(config), 1, 0)
+
+
 def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
     config = load_config(
         task.options("out", **GAE, critic__freezing_steps=2, train__batch_size=16, train__max_epochs=2)

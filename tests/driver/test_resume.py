@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import save as save_arrays
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
-from openrlhf_ext.checkpoints.plain import write_plain
+from openrlhf_ext.checkpoints.files import write_plain
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver import guard, job, resume
+from openrlhf_ext.driver import checkpoints, guard, job
 from openrlhf_ext.driver.checkpoints import plain_options
 from openrlhf_ext.driver.data import PromptData
 from openrlhf_ext.reporting import EventLog
@@ -35,12 +35,12 @@ def store(tmp_path, monkeypatch) -> CheckpointStore:
         assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
         return [check_files(Path(folder), read_manifest(Path(folder)).files)]
 
-    monkeypatch.setattr(resume, "call_ranks", call_ranks)
+    monkeypatch.setattr(checkpoints, "call_ranks", call_ranks)
     return store
 
 
 def find(store: CheckpointStore, fallback: bool) -> str:
-    return resume.find_good(store, {"policy": None}, 1.0, fallback=fallback).name
+    return checkpoints.find_good(store, {"policy": None}, 1.0, fallback=fallback).name
 
 
 def truncate(path: Path) -> None:
@@ -91,21 +91,21 @@ def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store
     store.commit(Manifest(11, files, {"best": best}))
     store.mark_best(1, "eval/accuracy", 0.1)
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
-    resumed = resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+    resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
     assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
 
 
 def test_a_run_that_finds_no_checkpoint_is_told_where_an_earlier_start_has_put_them(tmp_path, store, caplog):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     aside = store.set_aside_all()
-    assert resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None}) is None
+    assert checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None}) is None
     assert f"checkpoints of an earlier run are in {aside}: to go on from them, move them back" in caplog.text
 
 
 def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path, store):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     with pytest.raises(CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"):
-        resume.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+        checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
 
 
 # ---- the prompts
@@ -116,12 +116,12 @@ def test_other_prompts_are_refused():
         return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0).fingerprint
 
     first = fingerprint("a", "b")
-    resumed = resume.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
-    resume.check_prompts(None, first)
-    resume.check_prompts(resumed, fingerprint("a", "b"))
+    resumed = checkpoints.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
+    checkpoints.check_prompts(None, first)
+    checkpoints.check_prompts(resumed, fingerprint("a", "b"))
     for other in (fingerprint("b", "a"), fingerprint("a"), fingerprint("a", "c")):
         with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
-            resume.check_prompts(resumed, other)
+            checkpoints.check_prompts(resumed, other)
 
 
 def test_changed_options_are_named_and_immaterial_ones_not(caplog):
@@ -129,7 +129,7 @@ def test_changed_options_are_named_and_immaterial_ones_not(caplog):
     before = plain_options(config)
     ckpt = config.ckpt.model_copy(update={"load_enable": True})
     actor = config.actor.model_copy(update={"max_norm": 0.5})
-    resume.report_changed_options(before, plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor})))
+    checkpoints.report_changed_options(before, plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor})))
     assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
     assert "logger.wandb.key" not in before and json.dumps(before)
 
@@ -140,7 +140,7 @@ def test_passwords_are_neither_kept_nor_compared_nor_shown(caplog):
 
     assert options("p@ss/w")["reward.remote_url"] == "'http://(hidden)@grader/f'"
     earlier = options("x") | {"reward.remote_url": "'http://me:p@ss/w@grader/f'", "train.seed": "1"}
-    resume.report_changed_options(earlier, options("other"))
+    checkpoints.report_changed_options(earlier, options("other"))
     assert "train.seed" in caplog.text and "remote_url" not in caplog.text and "ss/w" not in caplog.text
 
 
@@ -157,16 +157,16 @@ def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path, 
         assert (method, Path(path).stat().st_size) == ("sees", 0)
         return blind.get(Path(path).parent.name, [True, True])
 
-    monkeypatch.setattr(resume, "call_ranks", call_ranks)
-    resume.check_shared_folders(config, None)
+    monkeypatch.setattr(checkpoints, "call_ranks", call_ranks)
+    checkpoints.check_shared_folders(config, None)
     blind["out"] = [True, False]  # only rank 0 writes there
-    resume.check_shared_folders(config, None)
+    checkpoints.check_shared_folders(config, None)
     blind["ckpt"] = [True, False]
     with pytest.raises(CheckpointError, match=r"ckpt\.path must be on storage that all .* ranks \[1\]"):
-        resume.check_shared_folders(config, None)
+        checkpoints.check_shared_folders(config, None)
     blind["out"] = [False, True]
     with pytest.raises(CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"):
-        resume.check_shared_folders(config, None)
+        checkpoints.check_shared_folders(config, None)
     assert not list(tmp_path.rglob(".seen*"))
 
 
@@ -234,11 +234,11 @@ def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path,
     for folder in (tmp_path / "out", tmp_path / "out_critic"):
         for name in (*model, "notes.txt"):
             write_file(folder, name, [name.encode()])
-    resume.prepare_folder(RunConfig(ckpt=given))
+    checkpoints.prepare_folder(RunConfig(ckpt=given))
     assert (tmp_path / "out/config.json").exists(), "a run that goes on replaces its own"
     saved.rename(tmp_path / "moved")  # there is nothing to go on from
     for number, load_enable in ((1, True), (2, False)):
-        resume.prepare_folder(RunConfig(ckpt=given | {"load_enable": load_enable}))
+        checkpoints.prepare_folder(RunConfig(ckpt=given | {"load_enable": load_enable}))
         for folder in (tmp_path / "out", tmp_path / "out_critic"):
             aside = folder / f"superseded.{number}"
             assert sorted(p.name for p in aside.iterdir()) == sorted(model)

@@ -18,9 +18,9 @@ from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import job, settings
+from openrlhf_ext.driver.checkpoints import restore
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
-from openrlhf_ext.driver.resume import restore
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.engine import RolloutEngine

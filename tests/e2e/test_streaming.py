@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.checkpoints import CheckpointStore
-from openrlhf_ext.checkpoints.plain import read_plain
+from openrlhf_ext.checkpoints.files import read_plain
 from tests.e2e.jobs import ONE_RANK, Job, Task
 from tests.e2e.test_resume import kill
 

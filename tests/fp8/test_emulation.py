@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.fp8.emulation import DelayedScale, Products
-from openrlhf_ext.fp8.quantize import E4M3, E5M2, FP8_MAX, Grid, amax_of, quantize
+from openrlhf_ext.fp8.quantize import E4M3, E5M2, FP8_MAX, DelayedScale, Grid, Products, amax_of, quantize
 from openrlhf_ext.fp8.recipe import Recipe
 
 OPERANDS = ("x", "w", "dy")

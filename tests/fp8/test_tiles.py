@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf_ext.fp8.quantize import E4M3, Grid, quantize
-from openrlhf_ext.fp8.recipe import BLOCK
-from openrlhf_ext.fp8.tiles import (
+from openrlhf_ext.fp8.recipe import (
+    BLOCK,
     BY_COLUMNS,
     DOWN,
     GATE,

@@ -39,7 +39,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=disabled TOKENIZERS_PA
 export PYTHONUNBUFFERED=1
 # TransformerEngine compiles kernels while it runs, and does not look where CUDA 13's wheels have their headers
 if [[ -z "${NVTE_CUDA_INCLUDE_DIR:-}" ]]; then
-    NVTE_CUDA_INCLUDE_DIR="$("$python" -c 'from openrlhf_ext.fp8.toolkit import wheel_folder as f; print(f() / "include" if f() else "")')"
+    NVTE_CUDA_INCLUDE_DIR="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f() / "include" if f() else "")')"
     if [[ -n "$NVTE_CUDA_INCLUDE_DIR" ]]; then export NVTE_CUDA_INCLUDE_DIR; fi
 fi
 # one thread for each process: those of a check share the cores

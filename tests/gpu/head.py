@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.head import TokenLoss, linear_logprob_entropy, linear_token_loss
-from openrlhf_ext.head.arithmetic import choose_kernels
-from openrlhf_ext.head.kernels import Kernels, TokenGradient, TorchKernels
+from openrlhf_ext.head.kernels import Kernels, TorchKernels, choose_kernels
+from openrlhf_ext.head.statistics import TokenGradient
 from tests.gpu.kit import Machine, NotHere
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
-from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
+from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.gpu.alone import build, different, facts, states_of, tiny_folder

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
+from openrlhf_ext.megatron.host_memory import ModelStates
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.memory.offload import ModelStates
 from openrlhf_ext.megatron.model import build
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.head.arithmetic import Precision, accumulate, multiply
+from openrlhf_ext.head.kernels import Precision, accumulate, multiply
 from tests.gpu.kit import Machine
 
 # sums in fp32 are off by about 1e-6 of their size; a result rounded to bf16 by 1e-3, to fp16 by 3e-4

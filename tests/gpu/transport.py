@@ -24,7 +24,7 @@ from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import GO, YES, EngineFailed, Link, Staging, WeightSyncError, WeightTransferFailed
-from openrlhf_ext.rollout.sync.checksum import bit_sum, words
+from openrlhf_ext.rollout.sync.plan import bit_sum, words
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.sync.stream import WeightReceiver, send_stream
 from tests.gpu import ray_stand_in

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf_ext.head.checks import check_call
-from openrlhf_ext.head.linear import HeadOutput
+from openrlhf_ext.head.linear import HeadOutput, check_call
 from openrlhf_ext.head.statistics import VocabularyShard
 
 

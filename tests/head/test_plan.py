@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.head.arithmetic import Precision
-from openrlhf_ext.head.kernels import TorchKernels
+from openrlhf_ext.head.kernels import Precision, TorchKernels
 from openrlhf_ext.head.passes import tile_costs
-from openrlhf_ext.head.plan import TileCosts, one_pass_plan, tile_plan
+from openrlhf_ext.head.rows import TileCosts, one_pass_plan, tile_plan
 
 COSTS = st.builds(
     TileCosts, logit=st.integers(4, 16), kept=st.sampled_from([4, 8]), token=st.integers(0, 200_000),

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from openrlhf_ext.head import linear_logprob_entropy, linear_token_loss
-from openrlhf_ext.head.arithmetic import choose_kernels
-from openrlhf_ext.head.kernels import TokenGradient, TorchKernels
+from openrlhf_ext.head.kernels import TorchKernels, choose_kernels
+from openrlhf_ext.head.statistics import TokenGradient
 from tests.head.cases import assert_near, expected, make_case
 from tests.patience import PATIENCE_S
 

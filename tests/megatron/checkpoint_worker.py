@@ -12,10 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.megatron import checkpoint
+from openrlhf_ext.megatron import checkpoint, watchdog
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
-from openrlhf_ext.megatron.deadlines import watchdog
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.host_memory import FrozenCopy
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.memory.frozen import FrozenCopy
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import balance_rows

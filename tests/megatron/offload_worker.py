@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
+from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from tests.megatron.parity import WeightedLogprob, settings

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings

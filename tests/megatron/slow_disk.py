@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.deadlines import watchdog
+from openrlhf_ext.megatron import watchdog
 from tests.patience import PATIENCE_S, until
 
 
@@ -20,6 +20,6 @@ def let_others_wait(addresses: list[watchdog.Address]) -> None:
 
     def patiently() -> bool:
         states = watchdog.ask_ranks(addresses[1:])
-        return all((s.phase is None or "gate.py" in s.place) and not s.in_collective for s in states)
+        return all((s.phase is None or "wait_for (" in s.place) and not s.in_collective for s in states)
 
     until(patiently, "the other ranks do not wait in a collective")

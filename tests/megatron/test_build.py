@@ -17,7 +17,7 @@ from openrlhf_ext.megatron.model import build
 from openrlhf_ext.megatron.model.build import packed_sequences, transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.spec import PackedSequences
-from openrlhf_ext.megatron.step.packing import PackShape, pack
+from openrlhf_ext.megatron.step.batch import PackShape, pack
 from openrlhf_ext.options.sections import Megatron
 from tests.megatron.test_packing import ragged
 from tests.models import make_tiny_model

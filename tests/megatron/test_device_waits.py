@@ -17,7 +17,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step import schedule
-from openrlhf_ext.megatron.step.packing import pack
+from openrlhf_ext.megatron.step.batch import pack
 from openrlhf_ext.options.sections import Megatron
 from tests.megatron.exactness import algorithms, make_batch, rollout
 from tests.models import make_tiny_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import Recipe
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
-from openrlhf_ext.megatron.memory.offload import HostArena, ModelStates
+from openrlhf_ext.megatron.host_memory import HostArena, ModelStates
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from tests.launch import launch
 from tests.megatron.reference import make_batch
 from tests.models import make_tiny_model

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.megatron.step.packing import PackShape, local_places, pack
+from openrlhf_ext.megatron.step.batch import PackShape, local_places, pack
 from tests.sequences import masked_batch
 
 SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 16, 128]))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from openrlhf_ext.megatron.step.pipeline import schedule_order
+from openrlhf_ext.megatron.step.schedule import schedule_order
 
 
 def test_without_interleaving_micro_batches_come_in_turn():

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.megatron.deadlines import nccl_calls, watchdog
-from openrlhf_ext.megatron.deadlines.watchdog import RankState, Watchdog, describe_ranks, find_suspects
+from openrlhf_ext.megatron import watchdog
+from openrlhf_ext.megatron.watchdog import RankState, Watchdog, describe_ranks, find_suspects
 from tests.launch import launch
 from tests.megatron.watchdog_worker import TIMEOUT_S
 from tests.patience import PATIENCE_S, SOONER_S
@@ -186,7 +186,7 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
     """What happens on NCCL, whose collectives do not raise in the thread that waits."""
     script = (
         "import socket, time\n"
-        "from openrlhf_ext.megatron.deadlines.watchdog import Watchdog\n"
+        "from openrlhf_ext.megatron.watchdog import Watchdog\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
         "monitor = Watchdog(listener, [listener.getsockname()], 0, timeout_s=9.0, stuck_s=3.0)\n"
         "time.sleep(4)  # outside of a phase nobody is stuck\n"
@@ -221,8 +221,8 @@ def test_a_rank_that_waits_at_a_line_of_its_own_says_which_call_of_nccl_is_not_d
     assert report.startswith("All ranks are in a collective")
     assert "in 'training'" in report and "waits in a collective at" in report
     assert "nccl:all_reduce, call 7 of group TENSOR_MODEL_PARALLEL_GROUP 3 is not done" in report
-    assert nccl_calls.nccl_calls().begun == {"TENSOR_MODEL_PARALLEL_GROUP 3": 7}
-    assert nccl_calls.read_calls({}) == nccl_calls.NcclCalls({}, None)
+    assert watchdog.nccl_calls().begun == {"TENSOR_MODEL_PARALLEL_GROUP 3": 7}
+    assert watchdog.read_calls({}) == watchdog.NcclCalls({}, None)
 
 
 def test_torch_keeps_the_last_calls_unless_it_is_told_how_many(monkeypatch) -> None:
@@ -230,5 +230,5 @@ def test_torch_keeps_the_last_calls_unless_it_is_told_how_many(monkeypatch) -> N
         monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
         if given is not None:
             monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", given)
-        nccl_calls.keep_nccl_calls()
+        watchdog.keep_nccl_calls()
         assert os.environ.get("TORCH_FR_BUFFER_SIZE") == kept

@@ -16,12 +16,17 @@ from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.accounting import describe, unaccounted_parameters
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows, read_side_files, save_hf
-from openrlhf_ext.megatron.model.load import BUCKET_BYTES
-from openrlhf_ext.megatron.model.ownership import Ownership
+from openrlhf_ext.megatron.model.hf_files import (
+    HFCheckpoint,
+    HFRows,
+    describe,
+    read_side_files,
+    save_hf,
+    unaccounted_parameters,
+)
+from openrlhf_ext.megatron.model.hf_weights import BUCKET_BYTES, Ownership
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,

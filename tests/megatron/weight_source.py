@@ -11,8 +11,7 @@ from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import WeightSource
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
-from openrlhf_ext.megatron.model.export import HFExporter
-from openrlhf_ext.megatron.model.ownership import Ownership
+from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership
 from tests.megatron.weights_worker import policy_of
 
 BUFFER_BYTES = 5000

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model import load
+from openrlhf_ext.megatron.model import hf_weights
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.options.sections import Megatron
@@ -109,7 +109,7 @@ def peak_growth():
 
 def measure(model: str, layouts: list[dict], ranks: int, bucket: int, target: str) -> list[dict[str, int]]:
     """For each layout bytes above the rank's own shard while loading, exporting and saving, and the shard's."""
-    load.BUCKET_BYTES = bucket
+    hf_weights.BUCKET_BYTES = bucket
     return [_measure(model, layout, ranks, bucket, target) for layout in layouts]
 
 
@@ -124,7 +124,7 @@ def _measure(model: str, layout: dict, ranks: int, bucket: int, target: str) -> 
     export()  # warms allocators and connections up
     growth = {}
     for name, work in {
-        "load": partial(load.load_hf, policy.chunks, policy.shape, model),
+        "load": partial(hf_weights.load_hf, policy.chunks, policy.shape, model),
         "export": export,
         "save": partial(policy.save_hf, target),
     }.items():

@@ -25,11 +25,9 @@ from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout import probe
 from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError
-from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
-from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
-from openrlhf_ext.rollout.sync.memory import HostMemory
-from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan
-from openrlhf_ext.rollout.sync.sender import SendReport
+from openrlhf_ext.rollout.sync.gloo import HostMemory
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan, WeightSyncMismatch
+from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport
 from openrlhf_ext.rollout.sync.stream import Fill, send_stream
 from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S

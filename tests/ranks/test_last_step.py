@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from openrlhf_ext.ranks.auxiliary import CriticActor
-from openrlhf_ext.ranks.messages import SleepModes
-from openrlhf_ext.ranks.policy import PolicyActor
+from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.ranks.timers import PhaseTimers
 
 MEASURED = {"lr": 1.0, "grad_norm": 1.0, "value/lr": 1.0}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.profiler import profile
 
-from openrlhf_ext.ranks.profile import IDLE, KINDS, OTHER, StepProfile, seconds_by_kind
-from tests.patience import PATIENCE_S
+from openrlhf_ext.ranks.timers import IDLE, KINDS, OTHER, StepProfile, seconds_by_kind
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -61,15 +58,10 @@ def test_time_in_which_nothing_runs_is_idle():
     assert seconds_by_kind([], 2.0)[IDLE] == 2.0
 
 
-def test_no_profiler_outlives_its_step_and_a_run_without_the_option_imports_none_of_it(tmp_path):
+def test_no_profiler_outlives_its_step(tmp_path):
     step = StepProfile()
     step.finish(tmp_path / "trace.json.gz")
     del step
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is profile]
     assert not torch.autograd.profiler._is_profiler_enabled
-    code = (
-        "import sys, openrlhf_ext.ranks.policy, openrlhf_ext.driver.loop\n"
-        "assert 'openrlhf_ext.ranks.profile' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

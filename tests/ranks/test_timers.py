@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf_ext.megatron.step.packing import TokenCount
+from openrlhf_ext.megatron.step.batch import TokenCount
 from openrlhf_ext.ranks import policy as policy_module
 from openrlhf_ext.ranks import timers as timers_module
 from openrlhf_ext.ranks.policy import PolicyActor

@@ -11,7 +11,7 @@ import torch
 
 from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron import critic as critic_model
-from openrlhf_ext.megatron.memory.offload import KINDS
+from openrlhf_ext.megatron.host_memory import KINDS
 from openrlhf_ext.ranks.auxiliary import CriticActor
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from openrlhf_ext.compat import AgentExecutorBase
 from openrlhf_ext.rewards.agent import GradedAgentExecutor, load_agent, make_agent_executor
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit
+from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S
 from tests.rewards.test_executor import CharTokenizer, FakeEngine, byte_tokenizer, request

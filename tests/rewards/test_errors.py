@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit, RewardRaised
+from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardRaised
 
 
 def failure(number: int) -> RewardRaised:

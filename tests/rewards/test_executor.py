@@ -16,10 +16,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardFailureLimit, RewardImportError
-from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, make_executor, open_grader
-from openrlhf_ext.rewards.grading import RewardResult
-from openrlhf_ext.rewards.http_reward import HttpReward
+from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, HttpReward, make_executor, open_grader
+from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardImportError, RewardResult
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S, SOONER_S

@@ -8,9 +8,8 @@ import pytest
 from aiohttp import web
 
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.errors import RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
-from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.http_reward import HttpReward
+from openrlhf_ext.rewards.executor import HttpReward, open_grader
+from openrlhf_ext.rewards.grading import RewardInvalid, RewardPoolClosed, RewardServerError, RewardTimeout
 from tests.patience import PATIENCE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

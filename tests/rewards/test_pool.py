@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.errors import (
+from openrlhf_ext.rewards.grading import (
     RewardError,
     RewardImportError,
     RewardInvalid,
     RewardPoolClosed,
     RewardRaised,
+    RewardResult,
     RewardTimeout,
     RewardWorkerDied,
 )
-from openrlhf_ext.rewards.grading import RewardResult
 from openrlhf_ext.rewards.pool import RewardPool
 from tests.patience import PATIENCE_S, SOONER_S, until
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.rollout.sync.cuda_ipc import CudaIpc
-from openrlhf_ext.rollout.sync.memory import HostMemory
+from openrlhf_ext.rollout.sync.gloo import HostMemory
 
 
 class HostIpc(CudaIpc):

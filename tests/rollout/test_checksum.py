@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openrlhf_ext.rollout.sync import checksum
-from openrlhf_ext.rollout.sync.checksum import Receipt, SentSums, WeightSyncMismatch, bit_sum, check_receipts, words
-from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync import plan
+from openrlhf_ext.rollout.sync.plan import (
+    BucketPlan,
+    Receipt,
+    SentSums,
+    WeightSyncMismatch,
+    bit_sum,
+    check_receipts,
+    words,
+)
 from tests.rollout.test_plan import DTYPES, random_tensor, rows_of, spec_lists
 
 MODULUS = 1 << 64
@@ -45,7 +52,7 @@ def test_what_is_sent_in_pieces_has_the_sum_of_the_whole(specs: list, bucket_byt
 def test_shards_of_rows_and_of_columns_add_up(
     dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(checksum._AT_A_TIME, "cpu", 50)
+    monkeypatch.setitem(plan._AT_A_TIME, "cpu", 50)
     whole = random_tensor(("w", (48, columns), dtype))
     for dim in (0, 1):
         shards = [shard.contiguous() for shard in whole.chunk(4, dim)]

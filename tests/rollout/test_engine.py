@@ -18,9 +18,8 @@ from torch import Tensor
 
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import launch
-from openrlhf_ext.rollout.errors import EngineStartError, GenerationTimeout, InvalidWeights
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
-from openrlhf_ext.rollout.response import GroupRequest, Sampling
+from openrlhf_ext.rollout.response import EngineStartError, GenerationTimeout, GroupRequest, InvalidWeights, Sampling
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EngineFailed
 from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender

@@ -28,9 +28,9 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnline
 
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.options.sections import Vllm
-from openrlhf_ext.rollout import fp8, launch
-from openrlhf_ext.rollout.errors import EngineStartError, NotFP8
+from openrlhf_ext.rollout import launch, worker_extension
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
+from openrlhf_ext.rollout.response import EngineStartError, NotFP8
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.patience import PATIENCE_S
@@ -187,7 +187,7 @@ def test_every_update_ends_with_the_proof(rigs: dict[str, Any]) -> None:
     rig = rigs["bf16"]
     wrong = r"model.layers.1.self_attn.qkv_proj: EmulatedLinear quantizes it, although it is to stay in BF16"
     with pytest.raises(NotFP8, match=wrong):
-        rig.call_workers("prove_fp8", [0, 1])
+        rig.call_workers("prove_quantized", [0, 1])
     with pytest.raises(Exception, match=wrong):
         rig.send(6)
 
@@ -202,7 +202,7 @@ def linear(kernel: Any, scales: Tensor | None = None, method: Any = None) -> nn.
         method = object.__new__(Fp8PerBlockOnlineLinearMethod)
         method.fp8_linear = object.__new__(kernel)
     module.quant_method = method
-    module.weight = nn.Parameter(torch.zeros(200, 130).to(fp8.E4M3), requires_grad=False)
+    module.weight = nn.Parameter(torch.zeros(200, 130).to(worker_extension.E4M3), requires_grad=False)
     module.weight_scale_inv = torch.ones(2, 2) if scales is None else scales
     return module
 
@@ -210,7 +210,7 @@ def linear(kernel: Any, scales: Tensor | None = None, method: Any = None) -> nn.
 def prove(module: nn.Module, bf16_layers: tuple[int, ...] = ()) -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.ModuleDict({"o_proj": module})])
-    fp8.require_fp8(model, bf16_layers)
+    worker_extension.require_fp8(model, bf16_layers)
 
 
 @pytest.mark.parametrize(
@@ -240,26 +240,17 @@ def test_other_layers_and_scales_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         prove(linear(kernel, method=plain))
     with pytest.raises(NotFP8, match="quantizes it, although it is to stay in BF16"):
         prove(linear(kernel), bf16_layers=(0,))
-    monkeypatch.setattr(fp8, "is_deep_gemm_e8m0_used", lambda: True)
+    monkeypatch.setattr(worker_extension, "is_deep_gemm_e8m0_used", lambda: True)
     with pytest.raises(NotFP8, match="VLLM_USE_DEEP_GEMM_E8M0=0"):
         prove(linear(kernel))
 
 
 def test_layers_in_bf16_are_named_to_vllm_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    args = fp8.with_fp8({"model": "m"}, [1, 27])
+    monkeypatch.setattr(worker_extension, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    args = worker_extension.with_quantized_layers({"model": "m"}, [1, 27])
     assert args["quantization"] == "fp8_per_block"
     ignore = resolve_quantization_config(args["quantization"], args["quantization_config"]).ignore
     names = {n: [f"model.layers.{n}.{leaf}" for leaf in ("self_attn.qkv_proj", "mlp.down_proj")] for n in range(30)}
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     assert [n for n in names if all(should_ignore_layer(name, ignore, fused) for name in names[n])] == [1, 27]
     assert [n for n in names if any(should_ignore_layer(name, ignore, fused) for name in names[n])] == [1, 27]
-
-
-def test_engines_on_gpus_need_bf16() -> None:
-    assert launch.engine_env(use_gpu=True, model_path="", fp8=True)["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
-    with pytest.raises(ValueError, match="fp8.rollout_enable on GPUs needs vllm.dtype bf16.*got fp32"):
-        launch.create_rollout_engines(
-            "", Vllm(dtype="fp32"), seed=0, max_model_len=64, request_timeout_s=1, use_gpu=True, executor_factory=dict,
-            bf16_layers=[],
-        )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf_ext.rollout.sync.memory import FramePool, HostMemory
+from openrlhf_ext.rollout.sync.base import FramePool
+from openrlhf_ext.rollout.sync.gloo import HostMemory
 
 
 def test_memory_is_lent_again_when_the_last_tensor_on_it_is_gone() -> None:

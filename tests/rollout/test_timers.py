@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from openrlhf_ext.rollout.timers import OverlapTimer
+from openrlhf_ext.rollout.engine import OverlapTimer
 
 
 class Time:

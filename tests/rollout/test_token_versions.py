@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.token_versions import TokenVersions, count_tokens
+from openrlhf_ext.rollout.response import TokenVersions, count_tokens
 
 
 @given(

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.response import GroupRequest
-from openrlhf_ext.rollout.sync.checksum import Receipt
+from openrlhf_ext.rollout.sync.plan import Receipt
 from tests.patience import PATIENCE_S
 
 VOCAB = 512

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import Link
-from openrlhf_ext.rollout.sync.checksum import Receipt, bit_sum, together, words
-from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, Receipt, bit_sum, together, words
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver
 from tests.patience import PATIENCE_S

@@ -26,9 +26,9 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options.sections import Actor, Adam, Vllm, WeightSync
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout import launch, probe
-from openrlhf_ext.rollout.errors import EngineDied
 from openrlhf_ext.rollout.probe import end_of_probe
-from openrlhf_ext.rollout.sync.checksum import WeightSyncMismatch
+from openrlhf_ext.rollout.response import EngineDied
+from openrlhf_ext.rollout.sync.plan import WeightSyncMismatch
 from tests.cluster import start_local_ray
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S, until

@@ -1,11 +1,5 @@
-"""The model families that the policy takes: one file each, found by being in this folder.
-
-A family from outside is an entry point of an installed package: every process on every node then finds it, with nothing
-to set (docs/models.md):
-
-    [project.entry-points."openrlhf_ext.families"]
-    phi3 = "my_families:PHI3"
-"""
+"""The model families that the policy takes: one file each, found by being in this folder. A family from outside is an
+entry point of an installed package: every process on every node then finds it (docs/models.md)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,4 @@
 
 from openrlhf_ext.megatron.model.family import LAYER, QKV_BIAS, Family
 
-FAMILY = Family(
-    model_type="qwen2",
-    critic_class="Qwen2ForSequenceClassification",
-    layer={**LAYER, **QKV_BIAS},
-)
+FAMILY = Family(model_type="qwen2", critic_class="Qwen2ForSequenceClassification", layer={**LAYER, **QKV_BIAS})

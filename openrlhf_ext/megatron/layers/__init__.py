@@ -1,1 +1,73 @@
-"""What changes a decoder's layers, whoever's they are: converters, which a model's settings carry."""
+"""A layer converter: a capability of a decoder's layers in one place; a model's settings carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+
+class LayerConverter:
+    """All that a model asks of its layers; these answers change nothing. Plain values, which go from driver to
+    ranks."""
+
+    name: str  # prefix of its state in checkpoints
+    state_title = state_options = ""  # what messages call the state, and the options that must be those of its writer
+    own_layers = False  # needs our layers (``layer_spec``) where TransformerEngine's could be used
+
+    def environment(self) -> dict[str, str]:
+        """Variables of every worker, set before it imports anything."""
+        return {}
+
+    def require(self) -> None:
+        """Raises an error if this process cannot do it; before anything is built."""
+
+    def megatron_arguments(self) -> dict[str, Any]:
+        """Arguments of TransformerConfig."""
+        return {}
+
+    def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
+        """Changes a layer's spec in place, ours or TransformerEngine's, of the same tree; ``number`` from 0."""
+
+    def start(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
+        """What there is to do before a loaded model is used, proofs included. A collective. ``compute``: a forward pass
+        over a fixed sequence, in training mode or not."""
+
+    def loaded(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
+        """Makes the state that belongs to weights anew, because others were loaded. A collective."""
+
+    def state(self, chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
+        """Contiguous tensors, changed in place, that checkpoints and frozen copies keep; by names that are the same in
+        every layout, the same on all ranks of a stage."""
+        return {}
+
+    def piece_unit(self, pieces: int) -> int:
+        """What ``PackShape.piece_unit`` must be a multiple of."""
+        return 1
+
+    def kept_per_weight(self, number: int, num_layers: int) -> int:
+        """Bytes that a layer keeps for every entry of its linears' weights, besides the parameters."""
+        return 0
+
+    def drop_kept(self, model: torch.nn.Module) -> None:
+        """Frees them; the next schedule makes them anew."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """Entries of ``config.json`` beside exported weights."""
+        return {}
+
+
+def kept_bytes(converters: Sequence[LayerConverter], decoder: TransformerBlock) -> int:
+    """Bytes that a decoder's layers keep on this rank besides parameters."""
+    total = 0
+    for layer in decoder.layers:
+        each = sum(c.kept_per_weight(layer.layer_number - 1, decoder.config.num_layers) for c in converters)
+        total += each * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    return total

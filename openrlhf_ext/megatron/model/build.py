@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
-from openrlhf_ext.megatron.step.packing import PackedBatch
+from openrlhf_ext.megatron.step.batch import PackedBatch
 from openrlhf_ext.options.sections import Megatron
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,8 @@ class HiddenStateGPTModel(GPTModel):
 
 
 class ValueModel(HiddenStateGPTModel):
-    """The same decoder with a value head in the place of the vocabulary projection.
-
-    The head, (1, H) and the same on every tensor-parallel rank, keeps the name ``output_layer``, which Megatron's
-    checkpoint code expects on the last stage. It is trained like any replicated parameter.
-    """
+    """The same decoder with a value head, (1, H) and the same on every tensor-parallel rank, in the place of the
+    vocabulary projection, and under its name, which Megatron's checkpoint code expects on the last stage."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
@@ -68,7 +65,6 @@ def transformer_config(
     megatron: Megatron,
     converters: Sequence[LayerConverter] = (),
 ) -> TransformerConfig:
-    """Megatron's configuration for a Hugging Face model in a layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -113,7 +109,6 @@ def transformer_config(
 
 
 def recompute_arguments(megatron: Megatron) -> dict[str, Any]:
-    """Megatron's names for the activations that are recomputed."""
     chosen: dict[str, Any] = {"recompute_modules": list(megatron.recompute_modules)}
     if megatron.recompute == "full":
         chosen = {"recompute_method": megatron.recompute_method, "recompute_num_layers": megatron.recompute_num_layers}
@@ -125,11 +120,7 @@ class BrokenLibraryError(RuntimeError):
 
 
 def has_transformer_engine() -> bool:
-    """True where TransformerEngine can be used: it is installed and there is a GPU.
-
-    Raises:
-        BrokenLibraryError: it is installed and cannot be imported, or megatron-core cannot use it.
-    """
+    """Whether TransformerEngine is installed and there is a GPU. Raises BrokenLibraryError: it cannot be used."""
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     remedy = "mend or uninstall it: openrlhf-ext doctor says what is installed"
@@ -150,10 +141,8 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(dtype: torch.dtype, converters: Sequence[LayerConverter] = ()) -> bool:
-    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``).
-
-    Its attention over packed sequences is flash or cuDNN attention, neither of which takes fp32.
-    """
+    """Whether the layers of a model of this dtype are TransformerEngine's; else they are ours (``layer_spec``). Its
+    attention over packed sequences is flash or cuDNN attention, neither of which takes fp32."""
     return dtype == torch.bfloat16 and not _must_be_ours(converters) and has_transformer_engine()
 
 
@@ -162,12 +151,8 @@ def _must_be_ours(converters: Sequence[LayerConverter]) -> bool:
 
 
 def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
-    """What attention needs to know of a pack.
-
-    Args:
-        fused_rope: the rotary embedding is TransformerEngine's, which reads the boundaries on the device; Megatron's
-            own reads them on the host.
-    """
+    """What attention needs to know of a pack. ``fused_rope``: the rotary embedding is TransformerEngine's, which reads
+    the boundaries on the device; Megatron's own reads them on the host."""
     boundaries = (
         part.boundaries if fused_rope else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
     )
@@ -203,8 +188,8 @@ def _spec(
 
 
 def boundaries_on_device(decoder: torch.nn.Module) -> None:
-    """Lets every attention core read the boundaries of a pack on the device: the rotary embedding before it has read
-    them on the host, from where TransformerEngine's kernels cannot."""
+    """Lets every attention core read the boundaries of a pack on the device, as TransformerEngine's kernels must; the
+    rotary embedding before it has read them on the host."""
 
     def moved(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         pack: PackedSequences = kwargs["packed_seq_params"]
@@ -218,11 +203,9 @@ def boundaries_on_device(decoder: torch.nn.Module) -> None:
 
 
 def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
-    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product.
-
-    Not by ``gradient_accumulation_fusion``: with that Megatron's own output layer, which is only a place for a weight
-    here, refuses to be built without apex (tensor_parallel/layers.py:924).
-    """
+    """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product. Not by
+    ``gradient_accumulation_fusion``: with that Megatron's own output layer refuses to be built without apex
+    (tensor_parallel/layers.py:924)."""
     for module in decoder.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
@@ -235,10 +218,8 @@ def build_model(
     meta: bool = False,
     converters: Sequence[LayerConverter] = (),
 ) -> HiddenStateGPTModel:
-    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device.
-
-    ``meta``: on the default device instead, with our layer spec on every machine (``tools.plan``).
-    """
+    """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device. ``meta``: on the
+    default device instead, with our layer spec on every machine (``tools.plan``)."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(

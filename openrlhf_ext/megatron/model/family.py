@@ -1,9 +1,6 @@
-"""What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what it refuses.
-
-A family is a ``Family`` in a file of its own (``megatron/families``). Everything that depends on the family reads it
-here; nothing here needs torch. What Megatron builds is the same for all of them: a dense decoder with RMS norms, rotary
-embedding, grouped-query attention and a SiLU-gated MLP.
-"""
+"""What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what it refuses. Needs no
+torch. What Megatron builds is the same for all: a dense decoder with RMS norms, rotary embedding, grouped-query
+attention and a SiLU-gated MLP."""
 
 from __future__ import annotations
 
@@ -76,12 +73,7 @@ QK_NORM = {
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
 }
 
-_DEFAULTS = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 _REFUSED = {
     "quantization_config": "only fp32, bf16 and fp16 weights are loaded",
     "use_sliding_window": "set it to false in config.json",
@@ -94,30 +86,23 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 class Family:
     """One family of dense decoders.
 
-    Attributes:
-        model_type: the entry of ``config.json`` by which a checkpoint says that it is of this family.
-        layer: parameters of a decoder layer -> HF tensors that they are made of, both named within the layer, in the
-            order in which they are exported. A bias of the query-key-value projection and norms of query and key are
-            built if, and only if, they are named here.
-        layer_prefix: what stands before an HF name within layer ``{layer}``.
-        embedding, final_norm, output: names of the tensors that belong to no layer.
-        critic_class: the class of transformers that reads an exported critic.
-        config_names: entries of ``config.json`` that this family calls otherwise: usual name -> its name.
-        config_defaults: usual names -> values of entries that the family's ``config.json`` may leave out.
-        rope_types: rotary variants: 'default', 'llama3'.
-        refused: entries of ``config.json`` that have to be absent, null, false or empty -> why, or what to do.
+    ``layer``: parameters of a decoder layer -> HF tensors that they are made of, both named within the layer, in the
+    order in which they are exported. A bias of the query-key-value projection and norms of query and key are built if,
+    and only if, they are named here. ``config_names``: entries of ``config.json`` that this family calls otherwise:
+    usual name -> its name; ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent,
+    null, false or empty -> why, or what to do.
     """
 
-    model_type: str
-    critic_class: str
+    model_type: str  # of ``config.json``
+    critic_class: str  # of transformers, which reads an exported critic
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
-    layer_prefix: str = "model.layers.{layer}."
+    layer_prefix: str = "model.layers.{layer}."  # stands before an HF name within a layer
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     output: str = "lm_head.weight"
     config_names: Mapping[str, str] = field(default_factory=dict)
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default", "llama3")
+    rope_types: tuple[str, ...] = ("default", "llama3")  # rotary variants that are built
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

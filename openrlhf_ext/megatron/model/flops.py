@@ -1,9 +1,7 @@
-"""Model FLOPs of a dense decoder: what the mathematics needs, whatever an implementation computes besides.
-
-A multiplication and an addition are two operations. Counted are the matrix products of the layers (all tokens), causal
-attention (each token attends to itself and those before it), and the vocabulary projection (only positions whose next
-token is a response token: the policy computes no others). Norms, rotary embedding, softmax and the optimizer are not
-counted, nor is recomputation, so that MFU tells how much of the hardware the model itself uses.
+"""Model FLOPs of a dense decoder, a multiplication and an addition being two operations: matrix products of the layers
+(all tokens), causal attention, and the vocabulary projection (only positions whose next token is a response token).
+Norms, rotary embedding, softmax, the optimizer and recomputation are not counted, so that MFU tells how much of the
+hardware the model itself uses.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ PEAK_BF16_TFLOPS = {
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of one forward pass, by part."""
-
     layers: int
     attention: int
     head: int
@@ -51,12 +47,7 @@ class ForwardFlops:
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> ForwardFlops:
-    """FLOPs of a forward pass over whole sequences.
-
-    Args:
-        lengths: tokens of each sequence, prompt and response, without padding.
-        predicted: response tokens, all sequences together.
-    """
+    """FLOPs of a forward pass over whole sequences, of whose tokens ``predicted`` are response tokens."""
     lengths = list(lengths)
     q = shape.num_heads * shape.head_dim
     weights = (size for rule in shape.family.layer_rules for size in hf_shapes(rule, shape) if len(size) == 2)
@@ -71,7 +62,6 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> 
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device, None if it is not known."""
     words = set(re.split(r"[\s-]+", device_name))  # "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
     known = [peak for part, peak in PEAK_BF16_TFLOPS.items() if words.issuperset(part.split())]
     return known[0] if known else None

@@ -1,4 +1,5 @@
-"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders."""
+"""Hugging Face checkpoint folders on disk: reading parts of tensors, writing complete folders; and whether a
+checkpoint's tensors and a model's parameters account for each other, each exactly once."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from torch import Tensor
 from openrlhf_ext.checkpoints.files import free_name, fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
 from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, reading, shown
-from openrlhf_ext.megatron.model.weight_map import HFTensor
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, hf_tensors, shard_shape
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +32,8 @@ _MAX_SHARD_BYTES = 5 << 30
 
 
 class HFCheckpoint:
-    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache.
-
-    Raises (constructor and methods):
-        InputError: a file is missing or damaged, or the index does not list what the files hold.
-    """
+    """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache. Constructor and methods raise
+    InputError: a file is missing or damaged, or the index does not list what the files hold."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -50,7 +50,6 @@ class HFCheckpoint:
         return tuple(view.get_shape()), view.get_dtype()
 
     def read(self, name: str, axis: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        """Entries [start, stop) of a tensor along ``axis`` (0 or 1); the whole tensor by default."""
         view = self._view(name)
         with reading(self._file_of[name], "as safetensors"):
             return view[start:stop] if axis == 0 else view[:, start:stop]
@@ -96,11 +95,8 @@ _SIDE_FILES = (
 
 
 def read_side_files(source: str | Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights.
-
-    Raises:
-        InputError: there is no config.json, or a file cannot be read.
-    """
+    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights. Raises
+    InputError: there is no config.json, or a file cannot be read."""
     source = Path(source)
     if not (source / "config.json").is_file():
         raise InputError(f"{source} holds no config.json, without which nothing can load what is trained from it")
@@ -117,11 +113,7 @@ _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
 
 @dataclass(frozen=True)
 class HFRows:
-    """Consecutive rows of a Hugging Face tensor.
-
-    Attributes:
-        values: the rows; entries of a vector count as rows. Who yields them may use the memory again for the next ones.
-    """
+    """Consecutive rows of a Hugging Face tensor, or entries of a vector; the memory may be used again for the next."""
 
     name: str
     start: int
@@ -137,28 +129,17 @@ def save_hf(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     config_changes: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source.
+    """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source. Returns the
+    size in bytes of every file by its name.
 
-    The rows go to the files as they come: none is held.
+    The rows go to the files as they come: none is held. A new ``target`` appears when everything in it is on disk. In a
+    folder that exists, whose other files stay, the new files are first written beside the old checkpoint; while they
+    take its place there is no ``config.json``, so that a loader finds a whole checkpoint or none.
+    :func:`finish_interrupted` sees to what a kill leaves.
 
-    A new ``target`` appears when everything in it is on disk. In a folder that exists, whose other files stay, the new
-    files are first written beside the old checkpoint; while they take its place there is no ``config.json``, so that a
-    loader finds a whole checkpoint or none. :func:`finish_interrupted` sees to what a kill leaves.
-
-    Args:
-        rows: all rows of all tensors, in order.
-        tensors: what ``rows`` make, in the same order.
-        side_files: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
-            folder may be gone.
-        max_shard_bytes: size of a file, unless a tensor alone is larger.
-        config_changes: overrides entries of ``config.json``.
-
-    Returns:
-        Size in bytes of every file by its name.
-
-    Raises:
-        CheckpointError: a file cannot be written, for instance because the disk is full.
-        ValueError: ``rows`` are not those of ``tensors``.
+    ``side_files``: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
+    folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is larger. Raises CheckpointError: a file
+    cannot be written; ValueError: ``rows`` are not all rows of all ``tensors``, in order.
     """
     target = Path(target)
     finish_interrupted(target)
@@ -224,10 +205,8 @@ def _complete(target: Path) -> Path:
 
 
 def _replace(target: Path) -> None:
-    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there.
-
-    Every step can be repeated: what is in the complete folder still has to be moved, and ``config.json`` is moved last.
-    """
+    """Puts the files of the complete folder in ``target`` in the place of those of the checkpoint there. Every step can
+    be repeated: what is in the complete folder still has to be moved, ``config.json`` last."""
     complete = _complete(target)
     names = read_json(complete / _FILES)
     if outside := [name for name in names if not FILE_NAME.holds(name)]:
@@ -283,7 +262,6 @@ def _bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
 
 
 def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> Iterator[Tensor]:
-    """The next rows, which have to be all rows of ``tensor`` in order."""
     expected = 0
     while expected < tensor.shape[0]:
         part = next(rows, None)
@@ -299,3 +277,67 @@ def _rows_of(tensor: HFTensor, dtype: torch.dtype, rows: Iterator[HFRows]) -> It
             raise ValueError(f"{tensor.name} {tensor.shape} {dtype}: {len(values)} rows of {values.dtype} came")
         expected += len(values)
         yield values
+
+
+Problems = dict[str, list[str]]
+_LISTED = 40
+
+
+class WeightMapError(ValueError):
+    """The checkpoint and the model do not account for each other's tensors."""
+
+
+def describe(problems: Mapping[str, Collection[str]]) -> str:
+    return "; ".join(f"{what}: {_listed(sorted(names))}" for what, names in problems.items())
+
+
+def _listed(names: list[str]) -> str:
+    return f"{names[:_LISTED]}" + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
+    return set() if shape.value_head is None else {f"{shape.value_head}.weight"} - checkpoint.names
+
+
+def unaccounted_parameters(
+    rules: list[Rule], shape: ModelShape, parameters: Mapping[str, Tensor], size: int
+) -> Problems:
+    """What keeps ``rules`` from filling every parameter of a chunk exactly once: kind of problem -> names."""
+    filled = Counter(rule.parameter for rule in rules)
+    wanted = {rule.parameter: shard_shape(rule, shape, size) for rule in rules}
+    problems = {
+        "parameters that no rule fills": [*(parameters.keys() - filled.keys())],
+        "parameters that the model lacks": [*(filled.keys() - parameters.keys())],
+        "parameters filled twice": [name for name, count in filled.items() if count > 1],
+        "parameters of another shape": [
+            f"{name}: {tuple(parameters[name].shape)}, its rule makes {wanted[name]}"
+            for name in wanted
+            if name in parameters and tuple(parameters[name].shape) != wanted[name]
+        ],
+    }
+    return {what: names for what, names in problems.items() if names}
+
+
+def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems:
+    """What keeps the checkpoint's tensors from being those of ``config.json``: kind of problem -> names. A critic's
+    value head may be missing."""
+    known = {t.name: t.shape for t in hf_tensors(shape)}
+    names = checkpoint.names
+    # a tied checkpoint may carry a copy of the embedding; old ones carry the rotary table
+    ignorable = {n for n in names if n.endswith("rotary_emb.inv_freq")} | (
+        {shape.family.output} if shape.tied_embeddings or shape.value_head is not None else set()
+    )
+    headers = {name: checkpoint.header(name) for name in names & known.keys()}
+    problems = {
+        "tensors of the checkpoint that no rule uses": [*(names - known.keys() - ignorable)],
+        "tensors missing from the checkpoint": [*(known.keys() - names - new_value_head(shape, checkpoint))],
+        "tensors of another shape": [
+            f"{name}: {found}, config.json says {known[name]}"
+            for name, (found, _) in headers.items()
+            if found != known[name]
+        ],
+        f"tensors of another dtype than {'/'.join(FLOAT_DTYPES)}": [
+            f"{name}: {dtype}" for name, (_, dtype) in headers.items() if dtype not in FLOAT_DTYPES
+        ],
+    }
+    return {what: names for what, names in problems.items() if names}

@@ -28,8 +28,6 @@ __all__ = ["ModelShape", "read_model_shape", "read_value_shape"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions and switches of a dense decoder of one of the ``families``."""
-
     model_type: str
     num_layers: int
     hidden_size: int
@@ -49,7 +47,6 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        """Names of the tensors in the checkpoint."""
         return family_of(self.model_type)
 
     @property
@@ -64,26 +61,18 @@ class ModelShape:
         return weights / width
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Vocabulary rounded up to a multiple of the tensor-parallel size."""
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
 def read_model_shape(model_path: str | Path) -> ModelShape:
-    """Reads ``model_path/config.json`` (transformers 4 and 5 forms).
-
-    Raises:
-        InputError: there is no such file, a dimension is missing, or the model type, rotary scaling, activation or bias
-            is none of those that are built.
-    """
+    """Reads ``model_path/config.json`` (transformers 4 and 5 forms). Raises InputError: there is none, a dimension is
+    missing, or the model type, rotary scaling, activation or bias is not built."""
     return _shape(_config(model_path), model_path)
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
-    """The checkpoint's decoder with a value head, as a critic builds it; embeddings have nothing to be tied to.
-
-    Args:
-        value_head: HF name of the value head; an entry ``value_head_prefix`` of ``config.json`` wins.
-    """
+    """The checkpoint's decoder with a value head, as a critic builds it; embeddings have nothing to be tied to. An
+    entry ``value_head_prefix`` of ``config.json`` wins over the given HF name of the head."""
     config = _config(model_path)
     check(config, str(_config_path(model_path)), {}, {"value_head_prefix": TEXT})
     prefix = config.get("value_head_prefix", value_head)

@@ -1,11 +1,14 @@
-"""Transformer layers for machines without TransformerEngine.
+"""Transformer layers for machines without TransformerEngine, and causal attention over context-parallel ranks.
 
 Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
-and the weight map are the same with and without it.
-They lift three limits of megatron-core 0.16.1's own local spec:
+and the weight map are the same with and without it. They lift three limits of megatron-core 0.16.1's own local spec:
 ``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materializes
 the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
 final norm cannot be chosen by a plain layer spec.
+
+Under context parallelism every rank holds two chunks of every sequence ("zig-zag", see ``step.batch``). It gathers the
+keys and values of all ranks, one collective per layer, and attends from its own chunks; the backward pass scatters the
+summed gradients back.
 
 Shape suffixes: L = tokens of the pack on this rank, N = query heads, K = key-value heads, D = head dimension.
 """
@@ -17,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,9 +40,82 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
-from openrlhf_ext.megatron.model.context_parallel import causal_attention, context_parallel_attention
+from openrlhf_ext.megatron.layers import LayerConverter
+
+
+class _GatherRanks(torch.autograd.Function):
+    """(ranks, ...) of every rank's tensor; backward: the sum of all ranks' gradients of this rank's tensor."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, tensor, group=group)
+        return gathered.unflatten(0, (group.size(), -1))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        mine = torch.empty_like(grad[0])
+        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=ctx.group)
+        return mine, None
+
+
+class _SumRanks(torch.autograd.Function):
+    """Sum over the ranks; backward: the gradient as it is, for values that every rank then uses in the same
+    computation: the gradient of that one computation, not of as many copies of it as there are ranks."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def sum_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' tensors, on every rank; a gradient passes back as it is."""
+    return _SumRanks.apply(tensor, group) if group.size() > 1 else tensor
+
+
+def causal_attention(query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence; with fewer queries than keys, the queries are its last ones."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (query_LND, key_LKD, value_LKD))
+    grouped = q.shape[1] != k.shape[1]
+    if q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+def context_parallel_attention(
+    query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, slots: Sequence[int], scale: float, group: dist.ProcessGroup
+) -> Tensor:
+    """(L, N, D) causal attention over whole sequences, of which each has a slot of ``slots`` in the whole pack."""
+    size, rank = group.size(), group.rank()
+    gathered = _GatherRanks.apply(torch.cat([key_LKD, value_LKD], -1), group)  # (ranks, L, K, 2 D)
+    outputs, start = [], 0
+    for slot in slots:
+        chunk = slot // (2 * size)
+        key, value = _in_order(gathered[:, start : start + 2 * chunk]).chunk(2, -1)
+        for half, number in enumerate((rank, 2 * size - 1 - rank)):
+            first, end = start + half * chunk, (number + 1) * chunk
+            outputs.append(causal_attention(query_LND[first : first + chunk], key[:end], value[:end], scale))
+        start += 2 * chunk
+    return torch.cat(outputs)
+
+
+def _in_order(pieces: Tensor) -> Tensor:
+    """One sequence in its own order from what the ranks hold of it, (ranks, 2 chunks, ...)."""
+    front, back = pieces.chunk(2, 1)
+    return torch.cat([front.flatten(0, 1), back.flip(0).flatten(0, 1)])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,8 +133,6 @@ def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a weight as Megatron expects it."""
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
         self.eps = eps
@@ -87,23 +163,16 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, for attention on the host and on the device.
+    """Megatron's description of a pack, for attention on the host and on the device."""
 
-    Attributes:
-        slots: length of each sequence's slot; at hand on the host, because reading it from the device stalls.
-        boundaries: (sequences + 1,) int32 where the slots begin and end, on the device that computes.
-    """
-
-    slots: tuple[int, ...]
-    boundaries: Tensor
+    slots: tuple[int, ...]  # length of each sequence's slot, on the host, because reading it from the device stalls
+    boundaries: Tensor  # (sequences + 1,) int32 where the slots begin and end, on the device that computes
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention inside every sequence of a pack, grouped-query heads included.
-
-    Sequences are attended to one at a time, so that no memory of the order of the pack's length squared is needed. On a
-    GPU in half precision torch's variable-length flash attention takes the whole pack at once.
-    """
+    """Causal scaled-dot-product attention inside every sequence of a pack, one sequence at a time, so that no memory of
+    the order of the pack's length squared is needed; on a GPU in half precision torch's variable-length flash
+    attention."""
 
     def __init__(
         self,
@@ -154,7 +223,6 @@ class CausalAttention(torch.nn.Module):
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One decoder layer with TransformerEngine's module tree."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -183,7 +251,6 @@ def block_spec(
     layer: Callable[[TransformerConfig], ModuleSpec] = layer_spec,
     norm: type = RMSNorm,
 ) -> TransformerBlockSubmodules:
-    """The layers of this (virtual) pipeline stage, converted, and the final norm."""
     first = get_transformer_layer_offset(config, vp_stage)
     layers = [layer(config) for _ in range(get_num_layers_to_build(config, vp_stage))]
     for number, spec in enumerate(layers, first):

@@ -1,9 +1,8 @@
 """The declarative map between Hugging Face tensors and Megatron parameters; nothing here reads files or talks to ranks.
 
-A ``Rule`` says which HF tensors make one Megatron parameter; the family declares them (``model.family``). How the
-parameter is put together and cut over the tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF
-tensor); loading, exporting and the proof that every element has exactly one place (``tools.plan``) all read the same
-runs.
+A ``Rule`` of the family says which HF tensors make one Megatron parameter. How that is put together and cut over the
+tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF tensor); loading, exporting and the proof that
+every element has exactly one place (``tools.plan``) all read the same runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from openrlhf_ext.megatron.model.shape import ModelShape
 
 
 def value_head_rule(shape: ModelShape) -> Rule:
-    """Rule of a critic's value head, which takes the place of the vocabulary projection."""
     return Rule(shape.family.output_rule.parameter, (f"{shape.value_head}.weight",), "replicated", ("one",), "hidden")
 
 
@@ -69,7 +67,6 @@ def owned_rules(shape: ModelShape, stages: int, chunks: int = 1) -> Iterator[tup
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Shapes of a rule's HF tensors, known from the configuration alone."""
     sizes = {
         "one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "vocab": shape.vocab_size,
         "head": shape.head_dim, "queries": shape.num_heads * shape.head_dim,
@@ -105,7 +102,6 @@ class Run:
         return self.stop - self.start
 
     def split(self, most: int) -> list[Run]:
-        """The same entries in runs of at most ``most``."""
         starts = range(self.start, self.stop, most)
         return [Run(self.tensor, start, min(start + most, self.stop)) for start in starts]
 
@@ -146,7 +142,7 @@ def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the shards of a parameter: number ``tp`` of the ``tp_size`` that tensor-parallel ranks hold."""
+    """Number ``tp`` of the ``tp_size`` shards of a parameter that tensor-parallel ranks hold."""
 
     tp: int = 0
     tp_size: int = 1
@@ -169,7 +165,6 @@ def shard_runs(rule: Rule, shape: ModelShape, shard: Shard) -> list[Run]:
 
 
 def shard_shape(rule: Rule, shape: ModelShape, size: int) -> tuple[int, ...]:
-    """Shape of the parameter on one tensor-parallel rank."""
     whole = list(hf_shapes(rule, shape)[0])
     whole[rule.axis] = sum(map(len, shard_runs(rule, shape, Shard(0, size))))
     return tuple(whole)
@@ -179,11 +174,8 @@ def shard_shape(rule: Rule, shape: ModelShape, size: int) -> tuple[int, ...]:
 
 
 def fill_shard(shard: Tensor, rule: Rule, runs: Iterable[Run], read: Callable[[int, Run], Tensor]) -> None:
-    """Writes a shard run by run, so that only one run of an HF tensor is in memory beside it.
-
-    Args:
-        read: the entries of a run of HF tensor number ``i``, in the tensor's own dtype.
-    """
+    """Writes a shard run by run, so that only one run of an HF tensor is in memory beside it. ``read`` gives the
+    entries of a run of HF tensor number ``i``, in the tensor's own dtype."""
     position = 0
     for run in runs:
         target = shard.narrow(rule.axis, position, len(run))
@@ -196,13 +188,8 @@ def fill_shard(shard: Tensor, rule: Rule, runs: Iterable[Run], read: Callable[[i
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of rows (``dim`` 0) or columns (``dim`` 1) of a Megatron shard and its place in a Hugging Face tensor.
-
-    Attributes:
-        tensor: which of the rule's Hugging Face tensors.
-        target, source: first index in that tensor, and in the shard.
-        length: number of rows or columns.
-    """
+    """``length`` rows (``dim`` 0) or columns (``dim`` 1) of a Megatron shard from ``source`` on, and their place in the
+    rule's Hugging Face tensor number ``tensor``, from ``target`` on."""
 
     tensor: int
     dim: int
@@ -211,11 +198,9 @@ class Piece:
     length: int
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """The run, as a view of the shard."""
         return shard.narrow(self.dim, self.source, self.length)
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """Its place, as a view of the Hugging Face tensor."""
         return tensor.narrow(self.dim, self.target, self.length)
 
     def between(self, start: int, stop: int) -> Piece:

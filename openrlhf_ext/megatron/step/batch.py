@@ -1,17 +1,26 @@
-"""Sequences as the policy sees them: their tokens, where their response tokens are, and which rows are computed
-together.
+"""Sequences as the policy sees them, which rows are computed together, and the packs of these, without padding.
 
-Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), N = response tokens of all, R =
-ranges of response tokens.
+Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
+slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and
+layers may want multiples of something: that takes a few tokens of padding per sequence, and some at the end of the
+pack. Padding stands behind its sequence, so that causal attention never lets a real token see it, and nothing reads
+what it computes.
+
+Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp`` chunks of a slot, rank r
+holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same work under a causal mask.
+
+Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of response tokens, N =
+response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack, L = those on this rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,11 +33,8 @@ from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unp
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Concatenated sequences without padding, and where their response tokens are.
-
-    Responses may be interrupted (several turns): a sequence may have several ranges of response tokens, or none. A
-    response token at position p is predicted by the hidden state at p - 1.
-    """
+    """Concatenated sequences without padding, and where their response tokens are: in several ranges (of several turns)
+    or in none. A response token at position p is predicted by the hidden state at p - 1."""
 
     tokens_M: Tensor  # int32
     lengths_B: Tensor  # int64, tokens of each sequence
@@ -46,12 +52,10 @@ class SequenceBatch:
 
     @cached_property
     def sequences(self) -> Segments:
-        """Which of the M tokens are whose."""
         return Segments(self.lengths_B)
 
     @cached_property
     def responses(self) -> Segments:
-        """Which of the N response tokens are whose."""
         return Segments(self._ranges.sums(self.ranges_R2[:, 1] - self.ranges_R2[:, 0]).long())
 
     @cached_property
@@ -75,7 +79,6 @@ class SequenceBatch:
         return torch.cat([self.lengths_B[:0], *(torch.arange(start - 1, stop - 1) for start, stop in spans)])
 
     def select(self, rows: RowSelection) -> SequenceBatch:
-        """These sequences; its tensors are views for a slice."""
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
         return SequenceBatch(
             self.sequences.take(self.tokens_M, rows),
@@ -91,14 +94,8 @@ class SequenceBatch:
 
 
 def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[tuple[int, int]]]) -> SequenceBatch:
-    """Builds a batch.
-
-    Args:
-        sequences: (S_i,) int32 tokens of each sequence, prompt and response.
-        actions: of each sequence the [start, stop) ranges of its response tokens, ascending.
-    Raises:
-        ValueError: naming the row whose ranges are not in order between its second token and its end.
-    """
+    """Builds a batch of (S_i,) int32 sequences, prompt and response, whose response tokens are at ascending [start,
+    stop). Raises ValueError, naming the row whose ranges are not in order between its second token and its end."""
     lengths, ranges = [len(tokens) for tokens in sequences], [len(spans) for spans in actions]
     for row, (length, spans) in enumerate(zip(lengths, actions, strict=True)):
         edges = [1, *(edge for span in spans for edge in span), length]
@@ -116,21 +113,14 @@ def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[t
 
 
 def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Relative computing time of each sequence: ``length * (1 + length / attention_length)``.
-
-    Args:
-        attention_length: tokens of a sequence at which attention (quadratic) takes as long as everything else
-            (linear); see ``ModelShape.attention_length``. Infinite: tokens alone count.
-    """
+    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``); infinite: tokens alone
+    count."""
     return [length * (1.0 + length / attention_length) for length in lengths]
 
 
 def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.inf) -> list[list[int]]:
-    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty.
-
-    The longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham
-    1969), and near it when rows are many. Rows of a part are in ascending order.
-    """
+    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty. The
+    longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham 1969)."""
     costs = sequence_costs(lengths_B.tolist(), attention_length)
     bins = _deal(costs, [0] * len(costs), 1, parts)
     assert bins is not None, "rows of size 0 fit everywhere"
@@ -140,11 +130,8 @@ def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.i
 def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
     """Row indices of each micro-batch: about as few as the capacity allows, of about equal cost, the costliest first.
 
-    Args:
-        costs: relative computing time of each row, > 0.
-        sizes: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows).
-        capacity: of a micro-batch; a row larger than that gets a micro-batch of its own.
-        at_least: how many micro-batches to make even if fewer would do; empty ones when there are not enough rows.
+    ``sizes``: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows); a row larger than that gets
+    a micro-batch of its own. ``at_least``: how many to make even if fewer would do, empty ones when rows are few.
     """
     # rows that cannot share a micro-batch with each other, and those that fill one
     alone = sum(2 * size > capacity for size in sizes)
@@ -165,10 +152,7 @@ def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, a
 
 def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
     """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none.
-
-    Bins without room for a row wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the
-    costs, so that a bin moves about as often as it gets a row.
-    """
+    Bins without room wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the costs."""
     bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
     open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
     tight: list[tuple[int, int]] = []  # heap of (filled, bin)
@@ -202,14 +186,9 @@ class LogprobEntropy(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What the values of a mini-batch are trained towards.
-
-    Attributes:
-        old_values_N: fp32 values of the rollout, around which new values are clipped.
-        returns_N: fp32 advantages plus old values.
-        segments: which of the N response tokens are whose.
-        tokens: response tokens of the whole mini-batch, of which these rows may be a share.
-    """
+    """What the values of a mini-batch are trained towards: returns (fp32 advantages plus old values), with the old
+    values around which new ones are clipped. ``segments``: which of the N response tokens are whose. ``tokens``:
+    response tokens of the whole mini-batch, of which these rows may be a share."""
 
     old_values_N: Tensor
     returns_N: Tensor
@@ -223,9 +202,119 @@ class ValueTargets:
         self.__dict__.update({name: unpacked(value) for name, value in state.items()})
 
     def select(self, rows: RowSelection) -> ValueTargets:
-        """These rows, with the denominator of the whole mini-batch."""
         values_N, returns_N = (self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N))
         return ValueTargets(values_N, returns_N, self.segments.select(rows), self.tokens)
 
     def to(self, device: torch.device) -> ValueTargets:
         return ValueTargets(*(value.to(device) for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch as this rank computes it, its N response tokens (under context parallelism perhaps none) in the
+    order of the batch. What is known before the device computes is a plain value or an index, so that nothing has to be
+    read back."""
+
+    packed_L: Tensor  # int64 token ids
+    positions_L: Tensor  # int64, position of each token in its sequence
+    hidden_N: Tensor  # int64, which of this rank's L tokens' hidden states predict the N response tokens
+    places_N: Tensor  # int64, which of the micro-batch's response tokens they are
+    targets_N: Tensor  # int64, their token ids
+    rows: slice  # which rows of the whole batch these are, and which of its response tokens, in the order of the plan
+    tokens: slice
+    boundaries: Tensor  # (sequences + 1,) int32, where the slots of the whole pack begin and end
+    slots: tuple[int, ...]  # length of each slot in the whole pack
+    piece_counts: tuple[int, ...]  # how many of the N hidden states are in each piece of this rank's L tokens
+
+    @property
+    def response_tokens(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        if device.type == "cuda":
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()})
+
+
+@dataclass(frozen=True)
+class PackShape:
+    """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the pack, each a multiple
+    of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1."""
+
+    context_parallel_size: int = 1
+    pieces: int = 1
+    piece_unit: int = 1
+
+    @property
+    def unit(self) -> int:
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def pack_unit(self) -> int:
+        return math.lcm(self.unit, self.context_parallel_size * self.pieces * self.piece_unit)
+
+    def slots(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Length of each sequence's slot; the last one takes what the whole pack needs to be cut evenly."""
+        slots = [-(-length // self.unit) * self.unit for length in lengths]
+        slots[-1] += -sum(slots) % self.pack_unit
+        return tuple(slots)
+
+    def tokens_per_rank(self, lengths: Sequence[int]) -> int:
+        return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
+
+
+@dataclass
+class TokenCount:
+    """Tokens in the packs that were made: of sequences, and with the padding behind them."""
+
+    real: int = 0
+    packed: int = 0
+
+
+def pack(
+    batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0
+) -> PackedBatch:
+    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it."""
+    slots = shape.slots(batch.lengths_B.tolist())
+    ends = list(itertools.accumulate(slots, initial=0))
+    starts_B = torch.tensor(ends[:-1])
+    tokens_P, positions_P = _whole_pack(batch, slots, starts_B)
+    mine_L = local_places(slots, shape.context_parallel_size, context_parallel_rank)
+    place_P = torch.full_like(tokens_P, -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
+    hidden = place_P[batch.responses.spread(starts_B) + batch.predict_N]
+    here = hidden >= 0
+    piece = torch.div(hidden[here], len(mine_L) // shape.pieces, rounding_mode="floor")
+    return PackedBatch(
+        packed_L=tokens_P[mine_L],
+        positions_L=positions_P[mine_L],
+        hidden_N=hidden[here],
+        places_N=here.nonzero().squeeze(1),
+        targets_N=batch.targets_N[here].long(),
+        rows=slice(first_row, first_row + len(batch)),
+        tokens=slice(first_token, first_token + len(hidden)),
+        boundaries=torch.tensor(ends, dtype=torch.int32),
+        slots=slots,
+        piece_counts=tuple(torch.bincount(piece, minlength=shape.pieces).tolist()),
+    )
+
+
+def local_places(slots: Sequence[int], context_parallel_size: int, context_parallel_rank: int) -> Tensor:
+    """(L,) int64: which places of the whole pack this context-parallel rank holds, in the order in which it does."""
+    if context_parallel_size == 1:
+        return torch.arange(sum(slots))
+    chunks = (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank)
+    pieces = []
+    for start, slot in zip(itertools.accumulate(slots, initial=0), slots, strict=False):
+        chunk = slot // (2 * context_parallel_size)
+        pieces += [torch.arange(start + i * chunk, start + (i + 1) * chunk) for i in chunks]
+    return torch.cat(pieces)
+
+
+def _whole_pack(batch: SequenceBatch, slots: Sequence[int], starts_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(P,) token ids, 0 in padding, and (P,) positions."""
+    whole = batch.sequences.block(slice(None))
+    tokens_P = torch.zeros(sum(slots), dtype=torch.long)
+    tokens_P[whole.positions(starts_B)] = batch.tokens_M.long()
+    return tokens_P, torch.cat([torch.arange(slot) for slot in slots])

@@ -59,7 +59,6 @@ def build_optimizer(
 
 
 def _finite_norm(norm: Callable[[], float]) -> float:
-    """The gradient norm, the same on all ranks of the model. Raises NonFiniteUpdateError: it is NaN or infinite."""
     value = norm()
     if not math.isfinite(value):
         raise NonFiniteUpdateError(f"values that are not finite: the train step gave the gradient norm {value}")
@@ -80,11 +79,7 @@ def warmup_steps(options: Actor | Critic, updates: int) -> int:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: Actor | Critic, updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0.
-
-    Args:
-        updates: optimizer steps of the whole run.
-    """
+    """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
     warmup, decay = warmup_steps(options, updates), options.adam.weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -118,12 +113,9 @@ def group_of(name: str) -> str:
 
 @torch.no_grad()
 def gradient_norms(models: Sequence[DistributedDataParallel]) -> dict[str, float]:
-    """``{"grad_norm/<group>": norm}`` of the gradients that the next update will use, before clipping.
-
-    A collective over all ranks of the model, to be called between the gradient reduction and the optimizer's step. The
-    squares of all groups add up to that of the global norm. Groups without parameters of their own are left out (the
-    head of a model with tied embeddings).
-    """
+    """``{"grad_norm/<group>": norm}`` of the gradients that the next update will use, before clipping. A collective
+    over all ranks of the model. The squares of all groups add up to that of the global norm; groups without parameters
+    of their own are left out (the head of a model with tied embeddings)."""
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     present = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)

@@ -1,7 +1,8 @@
-"""Micro-batches of a built model through Megatron's pipeline schedules.
+"""Micro-batches of a built model through Megatron's pipeline schedules, and what ranks of a model exchange beside them.
 
-Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B = sequences,
-N = response tokens of a micro-batch that this rank predicts, L = tokens of a micro-batch on this rank, H = hidden size.
+Every stage knows every micro-batch, hence the shape of everything it will receive: shapes are never sent. Every public
+method of ``Schedule`` is a collective over all ranks of the model unless it says otherwise. Shape suffixes: B =
+sequences, N = response tokens of a micro-batch that this rank predicts, L = its tokens on this rank, H = hidden size.
 """
 
 from __future__ import annotations
@@ -11,45 +12,163 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from openrlhf_ext.megatron.built import BuiltModel
-from openrlhf_ext.megatron.deadlines.watchdog import progress
-from openrlhf_ext.megatron.model.build import (
-    packed_sequences,
+from openrlhf_ext.megatron.model.build import packed_sequences
+from openrlhf_ext.megatron.model.spec import sum_ranks
+from openrlhf_ext.megatron.step.batch import (
+    PackedBatch,
+    PackShape,
+    SequenceBatch,
+    TokenCount,
+    micro_batches,
+    pack,
+    sequence_costs,
 )
-from openrlhf_ext.megatron.step.agreement import broadcast_from_last_stage, gather_tokens
-from openrlhf_ext.megatron.step.batch import SequenceBatch, micro_batches, sequence_costs
-from openrlhf_ext.megatron.step.packing import PackedBatch, PackShape, TokenCount, pack
-from openrlhf_ext.megatron.step.pipeline import pipeline_arguments
+from openrlhf_ext.megatron.watchdog import progress
+
+
+class StageCommunicator(P2PCommunicator):
+    """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
+
+    Megatron-core 0.16.1 sends the shapes first and posts its operations in the order (send to previous, receive from
+    previous, send to next, receive from next). With two stages both neighbors are the same rank, and messages between
+    two ranks match in the order in which they are posted: under the interleaved schedule a gradient then arrives where
+    an activation is awaited, silently if both have the same shape (pipeline_parallel/p2p_communication.py:17, 192).
+    Here every rank posts its receives in the order in which its neighbor posts the matching sends. ``lengths``: tokens
+    of each micro-batch in a message (those of one rank), in the order of the schedule.
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: TransformerConfig, lengths: Sequence[int], chunks: int
+    ) -> None:
+        super().__init__(pp_group, config)
+        rank, last = pp_group.rank(), pp_group.size() - 1
+        order = schedule_order(len(lengths), chunks, pp_group.size())
+        # activations enter the first chunk of the first stage from nowhere, as gradients do the last of the last
+        self._from_prev = self._shapes(lengths, order, skip_first_chunk=rank == 0)
+        self._from_next = self._shapes(lengths, order, skip_first_chunk=rank == last)
+
+    def _shapes(
+        self, lengths: Sequence[int], order: Sequence[tuple[int, int]], skip_first_chunk: bool
+    ) -> Iterator[tuple[int, int, int]]:
+        for micro_batch, chunk in order:
+            if not (skip_first_chunk and chunk == 0):
+                yield lengths[micro_batch], 1, self.config.hidden_size
+
+    def _communicate(
+        self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool, **_
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """(received from previous, received from next, nothing to wait for); Megatron's one shape is not used."""
+        from_prev = self._empty(self._from_prev) if recv_prev else None
+        from_next = self._empty(self._from_next) if recv_next else None
+        operations = [
+            dist.P2POp(operation, tensor, peer, self.pp_group)
+            for operation, tensor, peer in (
+                (dist.isend, tensor_send_prev, self.prev_rank),
+                (dist.irecv, from_next, self.next_rank),
+                (dist.isend, tensor_send_next, self.next_rank),
+                (dist.irecv, from_prev, self.prev_rank),
+            )
+            if tensor is not None
+        ]
+        for request in dist.batch_isend_irecv(operations) if operations else []:
+            request.wait()
+        return from_prev, from_next, None
+
+    def _empty(self, shapes: Iterator[tuple[int, int, int]]) -> Tensor:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        return torch.empty(next(shapes), device=device, dtype=self.config.pipeline_dtype, requires_grad=True)
+
+
+def schedule_order(micro_batches: int, chunks: int, stages: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in the order in which a stage computes them forward; backward, chunks count from the end."""
+    if chunks == 1:
+        return [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    return get_schedule_table(micro_batches, chunks, stages)
+
+
+def pipeline_arguments(config: TransformerConfig, lengths: Sequence[int], chunks: int) -> dict[str, Any]:
+    """What makes Megatron's pipeline schedules use ``StageCommunicator``, all groups spelled out; {} without PP."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() == 1:
+        return {}
+    groups = ProcessGroupCollection(
+        pp=stages,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+    )
+    return {"p2p_communicator": StageCommunicator(stages, config, lengths, chunks), "pg_collection": groups}
+
+
+def agreed(tensor: Tensor, device: torch.device) -> Tensor:
+    """What the first tensor-parallel rank has, on the CPU: the others' copies may differ in the last bit."""
+    on_device = tensor.to(device)
+    group = parallel_state.get_tensor_model_parallel_group()
+    dist.broadcast(on_device, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    return on_device.cpu()
+
+
+def sum_over_replicas(tensor: Tensor, device: torch.device) -> Tensor:
+    """Sum over the data-parallel ranks, the same bits on every rank if those of each replica agree."""
+    group, on_device = parallel_state.get_data_parallel_group(), tensor.to(device)
+    if not tensor.is_floating_point():
+        dist.all_reduce(on_device, group=group)
+        return on_device.to(tensor.device)
+    # in the order of the ranks: what a reduction adds first is its own business, and may differ between groups
+    parts = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, on_device, group=group)
+    return torch.stack(parts).sum(0).to(tensor.device)
+
+
+def broadcast_from_last_stage(tensor: Tensor, device: torch.device) -> None:
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        on_device = tensor.to(device)
+        dist.broadcast(
+            on_device,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        tensor.copy_(on_device)
+
+
+def gather_tokens(values_N: Tensor, part: PackedBatch) -> Tensor:
+    """The values of all response tokens of this micro-batch in order; differentiable. A collective of the
+    context-parallel ranks, each of which gives those of its own: when all go on to compute the same loss, the gradient
+    of each entry goes to the rank that gave it."""
+    mine = values_N.new_zeros(part.response_tokens).scatter(0, part.places_N, values_N)
+    return sum_ranks(mine, parallel_state.get_context_parallel_group())
+
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
 LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class Schedule:
-    """One pipeline schedule after the other over the micro-batches of a batch.
-
-    Attributes:
-        counted: tokens of this replica's packs since ``take_count``.
-    """
+    """Pipeline schedules over the micro-batches of batches; ``counted``: tokens of packs since ``take_count``."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._model, self.device, self.config = model, model.device, model.config
         self.counted = TokenCount()
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
-        """Rows of each micro-batch of this data-parallel rank.
-
-        Micro-batches hold a fixed number of sequences, or as many as fit a budget of tokens; either way their costs are
-        about equal. Every data-parallel rank gets as many of them, so some may be empty.
-        """
+        """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a budget of tokens, at
+        about equal costs. Every data-parallel rank gets as many micro-batches, so some may be empty."""
         lengths = batch.lengths_B.tolist()
         costs = sequence_costs(lengths, self._model.shape.attention_length)
         sizes, capacity = self._capacity(lengths, forward_only)
@@ -64,7 +183,6 @@ class Schedule:
             wanted = most
 
     def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
-        """What each sequence takes of a micro-batch, and how much of that a micro-batch holds."""
         settings = self._model.settings
         tokens = settings.tokens_per_micro_batch(forward_only)
         if tokens is None:
@@ -88,18 +206,14 @@ class Schedule:
         forward_only: bool,
         training: bool | None = None,
     ) -> list[dict[str, Tensor]]:
-        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too.
+        """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too. Returns the
+        metrics of each micro-batch on the last stage, nothing elsewhere.
 
-        Args:
-            plan: rows of ``batch`` in each micro-batch; a micro-batch without rows computes a dummy and no loss.
-            loss: called on the last stage for every micro-batch that has response tokens, with its pack (on this
-                rank's device) and ``hidden_NH``: the hidden states that predict its response tokens on this rank.
-                Context-parallel ranks share them, and one may have none of them (``part.places_N``). It should read
-                nothing back from the device: the host queues the next micro-batch meanwhile.
-            training: whether modules are in training mode; None: unless ``forward_only``.
-
-        Returns:
-            The metrics of each micro-batch on the last stage, nothing elsewhere.
+        ``plan``: rows of each micro-batch; one without rows computes a dummy and no loss. ``loss`` is called on the
+        last stage for every micro-batch that has response tokens, with its pack (on this rank's device) and the hidden
+        states that predict its response tokens on this rank, of which a context-parallel rank may have none
+        (``part.places_N``). It should read nothing back from the device: the host queues the next micro-batch
+        meanwhile. ``training``: whether modules are in training mode; None: unless ``forward_only``.
         """
 
         numbers = itertools.count(1)  # each model chunk of this stage counts its own
@@ -141,7 +255,6 @@ class Schedule:
         return PackShape(self.config.context_parallel_size, pieces, unit)
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        """Tokens of each micro-batch that this rank exchanges with the neighboring pipeline stages."""
         padding_row = [2]
         lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
         return [self._pack_shape.tokens_per_rank(part) for part in lengths]
@@ -157,7 +270,6 @@ class Schedule:
         return counted
 
     def _hidden_states(self, model: torch.nn.Module, part: PackedBatch) -> Tensor:
-        """(L, 1, H) the model's output for a pack."""
         # Float16Module would hand out the last stage's bf16 result in fp32, twice the memory for nothing
         dtype = {} if self._model.dtype == torch.float32 else {"fp32_output": False}
         tokens, positions = part.packed_L[None], part.positions_L[None]
@@ -173,7 +285,6 @@ class Schedule:
         return loss(part, self._model.response_states(hidden.squeeze(1), part))
 
     def _nothing(self, hidden: Tensor) -> Tensor:
-        """The loss of a micro-batch without response tokens."""
         if self._model.settings.optimizer is None or not self._model.settings.megatron.overlap_grad_reduce:
             return hidden[:0].sum()
         # a bucket is reduced when the last micro-batch has given a gradient to all of its parameters, to the head's too
@@ -193,12 +304,8 @@ class Schedule:
     def collect(
         self, batch: SequenceBatch, values: Callable[[PackedBatch, Tensor], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """(N,) fp32 values of the response tokens of this data-parallel rank, on every rank of its replica.
-
-        Args:
-            values: gives the ``count`` values of the response tokens that a rank predicts, from the pack and what
-                ``response_states`` gives.
-        """
+        """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its replica; ``values`` gives
+        the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives."""
         plan = self.plan(batch, forward_only=True)
         planned = [torch.zeros(batch.responses.tokens, device=self.device) for _ in range(count)]
 
@@ -234,7 +341,6 @@ class Schedule:
 
 
 def planned_rows(plan: Sequence[list[int]]) -> list[int]:
-    """Rows in the order in which a plan computes them."""
     return [row for rows in plan for row in rows]
 
 

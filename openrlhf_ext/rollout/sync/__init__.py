@@ -1,7 +1,4 @@
-"""How the policy hands its weights to the rollout engines: one file per transport, see ``base.Transport``.
-
-The names of the transports are those of ``vllm.sync_backend`` in the configuration; each is a module of this folder.
-"""
+"""How the policy hands its weights to the engines: a module for each transport, named as in ``vllm.sync_backend``."""
 
 from __future__ import annotations
 
@@ -11,14 +8,7 @@ from openrlhf_ext.rollout.sync.base import Transport
 
 
 def find_transport(name: str) -> Transport:
-    """The transport of this name.
-
-    Args:
-        name: a module of this folder, or the dotted path of a module elsewhere, which engine workers can import too.
-
-    Raises:
-        ValueError: there is no such transport.
-    """
+    """A module of this folder, or the dotted path of one that engine workers can import too. Raises ValueError."""
     path = name if "." in name else f"{__name__}.{name}"
     try:
         transport = getattr(import_module(path), "TRANSPORT", None)
@@ -32,16 +22,10 @@ def find_transport(name: str) -> Transport:
 
 
 def choose_transport(asked: str, *, on_gpu: bool, colocated: bool, deterministic: bool = False) -> str:
-    """The transport that ``vllm.sync_backend`` stands for on this machine.
+    """The transport that ``vllm.sync_backend`` stands for on this machine; ValueError if it cannot work here.
 
-    Args:
-        asked: "auto" or a transport.
-        colocated: whether they share them. (Transports that do not fit are refused with the configuration.)
-        deterministic: whether the engines are batch-invariant. Then NCCL in them has other settings than in the policy
-            (vllm 0.29.0 model_executor/determinism/batch_invariant.py:988), and ranks of one communicator must agree.
-
-    Raises:
-        ValueError: the transport that was asked for cannot work here. Nothing is put in its place silently.
+    Batch-invariant engines (``deterministic``) have other settings of NCCL than the policy (vllm 0.29.0
+    model_executor/determinism/batch_invariant.py:988), and ranks of one communicator must agree.
     """
     if asked == "auto":
         return ("cuda_ipc" if colocated else "gloo" if deterministic else "nccl") if on_gpu else "gloo"

@@ -1,11 +1,10 @@
-"""What a weight-sync transport is, and how a sync fails. docs/weight_sync.md shows how to add a transport.
-
-A transport moves frames (byte vectors) in order from policy rank 0 to every worker of every engine. What the frames
-hold, who fills them and who loads them is the same for all of them: ``plan``, ``stream``, ``sender``.
-"""
+"""What a weight-sync transport is, and how a sync fails. docs/weight_sync.md shows how to add a transport. A transport
+moves frames (byte vectors) in order from policy rank 0 to every worker of every engine; ``plan``, ``stream`` and
+``sender`` are the same for all of them."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,10 +17,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
 
 _T = TypeVar("_T")
+_LEAVE_S = 2.0
 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
@@ -44,11 +45,7 @@ class WeightTransferFailed(WeightSyncError):
 
 
 class EnginesAtFault(WeightSyncError):
-    """An error of particular engines, which a restart of these may cure.
-
-    Attributes:
-        engines: their positions among the sender's engines.
-    """
+    """An error of the engines at these positions among the sender's, which a restart of these may cure."""
 
     def __init__(self, message: str, engines: Iterable[int]) -> None:
         super().__init__(message)
@@ -76,45 +73,30 @@ class WeightStreamAborted(WeightSyncError):
 
 
 class SendingEnd(Protocol):
-    """Policy rank 0's end of a group."""
-
     watch: Callable[[], None] | None
     """Set for every update, for `wait_until`."""
 
     def send(self, frame: Tensor) -> Callable[[], object]:
-        """Begin to send a uint8 vector to every receiver.
+        """Begin to send a uint8 vector. What waits until the frame's memory may be used again; raises
+        WeightTransferFailed."""
 
-        Returns:
-            What waits, at most as long as the transport's timeout, until the frame's memory may be used again; raises
-            WeightTransferFailed.
-        """
-
-    def close(self) -> None:
-        """Leave the group; transfers of the other ranks fail."""
+    def close(self) -> None: ...
 
 
 class ReceivingEnd(Protocol):
-    """An engine worker's end of a group."""
-
     def receive(self, nbytes: int) -> Callable[[], Tensor]:
-        """Begin to receive the next frame.
+        """Begin to receive the next frame. What waits for it, a uint8 vector that nothing else will write to as long as
+        a tensor on it is left; raises WeightTransferFailed."""
 
-        Returns:
-            What waits, at most as long as the transport's timeout, for the frame: a uint8 vector that nothing else
-            will write to as long as a tensor on it is left; raises WeightTransferFailed.
-        """
-
-    def close(self) -> None:
-        """Leave the group, so that the sender is not left waiting."""
+    def close(self) -> None: ...
 
 
 class Staging:
     """What one policy rank has of the two buffers that frames are sent from: one is filled while the other is sent.
 
-    Here rank 0 has them and the other ranks nothing. Transports with memory that several processes see override this.
+    Here rank 0 has them, uint8 vectors for the largest frame, and the other ranks nothing (None).
 
     Attributes:
-        buffers: two uint8 vectors, each large enough for the largest frame; None on a rank that has none.
         shared: every exporting rank sees rank 0's buffers, and fills its own part of a frame.
         handles: how engine workers open the buffers, if they do: strings and numbers, by the device they are on.
     """
@@ -126,7 +108,6 @@ class Staging:
         self.handles: dict[str, Any] = {}
 
     def frame(self, bucket: Bucket) -> Tensor:
-        """Where the frame of ``bucket`` is put together."""
         if self.buffers is None:
             raise WeightSyncError("this rank has no staging buffers: policy rank 0 sends, and no other")
         return self.buffers[bucket.index % 2][: bucket.frame_bytes]
@@ -141,15 +122,8 @@ class Staging:
 
 @dataclass(frozen=True)
 class Link:
-    """How an engine's workers reach the sender.
-
-    Attributes:
-        address, port: of the sender's TCPStore.
-        first_rank: rank of the engine's first worker in the group; the others follow.
-        world_size: ranks of the group: the sender, which is rank 0, and every worker of every engine.
-        timeout_s: limit of joining, and of every transfer.
-        handles: see ``Staging``.
-    """
+    """How an engine's workers reach the sender: its TCPStore, the rank of the engine's first worker in the group (the
+    others follow; the sender is rank 0), the limit of joining and of every transfer."""
 
     transport: str
     address: str
@@ -161,30 +135,19 @@ class Link:
 
 
 class Transport(ABC):
-    """One way of moving frames. Each has a file of its own, with both ends and an instance named ``TRANSPORT``.
-
-    A group is built when the engines connect, beside the default process group (vLLM and Megatron each own theirs),
-    around a TCPStore of the sender; after a failure it is left and built anew.
-
-    Attributes:
-        needs_gpu: it cannot work on a machine without GPUs.
-        device: where the default staging buffers are.
-    """
+    """One way of moving frames. Each has a file of its own, with both ends and an instance named ``TRANSPORT``. A group
+    is built when the engines connect, beside the default process group (vLLM and Megatron each own theirs), around a
+    TCPStore of the sender; after a failure it is left and built anew."""
 
     needs_gpu = False
 
     @property
     def device(self) -> torch.device:
-        """Where frames are: host memory."""
+        """Where frames, and the default staging buffers, are."""
         return torch.device("cpu")
 
     def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
-        """The rank's staging buffers; a collective of all policy ranks.
-
-        Args:
-            exporting: ranks that hold the exported weights, of which rank 0 is the first.
-            timeout_s: limit of collectives.
-        """
+        """A collective of all policy ranks. Those in ``exporting`` hold the weights, rank 0 first."""
         if dist.is_initialized() and dist.get_rank() != exporting[0]:
             return Staging(None)
         first, second = (torch.empty(plan.largest_frame, dtype=torch.uint8, device=self.device) for _ in range(2))
@@ -219,16 +182,8 @@ def wait_until(
     late: Callable[[], str],
     longest_pause_s: float = 0.002,
 ) -> None:
-    """Ask again and again whether a transfer is done.
-
-    Args:
-        watch: looks after the other side, now and then; raises what explains that it never ends.
-        late: what to say when the time has passed.
-        longest_pause_s: between two questions.
-
-    Raises:
-        WeightTransferFailed: `timeout_s` passed.
-    """
+    """Ask again and again whether a transfer is done; ``watch`` raises what explains that it never ends. Raises
+    WeightTransferFailed: `timeout_s` passed."""
     pause_s = 0.0002
     start = last_look = time.monotonic()
     while not is_done():
@@ -245,13 +200,8 @@ def wait_until(
 def while_watching(
     function: Callable[[], _T], watch: Callable[[], None], timeout_s: float, late: Callable[[], str]
 ) -> _T:
-    """The result of what cannot be interrupted, such as building a communicator: it runs on a thread.
-
-    Where this raises, the thread is left to its own end, which may never come.
-
-    Args:
-        watch, timeout_s, late: see `wait_until`.
-    """
+    """The result of what cannot be interrupted, such as building a communicator: it runs on a thread (see
+    `wait_until`). Where this raises, the thread is left to its own end, which may never come."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None  # a property of the thread
     outcome: Future[_T] = Future()
 
@@ -274,16 +224,12 @@ def second_connection(store: Any) -> dist.Store:
 
 
 def announce_leaving(store: dist.Store) -> None:
-    """Tell receivers that the sender has left."""
     second_connection(store).set(LEFT, "")
 
 
 def sender_watch(store: dist.Store) -> Callable[[], None]:
-    """What a receiver asks while it waits: that a communicator was aborted does not reach its peers by itself.
-
-    Returns:
-        What raises WeightTransferFailed if the sender has left or is gone.
-    """
+    """Raises WeightTransferFailed if the sender has left or is gone: an aborted communicator does not tell its
+    peers."""
     connection = second_connection(store)
 
     def watch() -> None:
@@ -298,11 +244,7 @@ def sender_watch(store: dist.Store) -> Callable[[], None]:
 
 
 def join(link: Link, rank: int) -> dist.TCPStore:
-    """An engine worker's way into the group: returns when every worker waits to join and the sender says so.
-
-    Raises:
-        WeightStreamAborted: the sender gave up building the group.
-    """
+    """Returns when every worker waits to join and the sender says so. Raises WeightStreamAborted: it gave up."""
     store = dist.TCPStore(
         link.address, link.port, is_master=False, timeout=timedelta(seconds=link.timeout_s), wait_for_workers=False
     )
@@ -310,3 +252,115 @@ def join(link: Link, rank: int) -> dist.TCPStore:
     if store.get(GO).decode() != YES:
         raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
     return store
+
+
+class BroadcastTransport(Transport):
+    """What gloo and NCCL have in common. ``polled``: the group's own wait does not block the caller, or not with the
+    deadline that it was given."""
+
+    polled = False
+
+    @abstractmethod
+    def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
+        """Join the process group; returns when every rank has joined. The sender's ``address`` chooses the local
+        network interface; ``timeout_s`` limits joining, and every transfer."""
+
+    def failure(self, work: dist.Work) -> str | None:
+        """Why a finished transfer is not a success, as far as its `wait` does not say."""
+        return None
+
+    def abort(self, group: Any) -> None:
+        """End transfers under way on this rank, if the group can."""
+
+    def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> BroadcastEnd:
+        return BroadcastEnd(self, store, link, 0)
+
+    def open_receiver(self, store: dist.Store, link: Link, rank: int) -> BroadcastEnd:
+        return BroadcastEnd(self, store, link, rank)
+
+
+class BroadcastEnd:
+    """Either end of the group. Every wait ends after the link's timeout."""
+
+    def __init__(self, transport: BroadcastTransport, store: dist.Store, link: Link, rank: int) -> None:
+        self.watch: Callable[[], None] | None = None
+        self._transport, self._timeout_s = transport, link.timeout_s
+        self._pool = FramePool()
+        self._store, self._sends = store, rank == 0
+        if transport.polled and not self._sends:
+            self.watch = sender_watch(store)
+        store = dist.PrefixStore("weight_sync", store)
+        self._group: Any = transport.open_group(store, link.address, rank, link.world_size, link.timeout_s)
+
+    def send(self, frame: Tensor) -> Callable[[], Tensor]:
+        return self.broadcast(frame)
+
+    def receive(self, nbytes: int) -> Callable[[], Tensor]:
+        device = self._transport.device
+        if device.type == "cpu":
+            return self.broadcast(self._pool.take(nbytes))
+        return self.broadcast(torch.empty(nbytes, dtype=torch.uint8, device=device))  # torch keeps such memory itself
+
+    def broadcast(self, frame: Tensor) -> Callable[[], Tensor]:
+        """Begin to send or receive; the result waits for it and returns the frame."""
+        if self._group is None:
+            raise WeightTransferFailed("this rank has left the weight-sync group")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        work = self._group.broadcast([frame], options)
+        return lambda: self._wait(work, frame)
+
+    def _wait(self, work: dist.Work, frame: Tensor) -> Tensor:
+        """The frame, when it may be used again (sender) or read (receiver). Raises WeightTransferFailed."""
+        if self.watch is not None or self._transport.polled:
+            late = f"a bucket was not through after {self._timeout_s:g} s"
+            wait_until(work.is_completed, self.watch, self._timeout_s, lambda: late)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WeightTransferFailed(str(error)) from error
+        if (failure := self._transport.failure(work)) is not None:
+            raise WeightTransferFailed(failure)
+        return frame
+
+    def close(self) -> None:
+        """Leave. A transfer of this rank that hangs keeps its connections until its deadline; that is not waited
+        for."""
+        holder = [self._group]
+        self._group = None
+
+        def leave() -> None:
+            self._transport.abort(holder[0])
+            holder.clear()
+
+        if holder[0] is not None:
+            if self._sends:
+                announce_leaving(self._store)
+            leaving = threading.Thread(target=leave, name="weight-sync-leave", daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_S)
+
+
+class FramePool:
+    """Lends memory to received frames, the same again when the tensors of an earlier frame are gone. The kernel fills
+    new memory with zeros, page by page: receiving into it takes twice as long as into used memory
+    (docs/weight_sync.md). The pool keeps as many blocks as frames were ever alive at the same time, usually two."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[mmap.mmap, StorageWeakRef]] = []
+        """Anonymous memory, and the tensor storage that uses or last used it."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 vector, contents undefined. Its memory is lent again when no tensor on it is left."""
+        for number, (memory, user) in enumerate(self._blocks):
+            if len(memory) >= nbytes and user.expired():
+                del self._blocks[number]
+                return self._lend(memory, nbytes)
+        self._blocks = [block for block in self._blocks if not block[1].expired()]  # those left over are too small
+        return self._lend(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), nbytes)
+
+    def _lend(self, memory: mmap.mmap, nbytes: int) -> Tensor:
+        frame = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        self._blocks.append((memory, StorageWeakRef(frame.untyped_storage())))
+        return frame

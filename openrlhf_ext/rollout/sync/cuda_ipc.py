@@ -1,9 +1,9 @@
 """Weight sync through GPU memory that policy and engine share: for colocated engines, where NCCL cannot be used.
 
-Every policy rank keeps two staging buffers on its GPU and tells the engines' workers once how to open them (CUDA IPC).
-Rank 0 has the bucket; the policy's own process group copies it to the other ranks' buffers; then a key in the sender's
-TCPStore says that it is there. Each worker reads the buffer of the policy rank on its own GPU, copies the frame out,
-which takes a thousandth of a second for a bucket, and counts itself in. When all have, the buffer is free again.
+Every policy rank keeps two staging buffers on its GPU, which the engines' workers open (CUDA IPC). The policy's own
+process group copies rank 0's bucket to the other ranks' buffers; then a key in the sender's TCPStore says that it is
+there. Each worker copies the frame out of the buffer on its own GPU and counts itself in. When all have, the buffer
+is free again.
 """
 
 from __future__ import annotations
@@ -39,29 +39,20 @@ _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
 class CudaIpc(Transport):
-    """CUDA IPC. Needs PyTorch's ordinary allocator (not expandable segments), as colocated engines do anyway.
-
-    `key` to `synchronize` are all that knows of CUDA: how memory of a device is shared between processes.
-    """
+    """CUDA IPC. Needs PyTorch's ordinary allocator (not expandable segments), as colocated engines do anyway. `key` to
+    `synchronize` are all that knows of CUDA: how memory of a device is shared between processes."""
 
     needs_gpu = True
 
     def key(self) -> str:
-        """This process's device, the same text in every process that shares it.
-
-        The UUID of the current GPU, which CUDA_VISIBLE_DEVICES does not change.
-        """
+        """The UUID of the current GPU, which CUDA_VISIBLE_DEVICES does not change."""
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A uint8 vector that can be shared, on the current GPU."""
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
 
     def share(self, tensor: Tensor) -> list[Any]:
-        """What another process needs to open it, numbers and texts.
-
-        `UntypedStorage._share_cuda_` without the device number, bytes as hexadecimal text.
-        """
+        """`UntypedStorage._share_cuda_` without the device number, bytes as hexadecimal text."""
         allow_opening()
         _, *handle = tensor.untyped_storage()._share_cuda_()
         return [part.hex() if isinstance(part, bytes) else part for part in handle] + [tensor.storage_offset()]
@@ -76,20 +67,15 @@ class CudaIpc(Transport):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start:]
 
     def synchronize(self) -> None:
-        """Wait until what this process has asked of the device is done.
-
-        The whole device: the worker reads from another process's streams.
-        """
+        """Wait for the whole device: the worker reads from another process's streams."""
         torch.cuda.synchronize()
 
     # ---- the transport ----------------------------------------------------------------------------------------------
 
     def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Relay:
-        """Buffers on the device of every policy rank."""
         return Relay(plan, self, timeout_s)
 
     def worker_violation(self, handles: dict[str, Any]) -> str | None:
-        """No policy rank is on the worker's device."""
         if self.key() in handles:
             return None
         return (
@@ -98,11 +84,9 @@ class CudaIpc(Transport):
         )
 
     def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> IpcSendingEnd:
-        """Needs no other process: everything goes through the store."""
         return IpcSendingEnd(self, store, link, staging)
 
     def open_receiver(self, store: dist.Store, link: Link, rank: int) -> IpcReceivingEnd:
-        """Opens the buffers of the policy rank on this worker's device."""
         return IpcReceivingEnd(self, store, link)
 
 
@@ -113,11 +97,8 @@ def ptrace_scope() -> int:
 
 
 def allow_opening() -> None:
-    """Let the user's other processes open this one's memory, as CUDA does for IPC (``pidfd_getfd``).
-
-    Raises:
-        WeightSyncError: the kernel refuses; engines would fail at the first handle, without saying why.
-    """
+    """Let the user's other processes open this one's memory, as CUDA does for IPC (``pidfd_getfd``). Raises
+    WeightSyncError."""
     if ptrace_scope() != 1:
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -130,10 +111,7 @@ def allow_opening() -> None:
 
 
 class Relay(Staging):
-    """The staging buffers of one policy rank, and the copying of rank 0's frames into those of the others.
-
-    Building one is a collective of the policy's ranks, as `complete` is.
-    """
+    """The staging buffers of one policy rank; building one is a collective of the policy's ranks, as `complete` is."""
 
     def __init__(self, plan: BucketPlan, memory: CudaIpc, timeout_s: float) -> None:
         super().__init__((memory.allocate(plan.largest_frame), memory.allocate(plan.largest_frame)))
@@ -166,12 +144,9 @@ class Relay(Staging):
                 self._store.delete_key(key)
 
     def _await_rank_0(self, key: str, bucket: Bucket) -> None:
-        """Until rank 0 has its frame: a rank that waited for it in the broadcast would take computing time from the
-        engine that shares its GPU, which is copying the frame before.
-
+        """A rank that waited for rank 0 in the broadcast would take computing time from the engine that shares its GPU.
         The store answers when the key is set: of 64 ranks that asked again and again it would get 30,000 questions a
-        second.
-        """
+        second."""
         if dist.get_rank() == 0:
             self._store.set(key, "")
             return
@@ -204,11 +179,7 @@ class IpcSendingEnd:
         return lambda: self._wait(number)
 
     def _wait(self, number: int) -> None:
-        """Until every worker has copied the frame out.
-
-        Raises:
-            WeightTransferFailed: a worker has left, or the deadline passed.
-        """
+        """Until every worker has copied the frame out; raises WeightTransferFailed."""
         key = _TAKEN.format(number)
 
         def taken() -> int:
@@ -232,7 +203,6 @@ class IpcReceivingEnd:
         self._next = 0
 
     def receive(self, nbytes: int) -> Callable[[], Tensor]:
-        """The next frame, which has been or will be announced."""
         number = self._next
         self._next += 1
         return lambda: self._take(number, nbytes)

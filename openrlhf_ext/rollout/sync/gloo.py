@@ -1,33 +1,29 @@
-"""Weight sync over gloo: on every device, through host memory.
-
-Where the policy's ranks that hold the weights run on one host, rank 0's staging buffers are shared memory, and every
-rank puts its own part of a bucket into them.
-"""
+"""Weight sync over gloo: on every device, through host memory. Where the policy's ranks that hold the weights run on
+one host, rank 0's staging buffers are shared memory, and every rank puts its own part of a bucket into them."""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from openrlhf_ext.rollout.sync.base import Staging
-from openrlhf_ext.rollout.sync.broadcast import BroadcastTransport
-from openrlhf_ext.rollout.sync.memory import HostMemory
+from openrlhf_ext.rollout.process import machine_id
+from openrlhf_ext.rollout.sync.base import BroadcastTransport, Staging
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan
 
 logger = logging.getLogger(__name__)
 
 
 class Gloo(BroadcastTransport):
-    """torch's gloo process group, on the network interface that leads to the sender."""
-
     def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
         """Memory that all exporting ranks see if they are on one host, rank 0's own otherwise."""
         if len(exporting) > 1:
@@ -45,10 +41,8 @@ class Gloo(BroadcastTransport):
 
 
 class SharedStaging(Staging):
-    """Buffers that every exporting rank sees.
-
-    A rank writes to a buffer after the barrier of the bucket before; rank 0 enters that one when the buffer is free.
-    """
+    """Buffers that every exporting rank sees. A rank writes to a buffer after the barrier of the bucket before; rank 0
+    enters that one when the buffer is free."""
 
     shared = True
 
@@ -57,7 +51,6 @@ class SharedStaging(Staging):
         self._group = group
 
     def complete(self, bucket: Bucket) -> None:
-        """All exporting ranks have written."""
         dist.barrier(group=self._group)
 
 
@@ -90,6 +83,46 @@ def _gloo_device(peer_address: str) -> Any:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer_address, 9))  # sends nothing: only asks the routing table
         return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+
+
+class HostMemory:
+    """A block of anonymous shared memory as a uint8 tensor, without a name that could be left behind. Another process
+    of the same user opens it by `handle`, through /proc, while the process that made it has it open; the kernel
+    frees it with the last one. /dev/shm, unlike it, is often limited to 64 MiB in containers."""
+
+    def __init__(self, tensor: Tensor, handle: str, descriptor: int | None) -> None:
+        self.tensor = tensor
+        self.handle = handle
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, nbytes: int) -> HostMemory:
+        descriptor = os.memfd_create("weight-sync")
+        os.ftruncate(descriptor, nbytes)
+        handle = f"{machine_id()}:{os.getpid()}:{descriptor}"
+        return cls(_mapped(descriptor, nbytes), handle, descriptor)
+
+    @classmethod
+    def open(cls, handle: str) -> HostMemory:
+        """What another process created; raises OSError on another host, in another container, or under another user."""
+        machine, pid, number = handle.rsplit(":", 2)
+        if machine != machine_id():
+            raise OSError(f"the shared memory {handle} is on another machine, or in another container")
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        try:
+            return cls(_mapped(descriptor, os.fstat(descriptor).st_size), handle, None)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Nobody can open it any more; the tensor stays usable where it is."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 TRANSPORT = Gloo()

@@ -1,7 +1,4 @@
-"""Weight sync over NCCL: buckets stay on the GPUs. For engines that have GPUs of their own.
-
-NCCL takes one rank per GPU, so that colocated engines need another transport (cuda_ipc).
-"""
+"""Weight sync over NCCL: buckets stay on the GPUs. NCCL takes one rank per GPU, so colocated engines need cuda_ipc."""
 
 from __future__ import annotations
 
@@ -14,15 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.rollout.sync.base import WeightSyncError, WeightTransferFailed, wait_until
-from openrlhf_ext.rollout.sync.broadcast import BroadcastTransport
+from openrlhf_ext.rollout.sync.base import BroadcastTransport, WeightSyncError, WeightTransferFailed, wait_until
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Nccl(BroadcastTransport):
-    """torch's NCCL process group on this process's current GPU."""
-
     needs_gpu = True
     polled = True
     """`Work.wait` only makes the current stream wait; and the deadline has to be ours, see `open_group`."""
@@ -32,12 +26,9 @@ class Nccl(BroadcastTransport):
         return torch.device("cuda", torch.cuda.current_device())
 
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
-        """Join, and build the communicator.
-
-        The group's watchdog ends the whole process when a peer is lost or a transfer takes too long. Here both are
-        ordinary: an engine may die and be restarted. So it is told not to, transfers are polled with our own deadline,
-        and `abort` ends what is under way. `driver.settings.worker_env` has the rest.
-        """
+        """The group's watchdog would end the whole process when a peer is lost or a transfer takes too long, which is
+        ordinary here: an engine may die and be restarted. So it is told not to (`driver.settings.worker_env` has the
+        rest), and transfers are polled with our own deadline."""
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise WeightSyncError(
                 "vllm.sync_backend nccl needs a GPU and a torch with NCCL in every policy rank and engine worker; "
@@ -65,13 +56,11 @@ class Nccl(BroadcastTransport):
         return None if error is None else str(error)
 
     def abort(self, group: Any) -> None:
-        """End what is under way and free the communicator."""
         group.abort()
 
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable that the process group reads when it is made."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

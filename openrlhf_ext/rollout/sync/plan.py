@@ -1,8 +1,6 @@
-"""Which bytes of which tensor travel in which bucket: the agreement between the sender and every receiver.
-
-A plan is built once, from the static list of tensors that the policy exports (Hugging Face names, full shapes), and is
-shipped to the engines when the group is connected. After that no metadata travels: one collective per bucket.
-"""
+"""Which bytes of which tensor travel in which bucket, and sums of the bits that prove that they arrived. A plan is
+built once, from the static list of tensors that the policy exports, and is shipped to the engines when the group is
+connected. After that no metadata travels: one collective per bucket."""
 
 from __future__ import annotations
 
@@ -27,18 +25,20 @@ _SMALLER_BUCKETS = 3
 
 Spec = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor."""
+_AT_A_TIME = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Numbers mixed at a time: what stays in a core's cache; on a GPU 32 MiB, of which two copies are made."""
+_FACTOR = -7046029254386353131
+"""Odd, with its bits well mixed: 2^64 / golden ratio, as a signed number."""
+_BLOCK = 16
+"""Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of five."""
+_NAMED = 10
+_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows of a tensor as they travel, and their place in their bucket.
-
-    Attributes:
-        name, shape: of the tensor: Hugging Face name, and full (unsharded) shape.
-        dtype: on the wire.
-        start, stop: the rows, entries of a vector; a tensor that fits into a bucket travels whole.
-        offset: first byte, relative to the start of the bucket.
-    """
+    """Rows [start, stop) of a tensor (entries of a vector) as they travel, and their first byte in their bucket;
+    ``shape`` is that of the whole tensor, unsharded."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,24 +60,14 @@ class Slot:
         return _nbytes(self.rows_shape, self.dtype)
 
     def view(self, bucket_bytes: Tensor) -> Tensor:
-        """These rows' part of a bucket, without a copy.
-
-        Args:
-            bucket_bytes: uint8 vector holding at least the whole bucket.
-        """
+        """These rows' part of a uint8 vector that holds at least the whole bucket, without a copy."""
         raw = bucket_bytes[self.offset : self.offset + self.nbytes]
         return raw.view(self.dtype).view(self.rows_shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows that travel together, in the order of the plan.
-
-    Attributes:
-        index: position in the plan.
-        slots: which rows of which tensors, and where they start.
-        nbytes: size including alignment gaps.
-    """
+    """Rows that travel together, in the order of the plan; ``nbytes`` includes alignment gaps."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -85,20 +75,13 @@ class Bucket:
 
     @property
     def frame_bytes(self) -> int:
-        """Size of the frame that carries the bucket behind its header."""
         return HEADER_BYTES + self.nbytes
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Every tensor of a model, once, packed in order into buckets.
-
-    Attributes:
-        tensors: all of them, in the order in which they travel.
-        buckets: what travels, in this order.
-        bucket_bytes: the size asked for. A larger tensor travels in pieces of whole rows; only a row that is larger by
-            itself has a larger bucket, of its own.
-    """
+    """Every tensor of a model, once, packed in order into buckets. A tensor larger than ``bucket_bytes`` travels in
+    pieces of whole rows; only a row that is larger by itself has a larger bucket, of its own."""
 
     tensors: tuple[Spec, ...]
     buckets: tuple[Bucket, ...]
@@ -106,13 +89,8 @@ class BucketPlan:
 
     @classmethod
     def build(cls, tensors: Iterable[Spec], bucket_bytes: int) -> BucketPlan:
-        """Pack the tensors, in their order, into buckets of at most `bucket_bytes`.
-
-        The first three are smaller, an eighth, a quarter and half of that: nothing is sent before the first is filled.
-
-        Raises:
-            ValueError: there is no tensor, a name occurs twice, or `bucket_bytes` is not positive.
-        """
+        """Pack the tensors, in their order, into buckets of at most `bucket_bytes`. The first three are smaller, an
+        eighth, a quarter and half of that: nothing is sent before the first is filled."""
         tensors = tuple(tensors)
         _check(tensors, bucket_bytes)
         groups = _split(tensors, bucket_bytes)
@@ -124,18 +102,16 @@ class BucketPlan:
         return cls.build(tensors, wire["bucket_bytes"])
 
     def to_wire(self) -> dict[str, Any]:
-        """The plan in strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
+        """Strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
         rows = [(name, list(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in self.tensors]
         return {"tensors": rows, "bucket_bytes": self.bucket_bytes}
 
     @property
     def payload_bytes(self) -> int:
-        """Size of all tensors, without alignment gaps."""
         return sum(_nbytes(shape, dtype) for _, shape, dtype in self.tensors)
 
     @property
     def largest_frame(self) -> int:
-        """Bytes that one staging buffer must hold."""
         return max(bucket.frame_bytes for bucket in self.buckets)
 
     @cached_property
@@ -208,3 +184,100 @@ def _bucket(index: int, pieces: Sequence[_Piece]) -> Bucket:
         slots.append(Slot(*piece.spec, piece.start, piece.stop, offset))
         offset += piece.aligned_bytes
     return Bucket(index, tuple(slots), offset)
+
+
+class WeightSyncMismatch(RuntimeError):
+    """An engine does not sample from the weights the policy has."""
+
+
+class Receipt(NamedTuple):
+    """What an engine holds after an update: sums modulo 2^64 and how many entries these are, over all workers, of every
+    tensor of the plan; seconds that the slowest worker spent loading and summing; how many tensors were summed as
+    they arrived, because a worker holds them in another form (quantized, or packed for a CPU's matrix products)."""
+
+    load_s: float
+    sums: list[int]
+    entries: list[int]
+    as_received: int
+
+
+def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
+    """The bits of a tensor, or of a shard of one, as integers, without a copy. ``shape``: of the whole tensor.
+    ``workers``: of an engine, which may hold a part of each row. Returns (N, 16) words of 8 bytes, where rows can be
+    cut so; else (N,) the entries. None if the shard is not contiguous, or cut otherwise than among the workers."""
+    if not tensor.is_contiguous():
+        return None
+    flat, block = tensor.detach().view(-1), 8 * _BLOCK
+    if len(shape) < 2 or shape[-1] * tensor.element_size() % (block * workers):
+        return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    if tensor.shape[-1] * tensor.element_size() % block or tensor.data_ptr() % 8:
+        return None
+    return flat.view(torch.int64).view(-1, _BLOCK)
+
+
+def bit_sum(words: Tensor) -> Tensor:
+    """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and -1 in two words of
+    one block do). Zeros count nothing. Nothing is read back from the device."""
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for piece in words.split(_AT_A_TIME[words.device.type]):
+        mixed_N = (piece.long() if piece.dim() == 1 else piece.sum(1)) * _FACTOR
+        mixed_N ^= mixed_N >> 32
+        total += mixed_N.sum()
+    return total
+
+
+class SentSums:
+    """Sums of the tensors of one update, made while their buckets are under way. They do not depend on the order of
+    entries: the sums of shards in an engine's workers add up to as many times the sent one as there are copies.
+    Entries that changed places within a tensor are left to the probe."""
+
+    def __init__(self, plan: BucketPlan, workers: int) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._workers = workers
+        self._names = [name for name, _, _ in plan.tensors]
+
+    def add(self, bucket: Bucket, content: Tensor) -> None:
+        """``content``: uint8 vector holding at least the whole bucket."""
+        for slot in bucket.slots:
+            rows = words(slot.view(content), slot.shape, self._workers)
+            assert rows is not None, "rows of a tensor are contiguous and begin at a word"
+            part = bit_sum(rows)
+            self._sums[slot.name] = self._sums[slot.name] + part if slot.name in self._sums else part
+
+    def take(self) -> list[int]:
+        """The sum of every tensor, in the plan's order."""
+        return torch.stack([self._sums[name] for name in self._names]).tolist()
+
+
+def together(load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int, bool]]]) -> Receipt:
+    """An engine's receipt from its workers' (sum, entries, whether as received) of every tensor."""
+    tensors = list(zip(*workers, strict=True))
+    return Receipt(
+        max(load_s),
+        [sum(each[0] for each in tensor) % _MODULUS for tensor in tensors],
+        [sum(each[1] for each in tensor) for tensor in tensors],
+        sum(any(each[2] for each in tensor) for tensor in tensors),
+    )
+
+
+def check_receipts(plan: BucketPlan, sent: Sequence[int], receipts: Sequence[Receipt], version: int) -> None:
+    """Compare what the engines hold with what was sent; raises WeightSyncMismatch, naming engines and tensors."""
+    found = []
+    for engine, receipt in enumerate(receipts):
+        wrong = list(_wrong(plan, sent, receipt))
+        if wrong:
+            more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            found.append(f"- engine {engine}: {len(wrong)} of {len(sent)}: {', '.join(wrong[:_NAMED])}{more}")
+    if found:
+        raise WeightSyncMismatch(
+            f"after weight sync {version} engines do not hold the weights that were sent; checksums differ of these "
+            "tensors:\n" + "\n".join(found)
+        )
+
+
+def _wrong(plan: BucketPlan, sent: Sequence[int], receipt: Receipt) -> Iterable[str]:
+    for (name, shape, _), ours, theirs, entries in zip(plan.tensors, sent, receipt.sums, receipt.entries, strict=True):
+        size = torch.Size(shape).numel()
+        copies, rest = divmod(entries, size) if size else (1, entries)
+        if rest or (copies * ours - theirs) % _MODULUS:
+            yield f"{name} ({entries} of {size} entries held)" if rest or not copies else name

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -17,36 +17,120 @@ from openrlhf_ext.rollout.sync.base import (
     NO,
     PRESENT,
     YES,
+    EngineFailed,
     EnginesAtFault,
     Link,
     SendingEnd,
     Staging,
+    WeightStreamAborted,
     WeightSyncError,
+    WeightSyncTimeout,
     WeightTransferFailed,
     announce_leaving,
     while_watching,
 )
-from openrlhf_ext.rollout.sync.checksum import Receipt, check_receipts
-from openrlhf_ext.rollout.sync.engine_calls import EngineCalls
-from openrlhf_ext.rollout.sync.plan import BucketPlan
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, check_receipts
 from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
 from openrlhf_ext.stores import open_store
 
 logger = logging.getLogger(__name__)
 
+_CONSEQUENCES = (WeightTransferFailed, WeightStreamAborted)
+_GRACE_S = 5.0
 _POLL_S = 0.01
+
+
+class EngineCalls:
+    """Remote calls under way, one per engine, with one deadline. A collective with a dead peer fails with "connection
+    closed" on every rank, or not at all before its timeout; what happened is in the remote call of the engine that
+    it happened to."""
+
+    def __init__(self, what: str, references: Sequence[Any], timeout_s: float) -> None:
+        self._what = what
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._pending = {reference: index for index, reference in enumerate(references)}
+        self._consequences: dict[int, Exception] = {}
+        self._results: dict[int, Any] = {}
+
+    @classmethod
+    def start(
+        cls, engines: Sequence[Any], method: str, arguments: Sequence[tuple], what: str, timeout_s: float
+    ) -> EngineCalls:
+        calls = zip(engines, arguments, strict=True)
+        return cls(what, [getattr(engine, method).remote(*args) for engine, args in calls], timeout_s)
+
+    def check(self) -> None:
+        """Raise `EngineFailed` if an engine has failed by itself, `WeightSyncTimeout` once the deadline has passed."""
+        self._collect(0.0)
+        if self._pending and time.monotonic() > self._deadline:
+            raise self._late()
+
+    def watch(self) -> None:
+        """As `check`, while a transfer is under way, in which engines that are well wait too: WeightTransferFailed lets
+        the caller break the connection, after which `explain` can tell who does not answer."""
+        self._collect(0.0)
+        if self._pending and time.monotonic() > self._deadline:
+            raise WeightTransferFailed(f"{self._what} took longer than {self._timeout_s:g} s")
+
+    def finish(self) -> list[Any]:
+        """The results of all engines, in order. Raises as `check`, or what broke the connection."""
+        while self._pending and not self._consequences:
+            self._collect(min(1.0, max(0.0, self._deadline - time.monotonic())))
+            self.check()
+        if self._consequences:
+            index, error = next(iter(self._consequences.items()))
+            self.explain(WeightTransferFailed(f"rollout engine {index} failed while {self._what}:\n{error}"))
+        return [result for _, result in sorted(self._results.items())]
+
+    def explain(self, error: WeightTransferFailed) -> NoReturn:
+        """Raise what lies behind a broken connection: an engine's own failure, engines that hang, else `error`."""
+        if not self.settle():
+            raise self._late() from error
+        raise error
+
+    def settle(self) -> bool:
+        """Give the calls a little time to end; whether all of them did. Raises if an engine fails by itself."""
+        end = time.monotonic() + _GRACE_S
+        while self._pending and time.monotonic() < end:
+            self._collect(max(0.0, end - time.monotonic()))
+        return not self._pending
+
+    def _late(self) -> WeightSyncTimeout:
+        silent = sorted(self._pending.values())
+        return WeightSyncTimeout(
+            f"rollout engines {silent} did not answer within {self._timeout_s:g} s while {self._what}: they hang, or "
+            "the timeout is too small for this model",
+            silent,
+        )
+
+    def _collect(self, timeout_s: float) -> None:
+        import ray  # not at the top: vLLM's worker processes import this package too and have no use for Ray
+
+        if not self._pending:
+            return
+        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        for reference in ready:
+            index = self._pending.pop(reference)
+            try:
+                self._results[index] = ray.get(reference)
+            except Exception as error:
+                if not _is_consequence(error):
+                    message = f"rollout engine {index} failed while {self._what}:\n{error}"
+                    raise EngineFailed(message, [index]) from error
+                self._consequences[index] = error
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Whether an engine only saw the connection break, or the sender give up. The text counts as well as the type: from
+    an engine in a process of its own, vLLM passes on nothing else."""
+    return isinstance(error, _CONSEQUENCES) or any(kind.MARK in str(error) for kind in _CONSEQUENCES)
 
 
 @dataclass(frozen=True)
 class SendReport:
-    """One finished update.
-
-    Attributes:
-        seconds: until the last engine had loaded everything and dropped its prefix cache.
-        nbytes: bytes of all tensors (each engine worker receives so many).
-        load_s: seconds that the slowest engine worker spent loading and summing, not waiting for weights.
-        sums: checksums of the tensors, in the plan's order; the engines hold the same.
-    """
+    """One finished update: seconds until the last engine had dropped its prefix cache; bytes and checksums of all
+    tensors, in the plan's order; seconds that the slowest worker spent loading and summing."""
 
     seconds: float
     nbytes: int
@@ -55,7 +139,7 @@ class SendReport:
 
 
 class WeightSender:
-    """Sends one policy's weights to all engines, from policy rank 0 however many ranks the policy has."""
+    """Sends one policy's weights to all engines, from policy rank 0; connecting, and one whole update, are limited."""
 
     def __init__(
         self,
@@ -66,12 +150,6 @@ class WeightSender:
         tensor_parallel_size: int,
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            staging: buffers to send from, made by the transport.
-            engines: Ray handles of `RolloutEngine`.
-            timeout_s: limit of connecting, and of one whole update.
-        """
         if not engines:
             raise ValueError("a weight sender needs at least one engine, got none")
         self._name, self._transport = transport, find_transport(transport)
@@ -87,12 +165,7 @@ class WeightSender:
         return self.end is not None
 
     def connect(self) -> None:
-        """Build the group with all engine workers. Needed once, and again after any failure but one of the export.
-
-        Raises:
-            EngineFailed: an engine failed; with its text.
-            WeightSyncTimeout: an engine did not join in time.
-        """
+        """Needed once, and again after any failure but one of the export. Raises EnginesAtFault."""
         self.close()
         address = _own_address()
         store = open_store(address, timedelta(seconds=self._timeout_s))
@@ -121,21 +194,9 @@ class WeightSender:
         return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles)
 
     def send(self, fill: Fill, version: int) -> SendReport:
-        """Replace the weights of every engine by what `fill` puts into the buckets of the plan.
-
-        The other policy ranks run `follow_stream` at the same time.
-
-        Args:
-            version: number of this set of weights; engines report it afterwards.
-
-        Raises:
-            EngineFailed: an engine failed, with its text.
-            WeightSyncTimeout: `timeout_s` passed.
-            WeightTransferFailed: the transfer failed for another reason.
-            WeightSyncMismatch: an engine does not hold what was sent.
-            Exception: what `fill` raised. The engines refuse to generate until a later update succeeds, which needs no
-                new `connect`.
-        """
+        """Replace the weights of every engine by what `fill` puts into the buckets, while the other policy ranks run
+        `follow_stream`. Raises EnginesAtFault; WeightTransferFailed; WeightSyncMismatch; what `fill` raised: the
+        engines then refuse to generate until a later update succeeds, which needs no new `connect`."""
         if self.end is None:
             let_others_end(self._plan, self._staging, fill)
             raise WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
@@ -181,17 +242,14 @@ class WeightSender:
             self.close()
 
     def close(self) -> None:
-        """Leave the group; a no-op when not connected."""
         if self.end is not None:
             self.end.close()
             self.end = None
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:
-    """Wait until every receiver waits to join, while watching for engines that fail on the way.
-
-    Only then is the group built, which every rank has to do at the same time and which cannot be interrupted.
-    """
+    """Only when every receiver waits to join is the group built: every rank has to do so at the same time,
+    uninterrupted."""
     keys = [PRESENT.format(rank) for rank in range(1, world_size)]
     try:
         while not store.check(keys):

@@ -1,9 +1,6 @@
-"""One weight update as a sequence of frames, the same for every transport.
-
-A frame is a bucket behind a 64-byte header, so that each bucket is one transfer and still carries what lets a receiver
-refuse it: plan, version, position, and whether the sender has given up. An abort therefore reaches the receivers in
-order, and the group stays usable.
-"""
+"""One weight update as a sequence of frames, the same for every transport. A frame is a bucket behind a 64-byte header,
+so that each bucket is one transfer and still carries what lets a receiver refuse it: plan, version, position, and
+whether the sender has given up, so that the group stays usable."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from openrlhf_ext.rollout.sync.base import (
     sender_watch,
     while_watching,
 )
-from openrlhf_ext.rollout.sync.checksum import SentSums
-from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan, SentSums
 
 _MAGIC = 0x57454947485453
 _CONTENT, _ABORT = 0, 1
@@ -39,21 +35,9 @@ the bucket's size. Without ``content`` it only does what other ranks wait for.""
 def send_stream(
     end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1
 ) -> list[int]:
-    """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before.
-
-    Args:
-        fill: called once for every bucket, in order, also after a failure.
-        version: number of this set of weights.
-        workers: of each engine.
-
-    Returns:
-        The checksum of every tensor that was sent, in the plan's order.
-
-    Raises:
-        Exception: what ``fill`` raised. The receivers have then been told to refuse the update. Its frame may still be
-            under way: ``staging`` is free once the receivers have answered.
-        WeightTransferFailed: from the transport.
-    """
+    """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before. Returns the
+    checksum of every tensor, in the plan's order. When ``fill`` raises, the receivers have been told to refuse the
+    update; its frame may still be under way: ``staging`` is free once they have answered."""
     filled = completed = 0
     sums = SentSums(plan, workers)
     wait: Callable[[], object] | None = None
@@ -79,7 +63,7 @@ def send_stream(
 
 
 def let_others_end(plan: BucketPlan, staging: Staging, fill: Fill, filled: int = 0, completed: int = 0) -> None:
-    """Rank 0's part in the buckets that it does not send, which the ranks that ``follow_stream`` work on."""
+    """Rank 0's part in the buckets that it does not send."""
     for bucket in plan.buckets[completed:]:
         if bucket.index >= filled:
             fill(bucket, None)
@@ -106,15 +90,8 @@ def _failure(fill: Fill, bucket: Bucket, content: Tensor | None) -> Exception | 
 
 
 class WeightReceiver:
-    """An engine worker's end of updates.
-
-    A frame's memory is not used again as long as a tensor of it is there: vLLM's layerwise reload keeps the tensors of
-    a layer until the layer is complete. The next frame is asked for while the tensors of one are being used, so that
-    loading overlaps the transfer.
-
-    Attributes:
-        waited_s: seconds that the last `receive` waited for frames.
-    """
+    """An engine worker's end of updates. A frame's memory is not used again as long as a tensor of it is there: vLLM's
+    layerwise reload keeps the tensors of a layer until the layer is complete."""
 
     def __init__(self, end: ReceivingEnd, plan: BucketPlan) -> None:
         self.end = end
@@ -124,11 +101,7 @@ class WeightReceiver:
 
     @classmethod
     def connect(cls, plan: BucketPlan, link: Link, worker: int) -> WeightReceiver:
-        """Join the sender's group when it is complete, as the engine's worker number `worker`.
-
-        Raises:
-            WeightSyncError: the transport cannot work here, the sender gave up, or not every rank came in time.
-        """
+        """Join the sender's group as the engine's worker number `worker`. Raises WeightSyncError."""
         transport = find_transport(link.transport)
         if (violation := transport.worker_violation(link.handles)) is not None:
             raise WeightSyncError(violation)
@@ -141,12 +114,7 @@ class WeightReceiver:
         return cls(end, plan)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of a whole update, on the transport's device.
-
-        Raises:
-            WeightStreamAborted: the sender gave up.
-            WeightSyncError: a frame of another plan, version or position arrived.
-        """
+        """Yield `(name, tensor)` of a whole update. Raises WeightStreamAborted, WeightSyncError."""
         self.waited_s = 0.0
         buckets = self._plan.buckets
         wait = self.end.receive(buckets[0].frame_bytes)
@@ -174,7 +142,6 @@ class WeightReceiver:
                 yield slot.name, whole
 
     def close(self) -> None:
-        """Leave the group; a sender in the middle of a stream fails instead of waiting."""
         self.end.close()
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.answers import extract_answer, normalized, surely_different
-from openrlhf_ext.rewards.errors import FailurePolicy, RewardError
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import Grader, RewardResult
+from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, RewardResult
 from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
 from openrlhf_ext.tools.evaluate.result import SOLVED, EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (

@@ -111,7 +111,7 @@ class TransformersSampler:
 
 
 class CompletionEngine(Protocol):
-    """What an engine offers; ``rollout.offline.OfflineEngine`` does."""
+    """What an engine offers; ``rollout.in_process.OfflineEngine`` does."""
 
     async def complete(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, top_p: float, max_tokens: int,

@@ -23,11 +23,11 @@ import torch
 
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.megatron.distributed import fake_rank
-from openrlhf_ext.megatron.layers.converter import LayerConverter, kept_bytes
+from openrlhf_ext.megatron.layers import LayerConverter, kept_bytes
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.accounting import unaccounted_parameters
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
-from openrlhf_ext.megatron.model.load import model_rules
+from openrlhf_ext.megatron.model.hf_files import unaccounted_parameters
+from openrlhf_ext.megatron.model.hf_weights import model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.model.weight_map import Rule, Shard, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron

@@ -21,12 +21,12 @@ from typing import Literal
 import numpy as np
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.megatron.layers.converter import LayerConverter
-from openrlhf_ext.megatron.layers.known import layer_converters
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import chunk_layers, shard_shape, stage_rules
+from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 

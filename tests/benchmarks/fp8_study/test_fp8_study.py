@@ -24,8 +24,7 @@ from benchmarks.fp8_study import run as fp8_study
 from benchmarks.fp8_study.cells import Cell, cells_of
 from benchmarks.fp8_study.report import write_report
 from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
-from openrlhf_ext.fp8.emulation import Products
-from openrlhf_ext.fp8.quantize import Grid
+from openrlhf_ext.fp8.quantize import Grid, Products
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, Partly
 from tests.patience import PATIENCE_S

@@ -13,12 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.fp8.emulation import Products
+from openrlhf_ext.fp8.quantize import Products
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
-from openrlhf_ext.megatron.fp8.emulated import EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear
+from openrlhf_ext.megatron.layers.emulated import EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 
 from openrlhf_ext.fp8.recipe import RECIPES, Recipe
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
-from openrlhf_ext.megatron.layers.known import layer_converters
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
+from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections.models import FP8
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
-from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, prove
+from openrlhf_ext.megatron.layers.fp8 import FP8Unavailable, prove
 from tests.launch import launch
 from tests.megatron.reference import make_batch
 from tests.models import make_tiny_model

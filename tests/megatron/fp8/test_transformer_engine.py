@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
-from openrlhf_ext.megatron.fp8 import transformer_engine
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
-from openrlhf_ext.megatron.fp8.transformer_engine import FP8Unavailable, prove, require
+from openrlhf_ext.megatron.layers import fp8
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers, FP8Unavailable, prove
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
@@ -73,7 +72,7 @@ def test_the_environment_decides_about_scales():
 
 
 def test_without_a_gpu_and_without_the_library_a_rank_refuses_before_it_builds(monkeypatch, tmp_path):
-    monkeypatch.setattr(transformer_engine.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(fp8.socket, "gethostname", lambda: "node7")
     make_tiny_model(tmp_path)
     asked = ModelSettings(str(tmp_path), ParallelLayout(1), converters=(FP8Layers(Recipe()),))
     with pytest.raises(FP8Unavailable) as refused:
@@ -86,9 +85,9 @@ def refusal(monkeypatch, recipe=None, *, cuda="13.0", found="2.11.0", **gpu) -> 
     for name, value in (GPU | gpu).items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(transformer_engine, "version", lambda name: found)
+    monkeypatch.setattr(fp8, "version", lambda name: found)
     with pytest.raises(FP8Unavailable) as refused:
-        require(recipe or Recipe())
+        FP8Layers(recipe or Recipe()).require()
     return str(refused.value)
 
 
@@ -140,12 +139,12 @@ def test_an_import_that_took_other_scales_is_found(monkeypatch, tmp_path, pow2):
     for name in list(GPU):
         monkeypatch.setattr(torch.cuda, name, GPU[name])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(transformer_engine, "version", lambda name: "2.11.0")
+    monkeypatch.setattr(fp8, "version", lambda name: "2.11.0")
     if pow2:
-        require(Recipe(scales="pow2"))
+        FP8Layers(Recipe(scales="pow2")).require()
     else:
         with pytest.raises(FP8Unavailable, match=r"scales that are powers of two, fp8.scales is fp32 .*FP32_SCALES="):
-            require(Recipe())
+            FP8Layers(Recipe()).require()
 
 
 def codes(weight_NK: torch.Tensor, pow2: bool, whole: bool) -> torch.Tensor:

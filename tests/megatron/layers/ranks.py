@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.megatron.parity import WeightedLogprob, settings
 from tests.patience import PATIENCE_S

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.rewards.errors import RewardFailureLimit, RewardImportError
+from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
 from openrlhf_ext.tools.evaluate.checkpoint import GradingSettings, evaluate, open_transformers
 from openrlhf_ext.tools.evaluate.problems import PromptStyle, Store, Task, load_problems
 from openrlhf_ext.tools.evaluate.result import EvaluationResult

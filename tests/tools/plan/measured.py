@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.memory.offload import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.options.sections import Actor, Adam, Megatron

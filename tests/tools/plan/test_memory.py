@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
-from openrlhf_ext.megatron.fp8.converter import FP8Layers
+from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron

@@ -1,36 +1,129 @@
-"""The parameters of all ranks as Hugging Face tensors: for the rollout engines, for files, for checks.
+"""A Hugging Face checkpoint into this rank's parameters, and the parameters of all ranks out as Hugging Face tensors.
 
-The unit is a ``Part``, consecutive rows of a tensor. Every rank knows from the declarative map alone (``weight_map``)
-which entries of which part it holds, so that many parts travel together and no rank holds more above its own shard than
-what travels, however large an embedding is:
+Loading streams along the declarative map (``weight_map``), some rows after the others from the mapped files. Exporting
+goes by ``Part``, consecutive rows of a tensor. Every rank knows from the map alone which entries of which part it
+holds, so that many parts travel together and no rank holds more above its own shard than what travels:
 
 - where all ranks of the replica see the memory that the parts go to (one host), each copies its own entries to their
   place (``HFExporter.write``): nothing is sent;
 - elsewhere each rank sends what it holds of the parts to rank 0 as one message (``HFExporter.gather``).
-
-The weight sync asks for the tensors of a bucket at a time (``openrlhf_ext.ranks.publishing``), files and checks for all
-rows one after the other (``HFExporter.rows``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from openrlhf_ext.megatron.deadlines.gate import Gate
-from openrlhf_ext.megatron.deadlines.watchdog import phase
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
-from openrlhf_ext.megatron.model.hf_files import HFRows
-from openrlhf_ext.megatron.model.load import BUCKET_BYTES, model_rules
-from openrlhf_ext.megatron.model.ownership import Ownership
+from openrlhf_ext.megatron.model.hf_files import (
+    HFCheckpoint,
+    HFRows,
+    WeightMapError,
+    describe,
+    new_value_head,
+    unaccounted_parameters,
+    unaccounted_tensors,
+)
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import Piece
+from openrlhf_ext.megatron.model.weight_map import (
+    Piece,
+    Rule,
+    Run,
+    Shard,
+    fill_shard,
+    hf_shapes,
+    owned_rules,
+    placement,
+    shard_runs,
+    stage_rules,
+)
+from openrlhf_ext.megatron.watchdog import Gate, phase
+
+BUCKET_BYTES = 256 << 20
+"""What a rank may hold above its shard while weights are loaded or exported."""
+
+
+class OwnedTensor(NamedTuple):
+    """A Hugging Face tensor, ``number`` of those of its ``rule``, and what each global rank gives of it."""
+
+    rule: Rule
+    number: int
+    shape: tuple[int, ...]
+    slices: Mapping[int, tuple[Piece, ...]]
+
+
+class Ownership:
+    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one. ``tensors`` are
+    in the order of ``hf_tensors``; ``ranks``: those that give something, ascending; rank 0 is one."""
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout) -> None:
+        self.tensors: dict[str, OwnedTensor] = {}
+        size, stages = layout.tensor_parallel_size, range(layout.pipeline_parallel_size)
+        # context- and data-parallel ranks hold the same: the first of them gives it
+        shards = {
+            stage: {
+                rank: Shard(layout.place(rank).tensor, size) for rank in layout.ranks(stage=stage, context=0, replica=0)
+            }
+            for stage in stages
+        }
+        for stage, rule in owned_rules(shape, len(stages), layout.virtual_pipeline_size):
+            given = {rank: placement(rule, shape, shard) for rank, shard in shards[stage].items()}
+            for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
+                found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
+                slices = {rank: pieces for rank, pieces in found.items() if pieces}
+                self.tensors[name] = OwnedTensor(rule, number, whole, slices)
+        self.ranks = tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.slices}))
+
+
+def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
+    offset = get_transformer_layer_offset(model.config, getattr(model, "vp_stage", None))
+    layers = range(offset, offset + len(model.decoder.layers))
+    return stage_rules(shape, layers, model.pre_process, model.post_process)
+
+
+def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
+    """Fills this rank's parameters from an HF checkpoint, reading only its own part of every tensor. Not a collective.
+
+    The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The value head of a
+    critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit.
+    """
+    checkpoint = HFCheckpoint(path)
+    new_head = new_value_head(shape, checkpoint)
+    shard = Shard(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
+    problems = unaccounted_tensors(checkpoint, shape)
+    targets: list[tuple[Rule, torch.nn.Parameter]] = []
+    for chunk in chunks:
+        rules, parameters = model_rules(chunk, shape), dict(chunk.named_parameters())
+        for what, names in unaccounted_parameters(rules, shape, parameters, shard.tp_size).items():
+            problems.setdefault(what, []).extend(names)
+        targets += [
+            (rule, parameters[rule.parameter])
+            for rule in rules
+            if rule.parameter in parameters and new_head.isdisjoint(rule.hf_names)
+        ]
+    if problems:
+        raise WeightMapError(f"{path}: {describe(problems)}")
+    for rule, parameter in targets:
+        _fill(parameter, rule, checkpoint, shard_runs(rule, shape, shard))
+
+
+def _fill(parameter: Tensor, rule: Rule, checkpoint: HFCheckpoint, runs: list[Run]) -> None:
+    def read(tensor: int, run: Run) -> Tensor:
+        return checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
+
+    most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))  # files hold at most fp32
+    fill_shard(parameter.detach(), rule, [part for run in runs for part in run.split(most)], read)
 
 
 class Part(NamedTuple):
@@ -52,8 +145,8 @@ class TensorMeta(NamedTuple):
 class HFExporter:
     """One rank's part in exporting a model. Nothing here is a collective but ``gather``, ``rows`` and iteration.
 
-    ``takes_part`` says whether this rank gives something. Global rank 0 always does, and what is gathered comes
-    together there. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
+    ``takes_part``: whether this rank gives something, as global rank 0 always does, where what is gathered comes
+    together. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
     distributed/weight_transfer/base.py:110) whose sender is rank 0.
     """
 
@@ -64,12 +157,8 @@ class HFExporter:
         ownership: Ownership,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
     ) -> None:
-        """
-        Args:
-            chunks: this rank's of the model; their parameters are read at every export.
-            ownership: of the model's tensors.
-            value: what to export of a parameter, of the parameter's shape: its gradient; None: its data.
-        """
+        """The parameters of ``chunks`` are read at every export. ``value``: what to export of a parameter, of its shape
+        (its gradient, say); None: its data."""
         self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
         self._dtype = next(chunks[0].parameters()).dtype
         self._tensors, self._givers = ownership.tensors, ownership.ranks
@@ -89,10 +178,8 @@ class HFExporter:
         return [TensorMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it.
-
-        A tensor may be memory that is used again for the next: copy what has to last.
-        """
+        """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it. A
+        tensor may be memory that is used again for the next: copy what has to last."""
         whole: Tensor | None = None
         for part in self.rows():
             wanted = self._tensors[part.name].shape
@@ -110,11 +197,7 @@ class HFExporter:
 
     @torch.no_grad()
     def write(self, parts: Sequence[Part], targets: Sequence[Tensor]) -> None:
-        """Copy what this rank holds of each part to its place.
-
-        Args:
-            targets: where the parts go, of their shapes: memory that all exporting ranks see.
-        """
+        """Copies what this rank holds of each part to its place in ``targets``: memory that all exporting ranks see."""
         if self.takes_part:
             for part, target in zip(parts, targets, strict=True):
                 for piece, values in self._held(part):
@@ -130,7 +213,6 @@ class HFExporter:
                 yield piece, piece.of_shard(shard)
 
     def _pieces(self, part: Part, rank: int) -> list[Piece]:
-        """What a rank gives of the rows."""
         if (part, rank) not in self._known_pieces:  # an update asks for the same ones again and again
             tensor = self._tensors[part.name]
             pieces = list(tensor.slices.get(rank, ()))
@@ -143,12 +225,8 @@ class HFExporter:
 
     @torch.no_grad()
     def gather(self, parts: Sequence[Part], targets: Sequence[Tensor] | None) -> None:
-        """Bring the parts together on global rank 0; a collective of the exporting ranks.
-
-        Args:
-            parts: the same on every rank.
-            targets: rank 0: where they go, on any device; None to drop them. Other ranks: ignored.
-        """
+        """Brings the parts, the same on every rank, together in rank 0's ``targets`` on any device (None to drop them);
+        a collective of the exporting ranks."""
         if not self.takes_part:
             return
         self._connect()
@@ -175,7 +253,6 @@ class HFExporter:
             _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), 0, self._group)])
 
     def _receive(self, parts: Sequence[Part]) -> list[tuple[int, Tensor]]:
-        """(rank, message) of every other rank that gives something."""
         like = self._value(next(iter(self._own.values())))
         messages, operations = [], []
         for rank in self._givers:
@@ -188,7 +265,7 @@ class HFExporter:
         return messages
 
     def _contents(self, parts: Sequence[Part], rank: int) -> Iterator[tuple[int, Piece, list[int]]]:
-        """What the message of a rank consists of: number of the part, piece, and the piece's shape."""
+        """(number of the part, piece, the piece's shape) of a rank's message."""
         for number, part in enumerate(parts):
             for piece in self._pieces(part, rank):
                 shape = list(self._shape_of(part))
@@ -207,11 +284,9 @@ class HFExporter:
     def rows(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[HFRows]:
         """Yields all rows of every HF tensor on rank 0, in the order of ``hf_tensors``; nothing on other ranks.
 
-        All ranks have to exhaust the iterator. The exporting ranks wait for rank 0 to ask for the next rows in no
-        collective (``deadlines.gate``), so rank 0 may do with them what it likes, for as long as it likes.
-
-        Args:
-            bucket_bytes: what a rank may hold above its shard: some rows, and what other ranks send of them.
+        All ranks have to exhaust the iterator. The others wait for rank 0 to ask for the next rows in no collective
+        (``watchdog.Gate``), so that it may take as long as it likes over them. ``bucket_bytes``: what a rank may hold
+        above its shard: some rows, and what other ranks send of them.
         """
         gate = Gate()
         if not self.takes_part:
@@ -237,7 +312,6 @@ class HFExporter:
                 yield HFRows(part.name, part.start, targets[part] if part in targets else next(self._held(part))[1])
 
     def _is_whole_on_rank_0(self, part: Part) -> bool:
-        """Whether rank 0 holds the rows in one piece, so that they can be had without a copy."""
         pieces = self._pieces(part, 0)
         return len(pieces) == 1 and pieces[0].length == self._shape_of(part)[pieces[0].dim]
 
@@ -245,7 +319,7 @@ class HFExporter:
         return (part.stop - part.start, *self._tensors[part.name].shape[1:])
 
     def _batches(self, most_entries: int) -> Iterator[list[Part]]:
-        """All parts of all tensors in order, as many at a time as have ``most_entries`` together, at least one row."""
+        """All parts in order, as many at a time as have ``most_entries`` together, at least one row."""
         batch: list[Part] = []
         room = most_entries
         for part in self._parts(most_entries):

@@ -1,21 +1,14 @@
-"""A trained model's states in host memory while others need the device, and back again, bit for bit.
+"""A trained model's states in host memory while others need the device, and back again, bit for bit; frozen copies.
 
 What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
-view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object and sees the old
-values. Raw pointers change; nothing here keeps any.
+view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object. Raw pointers change;
+nothing here keeps any. The ``KINDS`` of states move by themselves. Of ``gradients``, DDP's buffers, only the room is
+given back: a train step starts by clearing them, so they come back as zeros, and must stay between the backward pass
+and the optimizer step.
 
-Three kinds of state, each moved by itself:
-
-* ``parameters``: what the forward pass reads;
-* ``gradients``: DDP's buffers. Only their room is given back: a train step starts by clearing them, so they come back
-  as zeros. Between the backward pass and the optimizer step they must therefore stay;
-* ``optimizer``: master weights and moments.
-
-On CPU, where nothing is gained, a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make
-the round trip, and it is zero meanwhile.
-
-Device memory never exceeds what it was before: one storage at a time is copied and emptied. Host memory is taken once,
-pinned, and kept, because pinning is slow: as many bytes as parameters and optimizer states have.
+On CPU a storage that numpy has seen cannot be emptied (torch locks its size): its bytes make the round trip, and it is
+zero meanwhile. One storage at a time is copied and emptied, so that device memory never exceeds what it was before.
+Host memory is taken once, pinned, and kept, because pinning is slow.
 """
 
 from __future__ import annotations
@@ -23,7 +16,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +25,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from openrlhf_ext.megatron.layers.converter import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +36,15 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class Swap:
-    """What one call moved.
+    """What one call moved."""
 
-    Attributes:
-        moved_bytes: bytes of the storages that were emptied or filled.
-        measured_bytes: by how much torch's reserved device memory fell (offload) or rose (reload); on CPU, where there
-            is no such measure, the bytes of storages that were really emptied or filled.
-        seconds: of the call, transfers completed.
-    """
-
-    moved_bytes: int
-    measured_bytes: int
-    seconds: float
+    moved_bytes: int  # of the storages that were emptied or filled
+    measured_bytes: int  # how much torch's reserved device memory changed; on CPU what was really emptied or filled
+    seconds: float  # transfers completed
 
 
 class ModelStates:
-    """The states of one rank's model and optimizer, each kind either on the device or in host memory.
-
-    Not a collective: every rank moves its own.
-    """
+    """The states of one rank's model and optimizer, each kind on the device or in host memory. Not a collective."""
 
     def __init__(
         self,
@@ -69,13 +53,8 @@ class ModelStates:
         device: torch.device,
         converters: Sequence[LayerConverter] = (),
     ) -> None:
-        """
-        Args:
-            models: model chunks, DDP-wrapped if they are trained.
-            optimizer: None for a model that is never trained.
-            device: where the states live; others (Adam's step counters) are left alone.
-            converters: of the model; what their layers keep goes with the parameters.
-        """
+        """``device`` is where the states live; others (Adam's step counters) are left alone. What layers of
+        ``converters`` keep goes with the parameters."""
         self._models, self._optimizer, self._device = list(models), optimizer, device
         self._converters = converters
         self._away: dict[str, list[_Absent]] = {}
@@ -86,7 +65,7 @@ class ModelStates:
         return frozenset(KINDS) - self._away.keys()
 
     def offload(self, *kinds: str) -> Swap:
-        """Moves these kinds (none named: all) to host memory; those already there stay."""
+        """Moves these kinds (none named: all) to host memory."""
         todo = [kind for kind in _known(kinds) if kind in self.resident]
         with _Measured(self._device) as measured:
             if "parameters" in todo:
@@ -106,7 +85,7 @@ class ModelStates:
         return swap
 
     def reload(self, *kinds: str) -> Swap:
-        """Moves these kinds (none named: all) back to the device; those already there stay."""
+        """Moves these kinds (none named: all) back to the device."""
         todo = [kind for kind in _known(kinds) if kind in self._away]
         with _Measured(self._device) as measured:
             for kind in todo:
@@ -117,7 +96,6 @@ class ModelStates:
         return measured.swap
 
     def nbytes(self, kind: str) -> int:
-        """Bytes that the kind has on the device, or would have."""
         if kind in self._away:
             return sum(absent.nbytes for absent in self._away[kind])
         return sum(storage.nbytes() for storage in self._storages(kind))
@@ -125,19 +103,19 @@ class ModelStates:
     def _empty(self, kind: str) -> list[_Absent]:
         storages = self._storages(kind)
         if kind == "gradients":
-            return [_Absent.without_content(storage, self._device) for storage in storages]
+            return [_Absent.emptied(storage, self._device) for storage in storages]
         places = self._arenas[kind].places([storage.nbytes() for storage in storages])
-        return [_Absent.with_content(s, self._device, place) for s, place in zip(storages, places, strict=True)]
+        return [_Absent.emptied(s, self._device, place) for s, place in zip(storages, places, strict=True)]
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Storages on the device that belong to the kind and to none before it: fp32 master weights are parameters."""
         seen: set[int] = set()
         for earlier in KINDS[: KINDS.index(kind)]:
             if earlier not in self._away:
-                seen |= {storage._cdata for storage in self._unique(_TENSORS[earlier](self), set())}
+                seen |= {storage._cdata for storage in self._unique(self._tensors(earlier), set())}
             else:
                 seen |= {absent.storage._cdata for absent in self._away[earlier]}
-        return self._unique(_TENSORS[kind](self), seen)
+        return self._unique(self._tensors(kind), seen)
 
     def _unique(self, tensors: Iterable[Tensor], seen: set[int]) -> list[torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
@@ -148,39 +126,20 @@ class ModelStates:
                     found.setdefault(storage._cdata, storage)
         return list(found.values())
 
-    def _parameter_tensors(self) -> Iterator[Tensor]:
-        for buffer in self._buffers():
-            if buffer.param_data is not None:
-                yield buffer.param_data
-        for model in self._models:
-            for parameter in model.parameters():
-                yield parameter.data
-
-    def _gradient_tensors(self) -> Iterator[Tensor]:
-        for buffer in self._buffers():
-            yield buffer.grad_data
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        if self._optimizer is None:
-            return
-        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            for group in part.param_groups:
-                yield from (parameter.data for parameter in group["params"])
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def _buffers(self) -> Iterator:
-        for model in self._models:
-            if isinstance(model, DistributedDataParallel):
-                yield from model.buffers
-                yield from model.expert_parallel_buffers
-
-
-_TENSORS = {
-    "parameters": ModelStates._parameter_tensors,
-    "gradients": ModelStates._gradient_tensors,
-    "optimizer": ModelStates._optimizer_tensors,
-}
+    def _tensors(self, kind: str) -> Iterator[Tensor]:
+        wrapped = [model for model in self._models if isinstance(model, DistributedDataParallel)]
+        buffers = [buffer for model in wrapped for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+        if kind == "parameters":
+            yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
+            yield from (parameter.data for model in self._models for parameter in model.parameters())
+        elif kind == "gradients":
+            yield from (buffer.grad_data for buffer in buffers)
+        elif self._optimizer is not None:
+            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+                for group in part.param_groups:
+                    yield from (parameter.data for parameter in group["params"])
+                for state in part.optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class HostArena:
@@ -192,7 +151,6 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
@@ -213,7 +171,7 @@ class HostArena:
         return [list(self.pieces(start, nbytes)) for start, nbytes in zip(starts, sizes, strict=True)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[Tensor]:
-        """Views that together are the bytes ``offset`` to ``offset + nbytes``, in order."""
+        """Views that together are the bytes ``offset`` to ``offset + nbytes``."""
         while nbytes:
             chunk, start = divmod(offset, self._chunk_bytes)
             size = min(nbytes, self._chunk_bytes - start)
@@ -229,27 +187,22 @@ class _Absent:
     device: torch.device
     nbytes: int
     pieces: list[Tensor] | None = field(repr=False)
-    is_freed: bool = True
+    is_freed: bool
 
     @classmethod
-    def with_content(cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor]) -> _Absent:
-        absent = cls(storage, device, storage.nbytes(), pieces)
-        for here, there in absent._pairs(pieces):
-            there.copy_(here, non_blocking=True)
-        _synchronize(device)  # the copy must be complete before its source goes
-        return absent._emptied()
-
-    @classmethod
-    def without_content(cls, storage: torch.UntypedStorage, device: torch.device) -> _Absent:
-        return cls(storage, device, storage.nbytes(), None)._emptied()
-
-    def _emptied(self) -> _Absent:
-        self.is_freed = self.storage.resizable() or self.device.type != "cpu"
-        if self.is_freed:
-            self.storage.resize_(0)
+    def emptied(
+        cls, storage: torch.UntypedStorage, device: torch.device, pieces: list[Tensor] | None = None
+    ) -> _Absent:
+        absent = cls(storage, device, storage.nbytes(), pieces, storage.resizable() or device.type != "cpu")
+        if pieces is not None:
+            for here, there in absent._pairs(pieces):
+                there.copy_(here, non_blocking=True)
+            _synchronize(device)  # the copy must be complete before its source goes
+        if absent.is_freed:
+            storage.resize_(0)
         else:
-            _bytes_of(self.storage, self.device).zero_()
-        return self
+            _bytes_of(storage, device).zero_()
+        return absent
 
     def fill(self) -> None:
         if self.is_freed:
@@ -261,14 +214,11 @@ class _Absent:
             here.copy_(there, non_blocking=True)
 
     def _pairs(self, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(part of the storage, its place in host memory)."""
         sizes = [piece.numel() for piece in pieces]
         return zip(_bytes_of(self.storage, self.device).split(sizes), pieces, strict=True)
 
 
 class _Measured:
-    """Time and device memory of a block."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._moved_bytes = self._freed_bytes = 0
@@ -309,3 +259,58 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class FrozenCopy:
+    """This rank's weights as they are now in host memory, swapped in for one forward pass: a reference policy, a guide.
+
+    The exchange goes parameter by parameter, so that it needs room on the device for the largest one only. ``load``
+    puts other weights into the parameters, which are then kept instead; the parameters get theirs back, bit for bit.
+    ``state``: other tensors that belong to the weights (``converter_state``), exchanged with them.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[torch.nn.Module],
+        load: Callable[[], None] | None = None,
+        state: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self._parameters = [*dict.fromkeys(p for chunk in chunks for p in chunk.parameters()), *state]
+        self._arena = HostArena(pinned=torch.cuda.is_available())
+        self._copies = self._arena.places([parameter.nbytes for parameter in self._parameters])
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            for piece, own in zip(copy, _bytes(parameter, copy), strict=True):
+                piece.copy_(own)
+        if load is not None:
+            load()
+            self._exchange()
+
+    @property
+    def nbytes(self) -> int:
+        return self._arena.nbytes
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within the body the parameters hold the copy's weights, afterwards their own again, bit for bit. In place, so
+        that views on them stay valid; the optimizer must not step inside."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            current = parameter.detach().clone()
+            for piece, own, mine in zip(copy, _bytes(parameter, copy), _bytes(current, copy), strict=True):
+                # both copies run on the current stream, in this order
+                own.copy_(piece, non_blocking=True)
+                piece.copy_(mine, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the next exchange may come from the host
+
+
+def _bytes(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of a contiguous tensor's bytes, cut as its copy is."""
+    return tensor.detach().view(-1).view(torch.uint8).split([piece.numel() for piece in pieces])

@@ -1,10 +1,8 @@
 """Linear layers that round as FP8 does and multiply in fp32: Megatron's own, with other products.
 
-TransformerConfig.fp8 stays None with them: with it megatron-core would take TransformerEngine's checkpointing for
-recomputation (transformer_block.py:507), which is not there.
-
-Shape suffixes: L = tokens of the pack on this rank (under sequence parallelism a column-parallel layer's input is a
-piece of them), K = input features, N = output features.
+TransformerConfig.fp8 stays None: with it megatron-core would take TransformerEngine's checkpointing for recomputation
+(transformer_block.py:507). Shape suffixes: L = tokens of the pack on this rank (of a column-parallel layer's input
+under sequence parallelism a piece of them), K = input features, N = output features.
 """
 
 from __future__ import annotations
@@ -20,19 +18,14 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _red
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from openrlhf_ext.fp8.emulation import DelayedScale, Products
+from openrlhf_ext.fp8.quantize import DelayedScale, Products
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear
 
 
 class Scaling:
-    """The products of one layer and, under delayed scaling, the state of their scales.
-
-    It is no module and its tensors are no buffers: Float16Module would round those to bf16.
-
-    Attributes:
-        rounds: whether forward passes round, which those that find the first scales do not.
-    """
+    """The products of one layer and the state of their delayed scales. No module, and its tensors are no buffers:
+    Float16Module would round those to bf16. ``rounds``: whether forward passes round."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.products = Products(recipe)
@@ -58,7 +51,6 @@ class Scaling:
         return now
 
     def of_backward(self, dy_LN: Tensor) -> dict[str, Tensor]:
-        """The scale of dy for this pass, which moves it."""
         if not self.scales:
             return {}
         self.scales["dy"].record(dy_LN)
@@ -69,8 +61,6 @@ class Scaling:
 
 
 class EmulatedLinear:
-    """What an emulated layer has besides Megatron's: other products in ``_forward_impl``."""
-
     training: bool
 
     def __init__(self, *args, recipe: Recipe, **kwargs) -> None:
@@ -96,15 +86,14 @@ class EmulatedLinear:
 
 
 class EmulatedNormColumnParallelLinear(EmulatedLinear, NormColumnParallelLinear):
-    """RMS norm and a column-parallel linear in emulated FP8; the norm is not."""
+    """The norm is in the model's precision."""
 
 
 class EmulatedRowParallelLinear(EmulatedLinear, RowParallelLinear):
-    """A row-parallel linear in emulated FP8; its sum over the ranks is in the model's precision."""
+    """The sum over the ranks is in the model's precision."""
 
 
 def emulated_linears(recipe: Recipe) -> tuple[ModuleSpec, ModuleSpec]:
-    """What the column-parallel linears of a layer (with their norm) are, and its row-parallel ones."""
     classes = (EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear)
     column, row = (ModuleSpec(module=kind, params={"recipe": recipe}) for kind in classes)
     return column, row
@@ -148,7 +137,7 @@ class _Linear(torch.autograd.Function):
 
 
 def scalings(module: torch.nn.Module) -> dict[str, Scaling]:
-    """The scalings of the emulated layers below a module, by the layer's path."""
+    """The scalings of the emulated layers below a module, by path."""
     return {name: layer.scaling for name, layer in module.named_modules() if isinstance(layer, EmulatedLinear)}
 
 

@@ -4,19 +4,22 @@
     with phase("training step"):              # around everything in which this rank meets the others
         ...
 
-A thread of every rank answers the question "what are you doing?" on a socket of its own: the phase, for how long, and
-the line the main thread is at. Nobody asks until a collective fails or times out; then `phase` asks all ranks and
-raises `RanksMissingError`, which names those that did not arrive, or whose process does not answer. This costs nothing
-while all is well, and needs no other process alive than the one that asks.
+A thread of every rank answers "what are you doing?" on a socket of its own: the phase, for how long, and the line the
+main thread is at. Nobody asks until a collective fails or times out; then `phase` asks all ranks and raises
+`RanksMissingError`. Gloo raises in the waiting thread when the process group's timeout has passed. NCCL instead ends
+the process from a thread of its own, without saying who is missing: there the monitor reports and ends the process
+shortly before. Who has not come is seen in torch's flight recorder: each call of a group has the same number on all of
+its ranks.
 
-Gloo raises in the waiting thread when the process group's timeout has passed. NCCL instead ends the process from a
-thread of its own, without saying who is missing: there the monitor reports and ends the process shortly before.
+`Gate` and `wait_for_all` are for ranks that wait for one that is busy with files or engines: a collective that outlasts
+its timeout ends the run, and keeps a GPU busy that an engine may share, so they ask the store of the process group.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -31,10 +34,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import torch
 import torch.distributed as dist
-
-from openrlhf_ext.megatron.deadlines.nccl_calls import nccl_calls
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +47,52 @@ EXIT_CODE = 70
 
 Address = tuple[str, int]
 
+BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The last calls that are kept; torch reads either when the first NCCL group is made."""
+_CALLS = "2000"
 _ANSWER_S = 10.0
 _TICK_S = 1.0
 _LISTED = 16
 _COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
 _COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
-_PACKAGE = str(Path(__file__).resolve().parents[2])
+_PAUSES_S = (0.0002, 0.005)
+"""The first between two questions, doubled up to the last: who waits long need not know at once."""
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True)
+class NcclCalls:
+    begun: dict[str, int]  # number of the last collective that this rank has called, by group
+    waiting: str | None  # the first call that is not done, in words; None: all are
+
+
+def keep_nccl_calls() -> None:
+    """Lets the recorder keep the last calls, unless the environment says how many; before any group is made."""
+    if not any(name in os.environ for name in BUFFER):
+        os.environ[BUFFER[0]] = _CALLS
+
+
+def nccl_calls() -> NcclCalls:
+    """This process's calls, by the Python part of torch only, without a call to the device; without NCCL none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return NcclCalls({}, None)
+    return read_calls(json.loads(dump(True, False)))
+
+
+def read_calls(trace: dict[str, Any]) -> NcclCalls:
+    """What torch's record says (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``)."""
+    begun: dict[str, int] = {}
+    waiting = None
+    for entry in trace.get("entries", []):
+        name, description = entry["process_group"]
+        group = f"{description} {name}"
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        if not entry["is_p2p"]:  # sends are numbered by pairs of ranks
+            begun[group] = max(begun.get(group, 0), number)
+        if waiting is None and entry["state"] != "completed":
+            waiting = f"{entry['profiling_name']}, call {number} of group {group}"
+    return NcclCalls(begun, waiting)
 
 
 class RanksMissingError(RuntimeError):
@@ -58,34 +101,20 @@ class RanksMissingError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank answers.
-
-    Attributes:
-        count: phases entered so far; ranks enter the same phases, so a smaller number is a rank that lags behind.
-        phase: the phase it is in, nested ones joined by " > "; None between phases.
-        last: the phase it left last.
-        seconds: since it entered the phase, or left the last one.
-        place: where its main thread is: function, file and line.
-        in_collective: whether that is inside a collective call.
-        waited: a collective of its latest phase failed or timed out: it waits, or has waited, for others.
-        error: what made it leave its last phase with an exception.
-        begun: under NCCL: number of the last collective that it has called, by group.
-        waiting: under NCCL: the first call that is not done.
-        work: which part of its phase it is at, such as a micro-batch; '' = it has not said.
-    """
+    """What a rank answers."""
 
     rank: int
-    count: int
-    phase: str | None
-    last: str | None
-    seconds: float
-    place: str
+    count: int  # phases entered so far; ranks enter the same phases, so a smaller number lags behind
+    phase: str | None  # nested ones joined by " > "; None between phases
+    last: str | None  # the phase it left last
+    seconds: float  # since it entered the phase, or left the last one
+    place: str  # where its main thread is: function, file and line
     in_collective: bool
-    waited: bool
-    error: str | None
+    waited: bool  # a collective of its latest phase failed: it waits, or has waited, for others
+    error: str | None  # what made it leave its last phase with an exception
     begun: dict[str, int] = field(default_factory=dict)
     waiting: str | None = None
-    work: str = ""
+    work: str = ""  # which part of its phase it is at, such as a micro-batch; '' = it has not said
 
     def describe(self) -> str:
         if self.phase is not None:
@@ -102,15 +131,10 @@ class RankState:
 
 
 class Watchdog:
-    """Knows this rank's phase, answers those who ask, and explains a collective that failed.
+    """Knows the phase of the thread that makes it, answers those who ask, and explains a collective that failed.
 
-    Made by the thread whose phases it watches.
-
-    Args:
-        listener: a listening socket, whose address the other ranks know.
-        addresses: of all ranks' listeners, by rank.
-        timeout_s: how long a collective call may wait, for messages.
-        stuck_s: the process ends with a report when the thread has stood still in a phase for so long; None: never.
+    ``addresses``: of all ranks' listeners, by rank. ``timeout_s``: of collective calls, for messages. ``stuck_s``: the
+    process ends with a report when the thread has stood still in a phase for so long; None: never.
     """
 
     def __init__(
@@ -139,11 +163,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Runs the body as a phase; phases may be nested.
-
-        Raises:
-            RanksMissingError: a collective of the body failed or timed out.
-        """
+        """Runs the body as a phase; phases may be nested. Raises RanksMissingError: a collective in it failed."""
         self._enter(name)
         error: BaseException | None = None
         try:
@@ -158,11 +178,7 @@ class Watchdog:
             self._leave(error)
 
     def progress(self, work: str = "") -> None:
-        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call).
-
-        Args:
-            work: the part of the phase that begins.
-        """
+        """Tells that the phase goes on, which the line the thread is at may not show (a loop around a long call)."""
         self._progress += 1
         self._work = work
 
@@ -196,6 +212,7 @@ class Watchdog:
 
     def state(self) -> RankState:
         frames, calls = _stack(self._thread_id), nccl_calls()
+        in_collective = any(part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE)
         with self._lock:
             return RankState(
                 rank=self.rank,
@@ -204,7 +221,7 @@ class Watchdog:
                 last=self._last,
                 seconds=round(time.monotonic() - self._since, 1),
                 place=self._waited_at if self._waited_at and self._names else _place(frames),
-                in_collective=_in_collective(frames) or calls.waiting is not None,
+                in_collective=in_collective or calls.waiting is not None,
                 waited=self._waited_at is not None,
                 error=self._error,
                 begun=calls.begun,
@@ -213,11 +230,9 @@ class Watchdog:
             )
 
     def report(self) -> str:
-        """Which ranks did not arrive, and what every rank is doing."""
         return describe_ranks(self.addresses)
 
     def close(self) -> None:
-        """Ends the thread; from then on this rank does not answer."""
         self._closing.set()
         with contextlib.suppress(OSError):  # not everywhere, but where it works it wakes the thread at once
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -270,11 +285,7 @@ class Watchdog:
 
 
 def describe_ranks(addresses: Sequence[Address]) -> str:
-    """Asks all ranks what they are doing; the first line names the suspects, then one line for each rank.
-
-    Args:
-        addresses: where the ranks answer, by rank.
-    """
+    """Asks all ranks what they are doing; the first line names the suspects, then one line for each rank."""
     states = ask_ranks(addresses)
     found = find_suspects(states)
     head = [f"{why}: {', '.join(f'rank {rank}' for rank in ranks)}." for why, ranks in found.items()]
@@ -288,13 +299,11 @@ def describe_ranks(addresses: Sequence[Address]) -> str:
 
 
 def ask_ranks(addresses: Sequence[Address]) -> list[RankState | OSError]:
-    """What each rank is doing, or why it does not answer."""
     with ThreadPoolExecutor(max_workers=min(64, max(1, len(addresses)))) as pool:
         return list(pool.map(ask_rank, addresses))
 
 
 def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSError:
-    """What a rank is doing, or why it does not answer."""
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
@@ -304,12 +313,9 @@ def ask_rank(address: Address, timeout_s: float = _ANSWER_S) -> RankState | OSEr
 
 
 def find_suspects(states: Sequence[RankState | OSError]) -> dict[str, list[int]]:
-    """The ranks that the others wait for, as far as the answers tell, by what speaks against them.
-
-    Ranks that have called fewer of NCCL's collectives than others of their group, or are in the phase but not in a
-    collective, are suspected only if there is no better reason to suspect anyone: they may be about to enter one. Ranks
-    whose own collective failed were waiting, and are never suspected.
-    """
+    """The ranks that the others wait for, as far as the answers tell, by what speaks against them. Being behind in
+    NCCL's calls, or not in a collective, counts only without a better reason to suspect anyone: such a rank may be
+    about to enter one. Ranks whose own collective failed are never suspected."""
     answers = [state for state in states if isinstance(state, RankState)]
     others = [state for state in answers if not state.waited]
     failed = [s.rank for s in others if s.phase is None and s.error is not None]
@@ -348,7 +354,6 @@ def _describe(state: RankState | OSError) -> str:
 
 
 def _stack(thread_id: int) -> list[FrameType]:
-    """Frames of a thread, innermost first."""
     frame, frames = sys._current_frames().get(thread_id), []
     while frame is not None:
         frames.append(frame)
@@ -368,10 +373,6 @@ def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"
 
 
-def _in_collective(frames: Sequence[FrameType]) -> bool:
-    return any(part in frame.f_code.co_filename for frame in frames for part in _COLLECTIVE_CODE)
-
-
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
@@ -383,11 +384,7 @@ _monitor: Watchdog | None = None
 
 
 def start_watchdog(timeout_s: float) -> Address:
-    """Starts this process's monitor and returns where it answers. A collective over the default process group.
-
-    Args:
-        timeout_s: the timeout of the process groups.
-    """
+    """Starts this process's monitor and returns where it answers. A collective over the default process group."""
     global _monitor
     stop_watchdog()
     listener = _listen_towards(os.environ["MASTER_ADDR"])
@@ -409,11 +406,7 @@ def stop_watchdog() -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Runs the body as a phase of this process's monitor; without a monitor it just runs.
-
-    Raises:
-        RanksMissingError: a collective of the body failed or timed out.
-    """
+    """Runs the body as a phase of this process's monitor (``Watchdog.phase``); without a monitor it just runs."""
     if _monitor is None:
         yield
         return
@@ -422,15 +415,56 @@ def phase(name: str) -> Iterator[None]:
 
 
 def progress(work: str = "") -> None:
-    """Tells this process's monitor, if there is one, that the phase goes on: once per micro-batch or tensor, say."""
     if _monitor is not None:
         _monitor.progress(work)
 
 
 def _listen_towards(peer: str) -> socket.socket:
-    """A listening socket on the network that leads to ``peer``."""
     family, *_, target = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
         own = probe.getsockname()[0]
     return socket.create_server((own, 0), family=family)
+
+
+# ---- waits that are no collectives ------------------------------------------------------------------------------
+
+_numbers = itertools.count()
+
+
+class Counter:
+    """A number that all ranks of the default process group see. Each of them has to make as many of these."""
+
+    def __init__(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._key = f"openrlhf_ext/counter/{next(_numbers)}"
+
+    def add_one(self) -> None:
+        self._store.add(self._key, 1)
+
+    def wait_for(self, number: int) -> None:
+        pause_s, longest_s = _PAUSES_S
+        while self._store.add(self._key, 0) < number:
+            progress()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+
+class Gate:
+    """Rank 0 says when it goes on, so that no rank waits for it in a collective."""
+
+    def __init__(self) -> None:
+        self._opened, self._count = Counter(), 0
+
+    def next(self) -> None:
+        self._count += 1
+        if dist.get_rank() == 0:
+            self._opened.add_one()
+        else:
+            self._opened.wait_for(self._count)
+
+
+def wait_for_all() -> None:
+    arrived = Counter()
+    arrived.add_one()
+    arrived.wait_for(dist.get_world_size())

@@ -1,1 +1,0 @@
-"""FP8 in Megatron's decoder: emulated layers, TransformerEngine's, and the state of delayed scaling."""

@@ -1,1 +1,0 @@
-"""What leaves the device and comes back."""
