@@ -25,7 +25,7 @@ from openrlhf_ext.config.run_config import (
     option_table,
 )
 from openrlhf_ext.config.show import format_help
-from openrlhf_ext.config.upstream import present_name
+from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, read_earlier
 from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
 from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
@@ -225,11 +225,14 @@ def _add_config_file(line: CommandLine, values: list[str]) -> None:
 
 def _add_setting(line: CommandLine, name: str, words: list[str]) -> None:
     option = find_option(name)
-    if option is None:
+    if option is None and not is_earlier(name):
         line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
         return
     try:
-        value = _free_value(words) if option.arity == "open" else from_words(option, words)
+        if option is None:
+            value = read_earlier(name, words)
+        else:
+            value = _free_value(words) if option.arity == "open" else from_words(option, words)
     except UsageError as error:
         line.violations.append(Violation((name,), f"{error} ({COMMAND_LINE})"))
         return
@@ -261,21 +264,10 @@ def unknown_option(setting: Setting) -> Violation:
     if is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
-    if (renamed := present_name(setting.name)) is not None:
-        return _renamed_option(setting, renamed)
     nearest = nearest_option(setting.name)
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
-
-
-def _renamed_option(setting: Setting, renamed: str) -> Violation:
-    option = option_table()[renamed.split()[0]]
-    end = f"; write --{renamed}"
-    if (refused := option.unsupported) is not None:
-        end = f" for {renamed}, which is refused here: {refused.why}; {refused.instead}"
-    message = f"{setting.name} ({setting.origin}) is the name of an earlier OpenRLHF{end}"
-    return Violation((setting.name, option.name), message)
 
 
 # ---- the configuration ----------------------------------------------------------------------------------------------
@@ -332,6 +324,8 @@ class _Draft:
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    """What is said of settings that mean something else here than in OpenRLHF, or nothing."""
 
     def reject(self, violation: Violation, name: str | None = None) -> None:
         self.violations.append(violation)
@@ -349,22 +343,54 @@ def _build(
 ) -> RunConfig:
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
-    _collect(draft, settings)
+    _collect(draft, _todays(draft, settings))
     _resolve_paths(draft)
+    _stand_in(draft)
     _derive(draft.values)
     config = _typed(draft)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
         draft.values |= resolved
         config = _typed(draft)
-    draft.violations += _unsupported(config, draft.origins)
+    for violation, is_fault in _unsupported(config, draft.origins):
+        if is_fault:
+            draft.violations.append(violation)
+        else:
+            draft.lines.append(violation.message)
     config._sources = draft.origins
     findings = [check(config) for check in rules]
     tainted = draft.tainted | set(chosen)
     draft.violations += [v for found in findings for v in found.violations if tainted.isdisjoint(v.options)]
     if draft.violations:
         raise ConfigError(draft.violations)
-    config._warnings = tuple(warning for found in findings for warning in found.warnings)
+    config._warnings = (*draft.lines, *(warning for found in findings for warning in found.warnings))
     return config
+
+
+def _todays(draft: _Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
+    """The settings with those in names of an earlier OpenRLHF read as today's; a script of 0.8 or 0.9 keeps its
+    defaults."""
+    earlier = {setting.name: setting for setting in settings if find_option(setting.name) is None}
+    earlier = {name: setting for name, setting in earlier.items() if is_earlier(name)}
+    if not earlier:
+        return iter(settings)
+    values, faults = of_earlier({name: setting.value for name, setting in earlier.items()})
+    origin = next(reversed(earlier.values())).origin
+    draft.violations += [Violation((), f"{fault} ({origin})") for fault in faults]
+    draft.lines.append(
+        f"names of an earlier OpenRLHF: {', '.join(earlier)}; they are read as "
+        f"{', '.join(f'{name} {value_text(value)}' for name, value in values.items()) or 'nothing'}"
+    )
+    last = max(index for index, setting in enumerate(settings) if setting.name in earlier)
+    before, after = ([one for one in part if one.name not in earlier] for part in (settings[:last], settings[last:]))
+    of_old = [Setting(name, value, f"{origin}, in its earlier name") for name, value in values.items()]
+    defaults = []
+    if any("." not in name for name in earlier):
+        given = {setting.name for setting in (*before, *of_old, *after)}
+        missing = {name: value for name, value in EARLIER_DEFAULTS.items() if name not in given}
+        defaults = [Setting(name, value, "default of OpenRLHF 0.9") for name, value in missing.items()]
+        said = ", ".join(f"{name} {value}" for name, value in missing.items())
+        draft.lines.append(f"defaults of OpenRLHF 0.9, whose names are used: {said}")
+    return iter([*defaults, *before, *of_old, *after])
 
 
 def _collect(draft: _Draft, settings: Iterable[Setting]) -> None:
@@ -382,6 +408,16 @@ def _collect(draft: _Draft, settings: Iterable[Setting]) -> None:
 
 def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def _stand_in(draft: _Draft) -> None:
+    """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
+    for name, ours in STANDS_FOR.items():
+        value = draft.values.pop(name, None)
+        if value is not None and ours not in draft.values:
+            draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
+            if str(value) != str(option_table()[name].default):
+                draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
 
 
 def _resolve_paths(draft: _Draft) -> None:
@@ -457,7 +493,9 @@ def _value_hint(option: Option, value: Any) -> str:
     return ""
 
 
-def _unsupported(config: RunConfig, origins: Mapping[str, str]) -> Iterable[Violation]:
+def _unsupported(config: RunConfig, origins: Mapping[str, str]) -> Iterable[tuple[Violation, bool]]:
+    """Options that are not built, a fault each, and those that mean nothing here, a line each."""
     for name, option in option_table().items():
         if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
-            yield Violation((name,), option.unsupported.message(name, value_text(value), origins.get(name, "default")))
+            said = option.unsupported.message(name, value_text(value), origins.get(name, "default"))
+            yield Violation((name,), said), option.unsupported.yet

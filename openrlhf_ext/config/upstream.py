@@ -7,11 +7,12 @@ Which of its options are refused, and why, stands beside the option (``not_yet``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf_ext.config.run_config import RunConfig, option_table
+from openrlhf_ext.config.run_config import RunConfig, from_words, option_table
 from openrlhf_ext.options import info_of, leaf_fields, nest, value_of
 
 
@@ -86,7 +87,9 @@ DIFFERENCES = (
     Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
 )  # fmt: skip
 
-# earlier name -> present name, with a value where the present option has another meaning
+# ---- earlier names --------------------------------------------------------------------------------------------------
+
+# earlier name -> present name, where the dots do not say it (`present_name`)
 RENAMED = {
     # models and where they run
     "pretrain": "actor.model_name_or_path", "critic_pretrain": "critic.model_name_or_path",
@@ -97,8 +100,7 @@ RENAMED = {
     "remote_rm_url": "reward.remote_url", "normalize_reward": "reward.normalize_enable",
     # batches and lengths
     "micro_train_batch_size": "train.micro_batch_size", "micro_rollout_batch_size": "rollout.micro_batch_size",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt", "generate_max_len": "rollout.max_new_tokens",
-    "prompt_max_len": "data.max_len (prompt and response together)", "use_dynamic_batch": "train.dynamic_batch_enable",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt", "use_dynamic_batch": "train.dynamic_batch_enable",
     "temperature": "rollout.temperature", "top_p": "rollout.top_p", "full_determinism": "train.full_determinism_enable",
     # data
     "prompt_data": "data.prompt_dataset", "prompt_data_probs": "data.prompt_probs",
@@ -113,17 +115,8 @@ RENAMED = {
     "use_kl_loss": "algo.kl.use_loss", "entropy_loss_coef": "actor.entropy_coef",
     "dynamic_filtering": "algo.dynamic_filtering_enable",
     "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
-    "enable_vllm_is_correction": "algo.advantage.is_correction_level token",
-    "vllm_enable_is_correction": "algo.advantage.is_correction_level token",
-    "algo.advantage.is_correction_enable": "algo.advantage.is_correction_level token",
-    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
-    "use_icepop": "algo.advantage.is_correction_mode mask",
-    "vllm_is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
-    "algo.advantage.is_correction_type": "algo.advantage.is_correction_mode (tis: clip, icepop: mask)",
-    # engines
-    "deepspeed_enable_sleep": "ds.enable_sleep",
-    # DeepSpeed
-    "bf16": "megatron.param_dtype bf16", "param_dtype": "megatron.param_dtype",
+    # engines, precision
+    "deepspeed_enable_sleep": "ds.enable_sleep", "param_dtype": "megatron.param_dtype",
     "ring_head_stride": "ds.ring_attn_head_stride",
     # checkpoints and records
     "save_path": "ckpt.output_dir", "save_hf_ckpt": "ckpt.save_hf", "disable_ds_ckpt": "ckpt.disable_ds",
@@ -131,6 +124,26 @@ RENAMED = {
     "use_ds_universal_ckpt": "ds.use_universal_ckpt", "use_wandb": "logger.wandb.key",
     "use_tensorboard": "logger.tensorboard_dir",
 }  # fmt: skip
+_ENABLE = ("enable_vllm_is_correction", "vllm_enable_is_correction", "algo.advantage.is_correction_enable")
+_TYPE = ("vllm_is_correction_type", "algo.advantage.is_correction_type")
+_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+_THRESHOLD, _LENGTHS = "vllm_is_truncated_threshold", ("prompt_max_len", "generate_max_len")
+_NOTHING = ("flash_attn", "perf", "actor_init_on_gpu", "ptx_coef")
+_OTHERS = (*_ENABLE, *_TYPE, _THRESHOLD, *_LENGTHS, "use_icepop", "bf16", *_NOTHING)
+"""Earlier names that are no present option's: together they say a correction, lengths, or nothing."""
+EARLIER_DEFAULTS = {
+    "algo.advantage.estimator": "gae", "algo.kl.init_coef": 0.01, "data.max_len": 2048,
+    "train.micro_batch_size": 4, "rollout.micro_batch_size": 8,
+}  # fmt: skip
+"""Of 0.8 and 0.9, where they differ from ours (``openrlhf/cli/train_ppo_ray.py`` of v0.8.10 and v0.9.9)."""
+
+
+STANDS_FOR = {
+    "ds.tensor_parallel_size": "megatron.tensor_parallel_size",
+    "ds.ring_attn_size": "megatron.context_parallel_size",
+    "ds.param_dtype": "megatron.param_dtype",
+}
+"""Options of DeepSpeed's section, and those that they set here."""
 
 
 def present_name(name: str) -> str | None:
@@ -146,3 +159,46 @@ def present_name(name: str) -> str | None:
     same = [option for spelling, option in spelled.items() if spelling == name]
     ends = [option for spelling, option in spelled.items() if spelling.endswith(f"_{name}")]
     return next((found[0] for found in (same, ends) if len(found) == 1), None)
+
+
+def is_earlier(name: str) -> bool:
+    """No option of today, and one of an earlier release."""
+    return name in _OTHERS or present_name(name) is not None
+
+
+def read_earlier(name: str, words: list[str]) -> Any:
+    """The value of an option in its earlier name on a command line; UsageError unless the words fit."""
+    present = {_LENGTHS[0]: "data.max_len", _LENGTHS[1]: "rollout.max_new_tokens"}.get(name) or present_name(name)
+    if present is not None:
+        return from_words(option_table()[present], words)
+    if name == _THRESHOLD:
+        return words
+    return words[0] if words else True
+
+
+def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options of today that options in earlier names ask for, and what is wrong with them."""
+    present = {name: present_name(name) for name in given if name not in _OTHERS}
+    values = {today: given[name] for name, today in present.items() if today is not None}
+    faults = []
+    if _is_on(given.get("bf16")):
+        values["megatron.param_dtype"] = "bf16"
+    if (coef := given.get("ptx_coef")) is not None and float(coef) > 0:
+        faults.append(f"ptx_coef {coef} would mix pretraining data into the loss, which is not built; set it to 0")
+    if lengths := [name for name in _LENGTHS if name in given]:
+        prompt, response = (int(given.get(name, 1024)) for name in _LENGTHS)
+        values |= {"data.max_len": prompt + response, "rollout.max_new_tokens": response} if lengths else {}
+    if any(_is_on(given.get(name)) for name in _ENABLE):
+        kind = next((str(given[name]) for name in _TYPE if name in given), "tis")
+        kind = "icepop" if _is_on(given.get("use_icepop")) else kind
+        if kind not in _TYPES:
+            faults.append(f"the type of importance correction must be one of {', '.join(_TYPES)}: got {kind}")
+        level, mode = _TYPES.get(kind, _TYPES["tis"])
+        values |= {"algo.advantage.is_correction_level": level, "algo.advantage.is_correction_mode": mode}
+        if _THRESHOLD in given:
+            values["algo.advantage.is_correction_threshold"] = given[_THRESHOLD]
+    return values, faults
+
+
+def _is_on(value: Any) -> bool:
+    return value is not None and str(value).lower() not in ("false", "0")

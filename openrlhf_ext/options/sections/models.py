@@ -377,7 +377,8 @@ class DeepSpeed(Section):
         instead="use megatron.param_dtype (bf16 or fp32)")
     zpg: Int = no_meaning(1, "ZeRO++ partition size", why=_NO_DEEPSPEED,
         instead="use megatron.distributed_optimizer_enable")
-    adam_offload: bool = not_yet(False, "keep Adam's states in host memory", why="optimizer offload is not built",
+    adam_offload: bool = no_meaning(False, "keep Adam's states in host memory",
+        why="optimizer states stay on the GPU, shared out over data-parallel ranks",
         instead="use megatron.distributed_optimizer_enable, more ranks, or megatron.recompute full")
     attn_implementation: str = no_meaning("flash_attention_2", "attention implementation of transformers",
         why="attention is Megatron's, chosen by device", instead="leave it out")
