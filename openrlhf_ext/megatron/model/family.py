@@ -57,11 +57,7 @@ _PARAMETERS: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
 # what most families call the tensors of a layer
 LAYER: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": (
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
     "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
