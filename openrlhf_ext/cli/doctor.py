@@ -253,11 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     silence_libraries()
     parser = CommandParser("doctor", __doc__.splitlines()[0], takes_run_options=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
-        "--cluster", action="store_true",
-        help="look at all nodes of the Ray cluster RAY_ADDRESS; options of the training command (--config FILE ...) "
-        "say what the run needs there",
-    )  # fmt: skip
+    parser.add_argument("--cluster", action="store_true", help="look at all nodes of the Ray cluster RAY_ADDRESS; "
+        "options of the training command (--config FILE ...) say what the run needs there")  # fmt: skip
     parser.add_argument("--wait_for", nargs="+", default=[], metavar="NODE", help="with --cluster: wait for these")
     parser.add_argument("--wait_s", type=float, default=60.0, help="longest wait for nodes (default: %(default)s)")
     arguments, training = parser.parse_known_args(argv)
@@ -310,7 +307,6 @@ def examine() -> Report:
     return Report(
         machine=describe_machine(), extra=extra, packages=packages, kernels=check_kernels(cuda), patches=statuses,
         problems=[
-            *python_problems(),
             *package_problems(packages),
             *(conflict_problems() if gpu_host is None else gpu_host.problems()),
             *(status.reason for status in statuses if status.state == "refused"),
@@ -349,11 +345,15 @@ def check_package(name: str, wanted: str) -> PackageCheck:
 
 
 def check_kernels(cuda: bool) -> list[KernelCheck]:
+    engine, gradients = has_transformer_engine(), has_module(_WEIGHT_GRADIENTS)
+    others = "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
+    without_apex = others if has_module("apex") else "torch's optimizers"
+    added = "TransformerEngine's layers add them to main_grad themselves" if engine else "torch adds them"
     return [
         KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
-        _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
-        KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else _apex_absence()),
-        KernelCheck("apex weight gradients", has_module(_WEIGHT_GRADIENTS), _weight_gradients()),
+        _kernel("TransformerEngine", engine, "transformer-engine", "torch layers, no FP8"),
+        KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else without_apex),
+        KernelCheck("apex weight gradients", gradients, _WEIGHT_GRADIENTS if gradients else added),
         _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
     ]
 
@@ -362,25 +362,9 @@ def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> Ker
     return KernelCheck(name, available, installed_version(distribution) or "" if available else stand_in)
 
 
-def _weight_gradients() -> str:
-    if has_module(_WEIGHT_GRADIENTS):
-        return _WEIGHT_GRADIENTS
-    engine = has_transformer_engine()
-    return "TransformerEngine's layers add them to main_grad themselves" if engine else "torch adds them"
-
-
-def _apex_absence() -> str:
-    if has_module("apex"):
-        return "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
-    return "torch's optimizers"
-
-
-def python_problems() -> Iterator[str]:
+def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if sys.version_info < MINIMUM_PYTHON:
         yield f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {platform.python_version()}"
-
-
-def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if not packages:
         yield f"{DISTRIBUTION} is not installed with its list of pinned packages: pip install --no-deps -e ."
     for package in packages:
@@ -400,9 +384,10 @@ def conflict_problems() -> Iterator[str]:
 
 
 def render(report: Report) -> str:
+    packages = [(p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in report.packages]
     sections = [
         _section("Machine", list(report.machine.items())),
-        _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", "")] + _rows(report.packages)),
+        _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", ""), *packages]),
         *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
         _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
         _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
@@ -410,10 +395,6 @@ def render(report: Report) -> str:
         _verdict(report),
     ]
     return "\n\n".join(sections)
-
-
-def _rows(packages: Sequence[PackageCheck]) -> list[tuple[str, ...]]:
-    return [(p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in packages]
 
 
 def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:

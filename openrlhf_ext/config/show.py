@@ -198,7 +198,7 @@ def format_config(config: RunConfig) -> str:
     section: list[str] = []
     for dotted, value, comment in _shown_values(config):
         *parents, leaf = dotted.split(".")
-        common = _common_length(section, parents)
+        common = len(os.path.commonprefix([section, parents]))
         lines += [f"{'  ' * depth}{parents[depth]}:" for depth in range(common, len(parents))]
         shown = redact(value)
         put_in = "" if shown == value else _PUT_IN
@@ -256,10 +256,6 @@ def _flow(value: Any) -> str:
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return ".inf" if value > 0 else "-.inf"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
-    return len(os.path.commonprefix([list(one), list(other)]))
 
 
 def _policy_lines(config: RunConfig) -> Iterator[str]:

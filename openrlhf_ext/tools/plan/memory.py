@@ -46,9 +46,6 @@ _BUILT = (
 Kernels = Literal["local", "flash"]
 
 
-# ---- states ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class States:
     """What a rank holds of the model and its optimizer; bytes, but for ``parameters``."""
