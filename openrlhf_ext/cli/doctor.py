@@ -96,27 +96,21 @@ class GpuHost:
         elif oldest is not None and int(self.driver.split(".")[0]) < oldest:
             yield f"the driver is {self.driver}, torch's CUDA {self.cuda} needs {oldest} or newer"
         if self.cudnn[:2] < OLDEST_CUDNN:
-            yield (
-                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, {'.'.join(map(str, OLDEST_CUDNN))} or newer is "
-                "needed: older ones give NaN with packed sequences and context parallelism on Hopper"
-            )
+            yield (f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, {'.'.join(map(str, OLDEST_CUDNN))} or newer is "
+                "needed: older ones give NaN with packed sequences and context parallelism on Hopper")  # fmt: skip
         if len(self.cudnn_libraries) > 1:
-            yield (
-                f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
+            yield (f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
                 "TransformerEngine prefers that of the system to torch's: remove all but one, or unset CUDNN_HOME, "
-                "CUDNN_PATH, CUDA_HOME, CUDA_PATH or LD_LIBRARY_PATH, where it looks first"
-            )
+                "CUDNN_PATH, CUDA_HOME, CUDA_PATH or LD_LIBRARY_PATH, where it looks first")  # fmt: skip
         if self.compiler is None:
             yield "gcc is missing, Triton compiles a launcher with it on every node: install it"
         if self.python_header is None:
             where = sysconfig.get_path("include")
             yield f"Python.h is missing ({where}), Triton compiles against it: install python3-dev"
         if self.ptrace_scope > 1:  # with 1 the policy allows it
-            yield (
-                f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy hands its weights to "
+            yield (f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy hands its weights to "
                 "engines on the same GPUs (train.colocate_all), is refused; run sysctl kernel.yama.ptrace_scope=1, or "
-                "use --vllm.sync_backend gloo there"
-            )
+                "use --vllm.sync_backend gloo there")  # fmt: skip
         yield from self._engine_problems(cuda_major)
 
     def _engine_problems(self, cuda_major: int) -> Iterator[str]:
@@ -134,11 +128,9 @@ class GpuHost:
             described = ", ".join(f"{name} {version}" for name, version in found.items())
             yield f"the parts of TransformerEngine must be of one version, it refuses others: {described}"
         if self.engine_error is not None:
-            yield (
-                f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would be silent about it: "
-                "its torch extension must be compiled against the torch that is installed; remove .setup/"
-                "transformer_engine in the environment and run the set-up again"
-            )
+            yield (f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would be silent about "
+                "it: its torch extension must be compiled against the torch that is installed; remove "
+                ".setup/transformer_engine in the environment and run the set-up again")  # fmt: skip
 
 
 def examine_gpu_host() -> GpuHost:

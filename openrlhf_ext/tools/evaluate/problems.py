@@ -90,10 +90,8 @@ class PromptStyle:
         try:
             used = (self.template or "{}").format("\0question")
         except (IndexError, KeyError, ValueError) as error:
-            return (
-                f"--input_template {self.template!r} is no format string with one {{}} for the question "
-                f"({type(error).__name__}: {error}); write other braces twice"
-            )
+            return (f"--input_template {self.template!r} is no format string with one {{}} for the question "
+                f"({type(error).__name__}: {error}); write other braces twice")  # fmt: skip
         return None if "\0question" in used else f"--input_template {self.template!r} has no {{}} for the question"
 
     def prompt(self, question: Any, tokenizer: PreTrainedTokenizerBase | None) -> str:

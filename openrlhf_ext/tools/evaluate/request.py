@@ -167,10 +167,8 @@ class Request:
         then = before.get("prompts", problems) + before.get("skipped_overlong", 0)
         name = before.get("benchmark", task.name)
         if (name, then) != (task.name, problems):
-            yield (
-                f"--compare: {self.arguments.compare} is of {then} problems of {name}, this is of {problems} of "
-                f"{task.name}: give an earlier result of the same problems (--limit)"
-            )
+            yield (f"--compare: {self.arguments.compare} is of {then} problems of {name}, this is of {problems} of "
+                f"{task.name}: give an earlier result of the same problems (--limit)")  # fmt: skip
 
     @cached_property
     def before(self) -> dict[str, Any] | None:
@@ -281,10 +279,8 @@ def _require_one_vocabulary(model: str, reference: str) -> None:
     sizes = [_vocabulary_size(folder) for folder in (model, reference)]
     remedy = "give the checkpoint that the model was trained from"
     if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"--reference must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} has "
-            f"{sizes[0]}; {remedy}"
-        )
+        raise ValueError(f"--reference must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} "
+            f"has {sizes[0]}; {remedy}")  # fmt: skip
     if (difference := tokenizer_difference(model, reference)) is not None:
         raise ValueError(f"--reference must have the tokenizer of --model: {difference}; {remedy}")
 
