@@ -123,9 +123,7 @@ def load_problems(
 ) -> list[Problem]:  # fmt: skip
     """The (first) problems of a user's file; with ``chat`` a question may be a list of messages.
 
-    Raises:
-        InputError: lines are not JSON objects, lack a key or have no such question, or the file holds no problem; names
-            the first of them.
+    InputError names the first lines that are not JSON objects, lack a key or have no such question.
     """
     wanted = Wanted(input_key, label_key, chat)
 
@@ -139,11 +137,7 @@ def load_problems(
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
-    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers.
-
-    Raises:
-        InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
-    """
+    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers."""
     if name not in BENCHMARKS:
         hint = f"; did you mean {near}?" if (near := nearest(name, BENCHMARKS)) else "."
         raise InputError(f"there is no benchmark {name!r}{hint} Known: {', '.join(BENCHMARKS)}. Other files: --data")
@@ -366,10 +360,6 @@ def _model_digest(folder: str | Path) -> str:
 def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
     """Saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order; those of later problems
     are left out. A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
-
-    Raises:
-        InputError: the file has another format, lacks problems, has different numbers of completions, or says that they
-            are of other prompts.
     """
     found: dict[int, list[str]] = {}
     remedy = 'give lines {"problem": 0, "completions": ["text", ...]}'

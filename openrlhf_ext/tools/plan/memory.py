@@ -80,7 +80,6 @@ class StateOptions:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the data- and context-parallel ranks.
         bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
-        converters: whose copies of weights are counted.
     """
 
     param_bytes: int = 2
@@ -223,8 +222,6 @@ class Pass:
     Attributes:
         tokens: of a micro-batch on one rank, its context-parallel share.
         sequence: tokens of each of its sequences, all ranks together; they are taken to be equally long.
-        kernels: which set of formulas holds.
-        param_bytes: of an entry of parameters and activations.
         fp8: linear layers keep their inputs in FP8, one byte an entry (``flash`` only).
     """
 
@@ -345,8 +342,7 @@ class Workload:
     Attributes:
         prompts, group: prompts of a batch, and responses to each.
         prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
-        longest: tokens of the longest response.
-        batch: samples of an optimizer update.
+        longest, batch: tokens of the longest response; samples of an optimizer update.
         scored_by: models that compute log-probs before training: the policy, a reference, a guide.
     """
 
@@ -495,9 +491,7 @@ def moments(
 ) -> tuple[Moment, ...]:
     """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
 
-    Args:
-        engine: of a worker that is awake.
-        policy, critic: states, and what training adds to them, of the fullest ranks.
+    The engine's worker is awake; a model's parts are states, and what training adds to them, of the fullest ranks.
     """
     staging = 2 * config.weight_sync.bucket_mib << 20
     (states, working), (critic_states, critic_working) = policy, critic or ({}, {})

@@ -116,10 +116,8 @@ class Candidate:
 class Planner:
     """Plans one run on one kind of GPU, in place of the layout that its configuration has.
 
-    Attributes:
-        response_tokens, prompt_tokens: mean lengths; None for 0.6 of the longest response, and for what is left of
-            ``data.max_len`` beside it, at most 512.
-        device_memory: bytes of the GPU that is there; None for those of the data sheet.
+    Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len`` beside it, at most
+    512; ``device_memory``: bytes of the GPU that is there, or those of the data sheet.
     """
 
     config: RunConfig
