@@ -31,6 +31,7 @@ from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 
 GIB = 1 << 30
+COPIES = "FP8 copies"
 _GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
 """Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.16.1
@@ -64,7 +65,7 @@ class States:
     def parts(self) -> dict[str, int]:
         return _there({
             "weights": self.weights, "gradients (fp32)": self.gradients, "optimizer": self.optimizer,
-            "FP8 copies of weights": self.copies,
+            f"{COPIES} of weights": self.copies,
         })  # fmt: skip
 
 
