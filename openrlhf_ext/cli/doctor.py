@@ -402,10 +402,6 @@ def _verdict(report: Report) -> str:
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # ---- Ray processes that listen --------------------------------------------------------------------------------------
 
 _SERVERS = ("gcs_server", "raylet")
@@ -457,3 +453,7 @@ def _listeners(processes: Sequence[psutil.Process], token: bool) -> Iterator[Lis
             beyond = not all(ipaddress.ip_address(address).is_loopback for address in where)
             if where:
                 yield Listener(process.pid, process.name(), dict(where), beyond, token)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
